@@ -1,0 +1,31 @@
+# The commands of README.md. Everything they install comes from Debian's and PyPI's packages
+# (tools/setup.sh); everything they build lies under build/<preset>.
+PRESET ?= release
+JOBS   ?= $(shell nproc)
+BUILD   = build/$(PRESET)
+
+.PHONY: demo test build setup clean format tidy
+
+demo: build
+	@$(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
+
+test: setup
+	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON --log-level=WARNING
+	@cmake --build --preset $(PRESET) -j $(JOBS)
+	@ctest --preset $(PRESET)
+
+build: setup
+	@cmake --preset $(PRESET) --log-level=WARNING
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target tessera_all
+
+setup:
+	@tools/setup.sh
+
+format:
+	@git ls-files '*.h' '*.cpp' | xargs clang-format -i
+
+tidy:
+	@git ls-files '*.cpp' | grep -v nccl | xargs clang-tidy -p build/release --quiet
+
+clean:
+	@rm -rf build

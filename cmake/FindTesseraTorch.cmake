@@ -1,0 +1,82 @@
+# Finds libtorch and defines tessera::torch (CPU) and, with TESSERA_CUDA, tessera::torch_cuda.
+#
+# find_package(Torch) is not used: for a libtorch that was built with CUDA it enables the CUDA
+# language and demands the whole toolkit, also of a program that never touches a GPU.
+#
+# Looks in CMAKE_PREFIX_PATH (a libtorch, a site-packages/torch, or its share/cmake), then in the
+# wheel that tools/setup.sh unpacks under .deps/. Defines TesseraTorch_VERSION.
+
+set(_tessera_wheel "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
+find_path(TESSERA_TORCH_INCLUDE_DIR torch/headeronly/version.h
+  HINTS ${CMAKE_PREFIX_PATH} PATHS "${_tessera_wheel}"
+  PATH_SUFFIXES include ../../include)
+find_library(TESSERA_TORCH_CPU_LIBRARY torch_cpu HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH)
+find_library(TESSERA_C10_LIBRARY c10 HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH)
+
+if(TESSERA_TORCH_INCLUDE_DIR)
+  file(STRINGS "${TESSERA_TORCH_INCLUDE_DIR}/torch/headeronly/version.h" _version REGEX "define TORCH_VERSION_M")
+  string(REGEX REPLACE ".*VERSION_MAJOR ([0-9]+).*VERSION_MINOR ([0-9]+).*" "\\1.\\2" TesseraTorch_VERSION "${_version}")
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(TesseraTorch
+  REQUIRED_VARS TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY TESSERA_TORCH_INCLUDE_DIR
+  VERSION_VAR TesseraTorch_VERSION
+  REASON_FAILURE_MESSAGE "run tools/setup.sh (or make build), or pass -DCMAKE_PREFIX_PATH=<libtorch>")
+mark_as_advanced(TESSERA_TORCH_INCLUDE_DIR TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY)
+
+if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
+  get_filename_component(_torch_lib "${TESSERA_TORCH_CPU_LIBRARY}" DIRECTORY)
+  set(_torch_includes "${TESSERA_TORCH_INCLUDE_DIR}" "${TESSERA_TORCH_INCLUDE_DIR}/torch/csrc/api/include")
+
+  add_library(tessera::c10 SHARED IMPORTED)
+  set_target_properties(tessera::c10 PROPERTIES IMPORTED_LOCATION "${TESSERA_C10_LIBRARY}" IMPORTED_NO_SONAME ON)
+  add_library(tessera::torch SHARED IMPORTED)
+  set_target_properties(tessera::torch PROPERTIES
+    IMPORTED_LOCATION "${TESSERA_TORCH_CPU_LIBRARY}" IMPORTED_NO_SONAME ON
+    INTERFACE_LINK_LIBRARIES tessera::c10
+    # Inline functions of libtorch's headers differ without NDEBUG, in size of objects as well.
+    INTERFACE_COMPILE_DEFINITIONS NDEBUG
+    INTERFACE_INCLUDE_DIRECTORIES "${_torch_includes}"
+    INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_torch_includes}")
+
+  # libtorch_cpu.so of a CUDA build wants libcudart and libcupti. It finds them beside itself
+  # (its RPATH), where tools/setup.sh puts them; for another libtorch, point at the toolkit's.
+  file(GLOB _runtime "${_torch_lib}/../../nvidia/*/lib/libcupti.so.*" "${_torch_lib}/libcupti*.so*")
+  if(NOT _runtime)
+    find_library(TESSERA_CUPTI_LIBRARY NAMES cupti libcupti.so.13 libcupti.so.12
+      HINTS "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES lib64 lib extras/CUPTI/lib64)
+    find_library(TESSERA_CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12
+      HINTS "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES lib64 lib)
+    mark_as_advanced(TESSERA_CUPTI_LIBRARY TESSERA_CUDART_LIBRARY)
+    if(TESSERA_CUPTI_LIBRARY AND TESSERA_CUDART_LIBRARY)
+      get_filename_component(_cupti_dir "${TESSERA_CUPTI_LIBRARY}" DIRECTORY)
+      get_filename_component(_cudart_dir "${TESSERA_CUDART_LIBRARY}" DIRECTORY)
+      # DT_RPATH (old tags), because only that reaches the dependencies of a dependency.
+      set_property(TARGET tessera::torch APPEND PROPERTY INTERFACE_LINK_OPTIONS
+        "LINKER:--disable-new-dtags,-rpath,${_cupti_dir},-rpath,${_cudart_dir}")
+    endif()
+  endif()
+  set_property(TARGET tessera::torch APPEND PROPERTY INTERFACE_LINK_OPTIONS
+    "LINKER:--unresolved-symbols=ignore-in-shared-libs")
+endif()
+
+if(TesseraTorch_FOUND AND TESSERA_CUDA AND NOT TARGET tessera::torch_cuda)
+  find_library(TESSERA_TORCH_CUDA_LIBRARY torch_cuda HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH REQUIRED)
+  find_library(TESSERA_C10_CUDA_LIBRARY c10_cuda HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH REQUIRED)
+  find_path(TESSERA_CUDA_INCLUDE_DIR cuda_runtime_api.h
+    HINTS "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES include REQUIRED)
+  find_path(TESSERA_NCCL_INCLUDE_DIR nccl.h
+    HINTS "$ENV{NCCL_HOME}" "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES include REQUIRED)
+  mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_C10_CUDA_LIBRARY TESSERA_CUDA_INCLUDE_DIR TESSERA_NCCL_INCLUDE_DIR)
+  add_library(tessera::c10_cuda SHARED IMPORTED)
+  set_target_properties(tessera::c10_cuda PROPERTIES IMPORTED_LOCATION "${TESSERA_C10_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON)
+  add_library(tessera::torch_cuda SHARED IMPORTED)
+  set_target_properties(tessera::torch_cuda PROPERTIES
+    IMPORTED_LOCATION "${TESSERA_TORCH_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON
+    INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda"
+    # Nothing of ours calls into it by name except the NCCL file: keep it, since it registers the device.
+    INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
+    INTERFACE_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}"
+    INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}")
+endif()

@@ -1,0 +1,20 @@
+# `cmake --install` gives <prefix>/include/tessera, the libraries, and a package for
+# find_package(tessera), which finds libtorch again by the same rules.
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set(_targets tessera tessera_comm tessera_flat tessera_fsdp)
+install(TARGETS ${_targets} EXPORT tessera-targets
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+foreach(_folder comm flat fsdp)
+  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera FILES_MATCHING PATTERN "*.h")
+endforeach()
+install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
+
+set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
+install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package})
+configure_package_config_file(cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
+  INSTALL_DESTINATION ${_package})
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/tessera-config-version.cmake" COMPATIBILITY SameMinorVersion)
+install(FILES cmake/FindTesseraTorch.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
+  "${PROJECT_BINARY_DIR}/tessera-config-version.cmake" DESTINATION ${_package})

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors). `store` is where the ranks
+// find each other: the same one on all ranks, used by this group alone (wrap it in a PrefixStore
+// otherwise), shared by the group for its lifetime. `address` is the address or host name of this
+// rank's own network interface. Collective; throws CommError if the ranks do not meet in time.
+std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                     const std::string& address, std::chrono::milliseconds timeout);
+
+// The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws
+// std::invalid_argument.
+std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                     at::Device device, std::chrono::milliseconds timeout);
+
+}  // namespace tessera

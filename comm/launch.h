@@ -1,0 +1,44 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+struct InitOptions {
+  // "gloo", "nccl", or empty for the device's own: gloo on CPU, NCCL on CUDA.
+  std::string backend;
+  // Empty: CUDA device LOCAL_RANK with "nccl", else the CPU.
+  std::optional<at::Device> device;
+  // The longest that an operation waits for the other ranks, and that ranks wait to find each other.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+};
+
+// Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE,
+// MASTER_ADDR, MASTER_PORT), Slurm's (SLURM_PROCID, SLURM_NTASKS, ...) or Open MPI's
+// (OMPI_COMM_WORLD_RANK, ...), in this order; a world of one if there is none. docs/launch.md
+// lists the variables. Collective. Throws std::invalid_argument that names the variables if they
+// are half set or contradict each other, and CommError if the ranks do not meet within the timeout.
+std::shared_ptr<Communicator> init(InitOptions options = {});
+
+// Runs `body` once per rank, the ranks being threads of this process, joined by gloo over
+// loopback. Returns when all have ended. When a rank throws, the group is aborted, and the first
+// error to be thrown is thrown again here. Intra-operator threads are the process's own setting.
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body);
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
+
+// Starts this program again as `world` processes of this machine, with argv and torchrun's
+// environment, and returns the exit code for main(): 0 if all ended well. When a rank fails, the
+// others are ended and its error is shown; SIGINT and SIGTERM are passed on. In a process that was
+// started this way (or by any launcher) do not call it again: see launched().
+int spawn_local(int world, int argc, char** argv);
+
+// Whether a launcher's environment is set, that is, whether init() would join a group.
+bool launched();
+
+}  // namespace tessera

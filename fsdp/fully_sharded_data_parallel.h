@@ -1,0 +1,146 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/fsdp/memory_report.h"
+#include "tessera/fsdp/options.h"
+
+namespace tessera {
+
+class FsdpRuntime;
+
+// A scope that changes what the wrapper does, and ends with it: no_sync(), summon_full_params().
+// Move-only.
+class [[nodiscard]] FsdpScope {
+ public:
+  explicit FsdpScope(std::function<void()> leave) : leave_(std::move(leave)) {}
+  FsdpScope(FsdpScope&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
+  FsdpScope& operator=(FsdpScope&&) = delete;
+  // Ends the scope now; throws what writing back may throw. The destructor does the same, and
+  // where an exception is already on its way swallows a CommError, since the group is broken anyway.
+  void leave() {
+    if (auto leave = std::exchange(leave_, nullptr)) leave();
+  }
+  ~FsdpScope() noexcept(false);
+
+ private:
+  std::function<void()> leave_;
+};
+
+struct SummonOptions {
+  bool writeback = true;  // keep what the scope changes; false: changes are lost
+};
+
+struct StateDictOptions {
+  // true: only rank 0 gets the tensors, the others an empty dictionary.
+  bool rank0_only = false;
+};
+
+// The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
+class FullyShardedModule {
+ public:
+  // This rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
+  // the communicator's device, in the parameter's dtype, empty where the rank owns none of it.
+  // Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them (under
+  // NoGradGuard) changes the model. After backward `.grad()` is the gradient averaged over ranks;
+  // undefined for a parameter that no rank used.
+  std::vector<at::Tensor> parameters() const;
+  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+
+  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, as
+  // torch::nn::utils::clip_grad_norm_ does, and returns the norm before. norm_type may be
+  // infinity. Collective; between backward and step. Throws std::runtime_error if
+  // error_if_nonfinite and the norm is not finite; std::invalid_argument for max_norm < 0 or
+  // norm_type <= 0, or inside a backward pass.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  // While the scope lives, backward adds up the full gradients on each rank without reducing them;
+  // the next backward outside it reduces the sum. Costs memory for the full gradients. The scope
+  // must be open, or not, in forward and backward alike on all ranks.
+  FsdpScope no_sync();
+
+  // While the scope lives, every parameter of the module is there in full, on every rank, and may
+  // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
+  // what it sees (so change them alike on all ranks). Collective, at the beginning. Throws
+  // std::logic_error between a forward and its backward's end, and inside another such scope.
+  FsdpScope summon_full_params(SummonOptions options = {});
+
+  // All parameters (under each of their names) and buffers by name, in full, as copies on the
+  // communicator's device. Collective. One unit at a time is gathered.
+  torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
+
+  // Clears the gradients of parameters(): optimizer.zero_grad() does it too.
+  void zero_grad(bool set_to_none = true);
+
+  // Bytes that the wrapper holds now, and the most that units took at one time. Not collective.
+  MemoryReport memory() const;
+  // Starts the peaks of memory() again from what is held now.
+  void reset_peak_memory();
+
+  // A table of units: name, parameters, numbers of elements, dtypes, bytes per rank.
+  std::string describe() const;
+
+  const std::shared_ptr<Communicator>& comm() const;
+
+ protected:
+  FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
+  void begin_forward();
+
+ private:
+  std::shared_ptr<FsdpRuntime> runtime_;
+};
+
+// Trains an unmodified torch::nn module with its parameters, gradients and optimizer state split
+// over the ranks: ZeRO stage 3 (Rajbhandari et al., 2020), as FairScale's and PyTorch's FSDP.
+//
+//   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<BlockImpl>()});
+//   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
+//   auto loss = torch::mse_loss(fsdp(x), y);
+//   loss.backward();  // gathers, reduces, releases
+//   optimizer.step();
+//
+// Wrapping changes the module in place: each parameter keeps its identity (the module's members,
+// ties, requires_grad) but becomes a view of its unit's storage, which holds data only while the
+// unit is in use. Any operator that is given such a parameter makes the unit resident first, in
+// forward, in backward and anywhere else, so modules need not be called through the wrapper; only
+// reading a parameter behind the dispatcher (data_ptr) finds null. Changing one outside
+// summon_full_params() throws std::logic_error.
+//
+// `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same
+// operators on the same units in the same order; they may differ in data. The wrapper is used by
+// one thread at a time, the backward pass included.
+template <class Holder>
+class FullyShardedDataParallel : public FullyShardedModule {
+ public:
+  // Collective. Splits the parameters and frees the originals unit by unit. Throws
+  // std::invalid_argument, on every rank and with the first difference by name, if ranks differ in
+  // the model or the options, and for parameters that cannot be sharded (not on the
+  // communicator's device, sharded already, sparse).
+  FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
+      : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
+
+  // What module->forward(args...) returns. Gathered parameters that changed since are refreshed.
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    begin_forward();
+    return module_->forward(std::forward<Args>(args)...);
+  }
+  template <class... Args>
+  decltype(auto) operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  const Holder& module() const { return module_; }
+
+ private:
+  Holder module_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <cstdint>
+
+namespace tessera {
+
+// What a wrapper holds on this rank, in bytes of tensors. FlatLayout predicts each figure.
+struct MemoryReport {
+  int64_t shard_bytes = 0;            // this rank's part of the parameters
+  int64_t grad_bytes = 0;             // its part of the gradients, while any is defined
+  int64_t gathered_bytes = 0;         // full parameters of the units gathered or being gathered now
+  int64_t peak_gathered_bytes = 0;    // the most of that at one time
+  int64_t bucket_bytes = 0;           // full gradients waiting for, or in, their reduce-scatter now
+  int64_t peak_bucket_bytes = 0;      // the most of that at one time
+  int64_t largest_unit_bytes = 0;     // full parameters of the largest unit
+  int64_t unsharded_bytes = 0;        // the parameters of the whole model
+};
+
+}  // namespace tessera

@@ -1,0 +1,8 @@
+#pragma once
+
+// All of Tessera's public surface. Where to start reading: docs/, then fsdp/fully_sharded_data_parallel.h.
+
+#include "tessera/comm/communicator.h"
+#include "tessera/comm/launch.h"
+#include "tessera/flat/unit_plan.h"
+#include "tessera/fsdp/fully_sharded_data_parallel.h"

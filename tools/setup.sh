@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Installs what Tessera builds with, from Debian's and PyPI's packages, and nothing that is
+# there already: a second call takes a fraction of a second. As root it installs the Debian
+# packages; otherwise it names those that are missing and stops only if the build cannot do
+# without them. libtorch is the PyPI wheel of torch, unpacked under .deps/ without its
+# Python dependencies; the CUDA runtime libraries that libtorch_cpu.so is linked against come
+# from the CUDA Toolkit if there is one, else from their own wheels.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+torch_version=2.11.0
+deps="$PWD/.deps"
+torch_dir="$deps/torch-$torch_version"
+runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks
+
+packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
+  libgloo-dev libboost-program-options-dev nlohmann-json3-dev
+  libgtest-dev libbenchmark-dev openmpi-bin iproute2)
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+
+installed() { [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null)" = "ii " ]; }
+
+# A tool that came from elsewhere (a python3 or cmake under /usr/local) serves as well.
+present() {
+  case "$1" in
+    g++ | cmake | unzip | python3 | ccache) command -v "$1" >/dev/null || installed "$1" ;;
+    ninja-build) command -v ninja >/dev/null || installed "$1" ;;
+    python3-pip) python3 -m pip --version >/dev/null 2>&1 || installed "$1" ;;
+    openmpi-bin) command -v mpirun >/dev/null || installed "$1" ;;
+    iproute2) command -v ip >/dev/null || installed "$1" ;;
+    *) installed "$1" ;;
+  esac
+}
+
+install_packages() {
+  local missing=()
+  for package in "${packages[@]}"; do present "$package" || missing+=("$package"); done
+  [ ${#missing[@]} -eq 0 ] && return
+  if [ "$(id -u)" -ne 0 ]; then
+    say "not root, so please install these yourself if the build misses them:"
+    say "  sudo apt-get install ${missing[*]}"
+    return
+  fi
+  say "installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq >/dev/null
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+}
+
+# Downloads one wheel and unpacks it into $2; pip only fetches, so no Python environment changes.
+unpack_wheel() {
+  local wheels="$deps/wheels" platforms=() glibc
+  # pip matches these tags exactly, so every one that Debian 12's glibc satisfies is named.
+  for glibc in 28 27 26 25 24 17 12 5; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
+  for glibc in 2014 2010 1; do platforms+=(--platform "manylinux${glibc}_x86_64"); done
+  mkdir -p "$wheels" "$2"
+  say "downloading $1"
+  python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+    --python-version 3.11 --implementation cp --abi cp311 --abi none \
+    "${platforms[@]}" \
+    --dest "$wheels" "$1"
+  local name=${1%%==*}
+  unzip -q -o "$wheels/${name//-/_}"-*.whl -d "$2"
+  rm -f "$wheels/${name//-/_}"-*.whl
+}
+
+toolkit_library() {
+  local root
+  for root in "${CUDA_HOME:-/nonexistent}" /usr/local/cuda /usr/local/cuda-13*; do
+    for path in "$root"/lib64/"$1" "$root"/lib/"$1" "$root"/extras/CUPTI/lib64/"$1"; do
+      [ -e "$path" ] && { readlink -f "$path"; return; }
+    done
+  done
+  return 0
+}
+
+install_libtorch() {
+  [ -e "$torch_dir/complete" ] && return
+  [ "$(uname -m)" = x86_64 ] || { say "the pinned wheel is for x86_64, this is $(uname -m): pass -DCMAKE_PREFIX_PATH=<libtorch>"; exit 1; }
+  unpack_wheel "torch==$torch_version" "$torch_dir"
+  # The largest libraries serve CUDA only and stay: the cuda preset links against them.
+  mkdir -p "$runtime_dir"
+  local library
+  for library in libcudart.so.13 libcupti.so.13; do
+    local found
+    found=$(toolkit_library "$library")
+    if [ -n "$found" ]; then ln -sf "$found" "$runtime_dir/$library"; fi
+  done
+  # Version ranges: the CUDA 13 libraries keep their ABI within the major version.
+  [ -e "$runtime_dir/libcudart.so.13" ] || unpack_wheel "nvidia-cuda-runtime==13.0.96" "$torch_dir"
+  [ -e "$runtime_dir/libcupti.so.13" ] || unpack_wheel "nvidia-cuda-cupti==13.0.85" "$torch_dir"
+  touch "$torch_dir/complete"
+}
+
+install_packages
+install_libtorch
