@@ -86,7 +86,7 @@ std::string interface_address(const std::string& name) {
     }
   }
   if (!ipv6.empty()) return ipv6;
-  throw std::invalid_argument("GLOO_SOCKET_IFNAME=" + name +
+  throw std::invalid_argument("tessera::init: GLOO_SOCKET_IFNAME=" + name +
                               ": expected one network interface of this host that has an address (" + others +
                               ")");
 }

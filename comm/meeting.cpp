@@ -25,7 +25,10 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 // After this long, a rank that waits says on stderr for whom: a launch that hangs should not look
 // like one that works.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
-constexpr milliseconds kRetryDelay{50};
+constexpr milliseconds kConnectRetry{50};
+constexpr milliseconds kShortestPoll{2};
+constexpr milliseconds kLongestPoll{200};
+constexpr char kComplete[] = "complete";
 constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) {
@@ -69,7 +72,7 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
 class Attendance {
  public:
   Attendance(const LaunchEnvironment& environment, milliseconds timeout)
-      : environment_(environment), timeout_(timeout), deadline_(Clock::now() + timeout) {}
+      : environment_(environment), timeout_(timeout), start_(Clock::now()) {}
 
   Meeting attend(const std::string& fixed_address) {
     const StorePtr store = open_store();
@@ -94,14 +97,14 @@ class Attendance {
   }
 
   milliseconds remaining() const {
-    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - Clock::now());
+    const auto left = std::chrono::duration_cast<milliseconds>(start_ + timeout_ - Clock::now());
     return std::max(left, milliseconds(1));  // 0 would mean no timeout to c10d
   }
 
-  bool late() const { return Clock::now() >= deadline_; }
+  bool late() const { return Clock::now() - start_ >= timeout_; }
 
   void report_wait(const std::string& waiting_for) {
-    if (reported_ || deadline_ - Clock::now() > timeout_ - kSilence) return;
+    if (reported_ || Clock::now() - start_ < kSilence) return;
     reported_ = true;
     std::fprintf(stderr, "tessera: rank %d of %d waits at %s:%d for %s (timeout %s)\n", environment_.rank,
                  environment_.world_size, environment_.master_address.c_str(), environment_.master_port,
@@ -117,7 +120,7 @@ class Attendance {
       if (reason.empty()) return;
       if (late()) fail("nobody listens there: " + reason);
       report_wait("rank 0 to listen there (" + reason + ")");
-      std::this_thread::sleep_for(std::min(kRetryDelay, remaining()));
+      std::this_thread::sleep_for(std::min(kConnectRetry, remaining()));
     }
   }
 
@@ -160,7 +163,7 @@ class Attendance {
             "the port is in use by another program, or an earlier run of this one; choose another "
             "MASTER_PORT");
       }
-      fail(reason);
+      fail("no store answers there: " + reason);
     }
   }
 
@@ -180,20 +183,31 @@ class Attendance {
     }
   }
 
+  // Rank 0 sees everybody in and then lets everybody on: the others ask for one key again and
+  // again, not for one per rank. Asking, since c10d logs every wait that ends without success.
   std::vector<Arrival> await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));
-    for (;;) {
-      try {
-        store->wait(keys, std::min(remaining(), kSilence));
-        break;
-      } catch (const c10::DistStoreError&) {
+    auto delay = kShortestPoll;
+    for (size_t present = 0;;) {
+      if (environment_.rank == 0) {
+        while (present < keys.size() && store->check({keys[present]})) ++present;
+        if (present == keys.size()) store->set(kComplete, "1");
+      }
+      if (store->check({kComplete})) break;
+      const bool talkative = !reported_ && Clock::now() - start_ >= kSilence;
+      if (late() || talkative) {
         const auto missing = missing_ranks(store, keys);
-        if (missing.empty()) break;
-        if (late()) fail(name_ranks(missing) + " did not come");
+        if (late()) fail((missing.empty() ? "rank 0" : name_ranks(missing)) + " did not come");
         report_wait(name_ranks(missing));
       }
+      std::this_thread::sleep_for(std::min(delay, remaining()));
+      delay = std::min(delay * 2, kLongestPoll);
     }
+    return read_arrivals(store, keys);
+  }
+
+  std::vector<Arrival> read_arrivals(const StorePtr& store, const std::vector<std::string>& keys) const {
     std::vector<Arrival> arrivals;
     for (const auto& bytes : store->multiGet(keys)) arrivals.push_back(parse_arrival(bytes));
     for (size_t rank = 0; rank < arrivals.size(); ++rank) {
@@ -248,7 +262,7 @@ class Attendance {
 
   const LaunchEnvironment& environment_;
   const milliseconds timeout_;
-  const Clock::time_point deadline_;
+  const Clock::time_point start_;
   bool reported_ = false;
 };
 

@@ -1,7 +1,7 @@
 // A program as a user launches it, for launch_test.cpp: joins its group, adds up the ranks, and
 // then ends in the way that its arguments ask for.
 //
-//   launch_program [--spawn N] [--timeout-ms N] [--init-only] [MODE [RANK]]
+//   launch_program [--spawn N] [--timeout-ms N] [MODE [RANK]]
 //
 // MODE, of rank RANK (0 if not given) or of all ("ok"):
 //   ok      ends well              exit    ends with code 3
@@ -91,7 +91,7 @@ int main(int argc, char** argv) {
     ::signal(SIGTERM, SIG_IGN);
     ::signal(SIGINT, SIG_IGN);
   }
-  if (arguments.mode == "ok" || arguments.mode == "init-only") return 0;
+  if (arguments.mode == "ok") return 0;
   if (chosen) end_badly(arguments.mode);
   if (arguments.mode == "hang" || arguments.mode == "stubborn") say("hangs");
   for (;;) {
