@@ -326,7 +326,8 @@ std::vector<std::string> expand_host(std::string_view host, std::string_view lis
   if (entries.size() * tails.size() > kMaxHosts) fail("too many nodes in \"" + std::string(list) + "\"");
   std::vector<std::string> hosts;
   for (const auto& entry : entries) {
-    for (const auto& tail : tails) hosts.push_back(std::string(host.substr(0, open)) + entry + tail);
+    for (const auto& tail : tails)
+      hosts.push_back(std::string(host.substr(0, open)).append(entry).append(tail));
   }
   return hosts;
 }

@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
-#include <regex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -55,9 +54,9 @@ bool contains(const std::string& text, const std::string& part) {
 
 std::vector<pid_t> rank_pids(const std::string& output) {
   std::vector<pid_t> pids;
-  const std::regex pattern("pid ([0-9]+) sum");
-  for (std::sregex_iterator match(output.begin(), output.end(), pattern), end; match != end; ++match) {
-    pids.push_back(std::stoi((*match)[1]));
+  const std::string label = " pid ";
+  for (auto at = output.find(label); at != std::string::npos; at = output.find(label, at + 1)) {
+    pids.push_back(std::stoi(output.substr(at + label.size())));
   }
   return pids;
 }
