@@ -20,7 +20,9 @@ endforeach()
 add_library(tessera_options INTERFACE)
 target_compile_features(tessera_options INTERFACE cxx_std_20)
 target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wpedantic -Wshadow
-  -Wno-missing-field-initializers -Winvalid-pch -fpch-preprocess>)
+  -Wno-missing-field-initializers -Winvalid-pch -fpch-preprocess>
+  # Everywhere, programs too: a precompiled header serves one setting only.
+  $<BUILD_INTERFACE:-fPIC>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
     $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all>)
@@ -32,10 +34,8 @@ function(tessera_use_pch target)
   if(NOT TARGET tessera_pch)
     add_library(tessera_pch OBJECT "${PROJECT_SOURCE_DIR}/cmake/pch.cpp")
     target_link_libraries(tessera_pch PRIVATE tessera_options tessera::torch)
-    set_target_properties(tessera_pch PROPERTIES POSITION_INDEPENDENT_CODE ON)
     target_precompile_headers(tessera_pch PRIVATE "<torch/torch.h>")
   endif()
-  set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
   target_precompile_headers(${target} REUSE_FROM tessera_pch)
 endfunction()
 

@@ -30,7 +30,7 @@ struct Traffic {
 // starts the exchange and returns; Pending::wait() ends it, at most timeout() later. Tensors are
 // contiguous, on device(), of any numeric dtype; their contents must not change, and results not
 // be read, before wait(). `what` says what the operation is for ("unit 'blocks.3'") and appears
-// in errors; the text is copied.
+// in errors; it is the same on all ranks.
 //
 // Counts, where taken, are numbers of elements per rank in rank order; empty means even, full =
 // size() * shard. Counts of 0 are fine, and so are tensors of 0 elements.

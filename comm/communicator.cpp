@@ -1,0 +1,130 @@
+#include "tessera/comm/communicator.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include <numeric>
+#include <sstream>
+#include <stdexcept>
+
+namespace tessera {
+namespace {
+
+// The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
+// nothing here may be recorded by autograd.
+void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  c10::InferenceMode quiet;
+  if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
+}
+
+template <class... Parts>
+[[noreturn]] void refuse(Parts&&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+}  // namespace
+
+Communicator::~Communicator() = default;
+
+at::Tensor Communicator::checked(const at::Tensor& tensor, const char* operation, const char* argument) const {
+  if (!tensor.defined()) refuse(operation, " on rank ", rank_, ": ", argument, " is undefined");
+  if (tensor.device() != device_)
+    refuse(operation, " on rank ", rank_, ": ", argument, " is on ", tensor.device(), ", expected ", device_);
+  if (!tensor.is_contiguous())
+    refuse(operation, " on rank ", rank_, ": ", argument, " is not contiguous; shape ", tensor.sizes());
+  return tensor.detach().view({-1});
+}
+
+Communicator::Counts Communicator::checked(Counts counts, const at::Tensor& full, const at::Tensor& shard,
+                                           const char* operation) const {
+  if (counts.empty()) counts.assign(size_, shard.numel());
+  if (static_cast<int>(counts.size()) != size_)
+    refuse(operation, " on rank ", rank_, ": ", counts.size(), " counts, expected one per rank: ", size_);
+  for (int64_t count : counts)
+    if (count < 0) refuse(operation, " on rank ", rank_, ": a count of ", count);
+  if (shard.numel() != counts[rank_])
+    refuse(operation, " on rank ", rank_, ": the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
+  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  if (full.defined() && full.numel() != total)
+    refuse(operation, " on rank ", rank_, ": the full tensor has ", full.numel(), " elements, expected ", total);
+  if (full.defined() && full.scalar_type() != shard.scalar_type())
+    refuse(operation, " on rank ", rank_, ": the full tensor is ", full.scalar_type(), " and the shard ",
+           shard.scalar_type(), ", expected one dtype");
+  return counts;
+}
+
+void Communicator::check_root(int root, const char* operation) const {
+  if (root < 0 || root >= size_) refuse(operation, " on rank ", rank_, ": root ", root, ", expected 0 to ", size_ - 1);
+}
+
+Pending Communicator::all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts,
+                                 std::string_view what) {
+  full = checked(full, "all-gather", "the full tensor");
+  shard = checked(shard, "all-gather", "the shard");
+  counts = checked(std::move(counts), full, shard, "all-gather");
+  ++collectives_;
+  if (size_ > 1) return start_all_gather(std::move(full), std::move(shard), std::move(counts), std::string(what));
+  copy_bytes(full, shard);
+  return {};
+}
+
+Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, std::vector<int64_t> counts,
+                                     std::string_view what) {
+  full = checked(full, "reduce-scatter", "the full tensor");
+  shard = checked(shard, "reduce-scatter", "the shard");
+  counts = checked(std::move(counts), full, shard, "reduce-scatter");
+  ++collectives_;
+  if (size_ > 1)
+    return start_reduce_scatter(std::move(shard), std::move(full), op, std::move(counts), std::string(what));
+  copy_bytes(shard, full);
+  return {};
+}
+
+Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
+  tensor = checked(tensor, "all-reduce", "the tensor");
+  ++collectives_;
+  return size_ > 1 ? start_all_reduce(std::move(tensor), op, std::string(what)) : Pending();
+}
+
+Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
+  check_root(root, "broadcast");
+  tensor = checked(tensor, "broadcast", "the tensor");
+  ++collectives_;
+  return size_ > 1 ? start_broadcast(std::move(tensor), root, std::string(what)) : Pending();
+}
+
+Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
+  check_root(root, "reduce");
+  tensor = checked(tensor, "reduce", "the tensor");
+  ++collectives_;
+  return size_ > 1 ? start_reduce(std::move(tensor), root, op, std::string(what)) : Pending();
+}
+
+Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::vector<int64_t> counts,
+                              std::string_view what) {
+  check_root(root, "scatter");
+  shard = checked(shard, "scatter", "the shard");
+  full = rank_ == root ? checked(full, "scatter", "the full tensor") : at::Tensor();
+  counts = checked(std::move(counts), full, shard, "scatter");
+  ++collectives_;
+  if (size_ > 1) return start_scatter(std::move(shard), std::move(full), root, std::move(counts), std::string(what));
+  copy_bytes(shard, full);
+  return {};
+}
+
+void Communicator::barrier(std::string_view what) {
+  c10::InferenceMode quiet;
+  at::Tensor arrived = at::zeros({size_}, at::TensorOptions().dtype(at::kByte).device(device_));
+  at::Tensor self = arrived.narrow(0, rank_, 1);
+  all_gather(arrived, self, {}, what.empty() ? "barrier" : what).wait();
+  if (device_.is_cuda()) arrived.cpu();  // the host, too, must not pass before the others arrive
+}
+
+Traffic Communicator::traffic() const noexcept {
+  return {sent_bytes_.load(), collectives_.load(), static_cast<double>(wait_ns_.load()) * 1e-9};
+}
+
+}  // namespace tessera

@@ -1,0 +1,96 @@
+#include "tessera/flat/unit_plan.h"
+
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace tessera {
+namespace {
+
+// Walks the module tree twice: bottom-up to ask the policy, then top-down to hand out parameters.
+class Planner {
+ public:
+  explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
+
+  std::vector<PlannedUnit> plan(const torch::nn::Module& root) {
+    claim(root, "", true);
+    units_.push_back({"(root)", {}});
+    collect(root, "", 0);
+    std::erase_if(units_, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
+    return std::move(units_);
+  }
+
+ private:
+  static std::string join(const std::string& prefix, const std::string& name) {
+    return prefix.empty() ? name : prefix + "." + name;
+  }
+
+  // Returns the number of elements below the module that no unit has claimed.
+  int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
+    if (!asked_.insert(&module).second) return 0;  // registered in a second place: counted there
+    int64_t unclaimed_numel = 0;
+    for (const auto& child : module.named_children())
+      unclaimed_numel += claim(*child.value(), join(fqn, child.key()), false);
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false))
+      if (counted_.insert(parameter.value().unsafeGetTensorImpl()).second)
+        unclaimed_numel += parameter.value().numel();
+    if (is_root || !policy_ || !policy_(fqn, module, unclaimed_numel)) return unclaimed_numel;
+    claimed_.insert(&module);
+    return 0;
+  }
+
+  void collect(const torch::nn::Module& module, const std::string& fqn, size_t unit) {
+    if (claimed_.contains(&module)) {
+      claimed_.erase(&module);
+      unit = units_.size();
+      units_.push_back({fqn, {}});
+    }
+    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = entry.value();
+      if (!tensor.defined()) continue;
+      const std::string name = join(fqn, entry.key());
+      const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), Place{unit, units_[unit].parameters.size()});
+      if (is_new) {
+        units_[unit].parameters.push_back({name, {}, tensor});
+      } else {
+        units_[known->second.unit].parameters[known->second.index].aliases.push_back(name);
+      }
+    }
+    for (const auto& child : module.named_children()) collect(*child.value(), join(fqn, child.key()), unit);
+  }
+
+  struct Place {
+    size_t unit;
+    size_t index;
+  };
+
+  const WrapPolicy& policy_;
+  std::unordered_set<const torch::nn::Module*> asked_;
+  std::unordered_set<const torch::nn::Module*> claimed_;
+  std::unordered_set<const c10::TensorImpl*> counted_;
+  std::unordered_map<const c10::TensorImpl*, Place> places_;
+  std::vector<PlannedUnit> units_;
+};
+
+}  // namespace
+
+WrapPolicy wrap_by_size(int64_t min_numel) {
+  if (min_numel < 1)
+    throw std::invalid_argument("wrap_by_size: min_numel is " + std::to_string(min_numel) + ", expected at least 1");
+  return [min_numel](const std::string&, const torch::nn::Module&, int64_t unclaimed_numel) {
+    return unclaimed_numel >= min_numel;
+  };
+}
+
+WrapPolicy wrap_if(std::function<bool(const std::string&, const torch::nn::Module&)> predicate) {
+  if (!predicate) throw std::invalid_argument("wrap_if: the predicate is empty");
+  return [predicate = std::move(predicate)](const std::string& fqn, const torch::nn::Module& module, int64_t) {
+    return predicate(fqn, module);
+  };
+}
+
+std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy) {
+  return Planner(policy).plan(root);
+}
+
+}  // namespace tessera

@@ -1,0 +1,322 @@
+// Collectives against closed forms, ranks as threads.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/comm/launch.h"
+
+namespace tessera {
+namespace {
+
+using std::chrono::milliseconds;
+
+// What rank `rank` holds at position i: small integers, so that sums are exact in every dtype.
+at::Tensor numbers(int rank, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  return (torch::arange(numel) % 7 + rank).to(dtype);
+}
+
+at::Tensor summed(int world, int64_t numel, at::ScalarType dtype = at::kFloat) {
+  at::Tensor sum = torch::zeros({numel});
+  for (int rank = 0; rank < world; ++rank) sum += numbers(rank, numel);
+  return sum.to(dtype);
+}
+
+class Collectives : public testing::TestWithParam<std::tuple<int, int64_t>> {
+ protected:
+  int world() const { return std::get<0>(GetParam()); }
+  int64_t numel() const { return std::get<1>(GetParam()); }
+};
+
+INSTANTIATE_TEST_SUITE_P(Worlds, Collectives,
+                         testing::Combine(testing::Values(1, 2, 3, 4, 5), testing::Values(0, 1, 5, 1000, 70001)),
+                         [](const auto& instance) {
+                           return "world" + std::to_string(std::get<0>(instance.param)) + "_numel" +
+                                  std::to_string(std::get<1>(instance.param));
+                         });
+
+TEST_P(Collectives, AllGatherPutsShardsInRankOrder) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    at::Tensor full = torch::full({world() * numel()}, -1.0f);
+    comm->all_gather(full, numbers(comm->rank(), numel())).wait();
+    for (int rank = 0; rank < world(); ++rank)
+      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel(), numel()), numbers(rank, numel())));
+  });
+}
+
+TEST_P(Collectives, AllGatherInPlace) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    at::Tensor full = torch::full({world() * numel()}, -1.0f);
+    at::Tensor own = full.narrow(0, comm->rank() * numel(), numel());
+    own.copy_(numbers(comm->rank(), numel()));
+    comm->all_gather(full, own).wait();
+    for (int rank = 0; rank < world(); ++rank)
+      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel(), numel()), numbers(rank, numel())));
+  });
+}
+
+TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    at::Tensor shard = torch::full({numel()}, -1.0f);
+    comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel())).wait();
+    EXPECT_TRUE(torch::equal(shard, summed(world(), world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+  });
+}
+
+TEST_P(Collectives, UnevenAndEmptyParts) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    std::vector<int64_t> counts;  // rank 0 has none; the others more and more
+    int64_t total = 0, begin = 0;
+    for (int rank = 0; rank < world(); ++rank) {
+      if (rank == comm->rank()) begin = total;
+      counts.push_back(rank * numel());
+      total += counts.back();
+    }
+    at::Tensor shard = torch::full({counts[comm->rank()]}, -1.0f);
+    comm->reduce_scatter(shard, numbers(comm->rank(), total), ReduceOp::kSum, counts).wait();
+    EXPECT_TRUE(torch::equal(shard, summed(world(), total).narrow(0, begin, shard.numel())));
+    at::Tensor full = torch::full({total}, -1.0f);
+    comm->all_gather(full, shard, counts).wait();
+    EXPECT_TRUE(torch::equal(full, summed(world(), total)));
+  });
+}
+
+TEST_P(Collectives, AllReduceInEveryOpAndDtype) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong}) {
+      at::Tensor sum = numbers(comm->rank(), numel(), dtype);
+      comm->all_reduce(sum).wait();
+      EXPECT_TRUE(torch::equal(sum, summed(world(), numel(), dtype))) << dtype;
+    }
+    at::Tensor average = numbers(comm->rank(), numel());
+    comm->all_reduce(average, ReduceOp::kAverage).wait();
+    EXPECT_TRUE(torch::equal(average, summed(world(), numel()) / world()));
+    at::Tensor most = numbers(comm->rank(), numel());
+    comm->all_reduce(most, ReduceOp::kMax).wait();
+    EXPECT_TRUE(torch::equal(most, numbers(world() - 1, numel())));
+    at::Tensor least = numbers(comm->rank(), numel());
+    comm->all_reduce(least, ReduceOp::kMin).wait();
+    EXPECT_TRUE(torch::equal(least, numbers(0, numel())));
+  });
+}
+
+TEST_P(Collectives, RootedOperationsFromEveryRoot) {
+  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+    for (int root = 0; root < world(); ++root) {
+      at::Tensor sent = numbers(comm->rank(), numel());
+      comm->broadcast(sent, root).wait();
+      EXPECT_TRUE(torch::equal(sent, numbers(root, numel())));
+
+      at::Tensor reduced = numbers(comm->rank(), numel());
+      comm->reduce(reduced, root).wait();
+      EXPECT_TRUE(torch::equal(reduced, comm->rank() == root ? summed(world(), numel()) : numbers(comm->rank(), numel())));
+
+      at::Tensor shard = torch::full({numel()}, -1.0f);
+      at::Tensor full = comm->rank() == root ? numbers(root, world() * numel()) : at::Tensor();
+      comm->scatter(shard, full, root).wait();
+      EXPECT_TRUE(torch::equal(shard, numbers(root, world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+    }
+  });
+}
+
+// Floating-point sums depend on the order: rank order it is, in every operation alike.
+TEST(CollectivesOrder, SumsAreTakenInRankOrder) {
+  for (int world : {2, 3, 4, 5}) {
+    for (int64_t numel : {60, 60000}) {
+      at::Tensor expected;
+      for (int rank = 0; rank < world; ++rank) {
+        torch::manual_seed(rank);
+        at::Tensor values = torch::randn({numel});
+        expected = rank == 0 ? values : expected + values;
+      }
+      run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        static std::mutex seeding;
+        at::Tensor values;
+        {
+          std::lock_guard lock(seeding);
+          torch::manual_seed(comm->rank());
+          values = torch::randn({numel});
+        }
+        const int64_t part = numel / world;
+        at::Tensor shard = torch::empty({part});
+        comm->reduce_scatter(shard, values).wait();
+        EXPECT_TRUE(torch::equal(shard, expected.narrow(0, comm->rank() * part, part)));
+        comm->all_reduce(values).wait();
+        EXPECT_TRUE(torch::equal(values, expected));
+      });
+    }
+  }
+}
+
+TEST(CollectivesOrder, SixteenBitSumsAreRoundedOnce) {
+  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    // 256 + 1 is 256 in bfloat16, so rounding after each addition would lose both ones.
+    at::Tensor value = torch::full({4}, comm->rank() == 0 ? 256.0f : 1.0f).to(at::kBFloat16);
+    comm->all_reduce(value).wait();
+    EXPECT_TRUE(torch::equal(value, torch::full({4}, 258.0f).to(at::kBFloat16)));
+  });
+}
+
+TEST(CollectivesAsync, ManyInFlightAndWaitedInAnyOrder) {
+  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    std::vector<at::Tensor> fulls, shards, sums;
+    std::vector<Pending> pending;
+    for (int i = 0; i < 20; ++i) {
+      fulls.push_back(torch::empty({3 * (i + 1)}));
+      pending.push_back(comm->all_gather(fulls.back(), torch::full({i + 1}, 10.0f * comm->rank() + i)));
+      sums.push_back(torch::full({i * 5000 + 1}, static_cast<float>(comm->rank())));
+      pending.push_back(comm->all_reduce(sums.back()));
+    }
+    for (auto handle = pending.rbegin(); handle != pending.rend(); ++handle) handle->wait();
+    for (int i = 0; i < 20; ++i) {
+      EXPECT_TRUE(torch::equal(sums[i], torch::full({i * 5000 + 1}, 3.0f)));
+      EXPECT_EQ(fulls[i][-1].item<float>(), 20.0f + i);
+    }
+  });
+}
+
+TEST(CollectivesAsync, HandlesKeepTensorsAlive) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    at::Tensor full = torch::empty({2 << 20});
+    Pending pending = comm->all_gather(full, torch::full({1 << 20}, comm->rank() + 1.0f));  // the shard is a temporary
+    at::Tensor noise = torch::full({1 << 20}, -1.0f);
+    pending.wait();
+    EXPECT_EQ(full.sum().item<float>(), 3.0f * (1 << 20));
+  });
+}
+
+TEST(CollectivesAsync, DroppedHandlesDoNotHarmTheOthers) {
+  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    { Pending dropped = comm->all_gather(torch::empty({3 << 18}), torch::zeros({1 << 18})); }
+    at::Tensor sum = torch::ones({1000});
+    comm->all_reduce(sum).wait();
+    EXPECT_EQ(sum.sum().item<float>(), 3000.0f);
+    comm->barrier();
+  });
+}
+
+TEST(CollectivesTraffic, EachRankSendsNoMoreThanItMust) {
+  run_ranks(4, [](std::shared_ptr<Communicator> comm) {
+    const int64_t shard_bytes = 1 << 20;
+    at::Tensor full = torch::empty({4 * shard_bytes / 4}), shard = torch::zeros({shard_bytes / 4});
+    comm->all_gather(full, shard).wait();
+    EXPECT_EQ(comm->traffic().sent_bytes, 3 * shard_bytes);
+    comm->reduce_scatter(shard, full).wait();
+    EXPECT_EQ(comm->traffic().sent_bytes, 6 * shard_bytes);
+    comm->all_reduce(full).wait();
+    EXPECT_EQ(comm->traffic().sent_bytes, 12 * shard_bytes);
+    EXPECT_EQ(comm->traffic().collectives, 3);
+  });
+}
+
+// What a call throws, "" if nothing.
+template <class Error, class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    at::Tensor three = torch::zeros({3}), four = torch::zeros({4}), two = torch::zeros({2});
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_gather(four, three).wait(); })
+                  .find("the full tensor has 4 elements, expected 6"), std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_gather(four, two, {1, 3}).wait(); }).find("the shard has 2"),
+              std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->broadcast(two, 2).wait(); }).find("root 2, expected 0 to 1"),
+              std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_gather(four, two.to(at::kDouble)).wait(); }).find("dtype"),
+              std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_reduce(torch::zeros({4, 2}).t()).wait(); }).find("contiguous"),
+              std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_reduce(at::Tensor()).wait(); }).find("undefined"),
+              std::string::npos);
+    comm->all_reduce(two).wait();
+  });
+}
+
+TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
+  const auto began = std::chrono::steady_clock::now();
+  std::string seen_by_others;
+  std::mutex mutex;
+  const std::string thrown = error_of<std::runtime_error>([&] {
+    run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      if (comm->rank() == 2) throw std::runtime_error("the disk of rank 2 is on fire");
+      try {
+        comm->all_reduce(torch::zeros({10}), ReduceOp::kSum, "unit 'blocks.3'").wait();
+      } catch (const CommError& error) {
+        std::lock_guard lock(mutex);
+        seen_by_others = error.what();
+        throw;
+      }
+    });
+  });
+  EXPECT_EQ(thrown, "the disk of rank 2 is on fire");
+  EXPECT_NE(seen_by_others.find("all-reduce of unit 'blocks.3'"), std::string::npos) << seen_by_others;
+  EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos) << seen_by_others;
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+}
+
+TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {
+  InitOptions options;
+  options.timeout = milliseconds(1500);
+  std::atomic<int> ended = 0;
+  const std::string thrown = error_of<CommError>([&] {
+    run_ranks(
+        3,
+        [&](std::shared_ptr<Communicator> comm) {
+          if (comm->rank() == 1) {  // stuck until the others have given up
+            while (ended < 2) std::this_thread::sleep_for(milliseconds(20));
+            return;
+          }
+          try {
+            comm->barrier("the end of the epoch");
+          } catch (const CommError&) {
+            ++ended;
+            throw;
+          }
+        },
+        options);
+  });
+  EXPECT_NE(thrown.find("of the end of the epoch"), std::string::npos) << thrown;
+  EXPECT_NE(thrown.find("1.5 s"), std::string::npos) << thrown;
+  EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+}
+
+TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
+  const auto began = std::chrono::steady_clock::now();
+  const std::string thrown = error_of<CommError>([&] {
+    run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      at::Tensor value = torch::zeros({8});
+      comm->all_reduce(value).wait();
+      // Rank 1 leaves out a layer whose successor is just as large.
+      if (comm->rank() != 1) comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.3'").wait();
+      comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.4'").wait();
+    });
+  });
+  EXPECT_NE(thrown.find("diverged"), std::string::npos) << thrown;
+  EXPECT_NE(thrown.find("unit 'blocks.3'"), std::string::npos) << thrown;
+  EXPECT_NE(thrown.find("unit 'blocks.4'"), std::string::npos) << thrown;
+  EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+}
+
+TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    if (comm->rank() == 1) {
+      comm->abort("out of paper");
+      comm->abort("a second reason, which does not count");
+      const std::string own = error_of<CommError>([&] { comm->barrier(); });
+      EXPECT_NE(own.find("out of paper"), std::string::npos) << own;
+      return;
+    }
+    EXPECT_NE(error_of<CommError>([&] { comm->barrier(); }).find("out of paper"), std::string::npos);
+    EXPECT_NE(error_of<CommError>([&] { comm->barrier(); }).find("out of paper"), std::string::npos);
+  });
+}
+
+}  // namespace
+}  // namespace tessera
