@@ -52,7 +52,8 @@ std::string fixed(double value, int digits) {
 
 std::string grouped(int64_t value) {
   auto text = std::to_string(value);
-  for (auto i = static_cast<int64_t>(text.size()) - 3; i > (value < 0 ? 1 : 0); i -= 3) text.insert(i, ",");
+  for (auto i = static_cast<int64_t>(text.size()) - 3; i > (value < 0 ? 1 : 0); i -= 3)
+    text.insert(static_cast<size_t>(i), 1, ',');
   return text;
 }
 
@@ -65,10 +66,14 @@ std::string brief(double value) {
 std::string mib(int64_t bytes) { return fixed(static_cast<double>(bytes) / (1 << 20), 2); }
 
 std::string duration(double seconds) {
-  const auto total = static_cast<int64_t>(std::llround(seconds));
-  const auto two = [](int64_t value) { return (value < 10 ? "0" : "") + std::to_string(value); };
-  if (total < 3600) return std::to_string(total / 60) + ":" + two(total % 60);
-  return std::to_string(total / 3600) + ":" + two(total / 60 % 60) + ":" + two(total % 60);
+  const long long total = std::llround(seconds);
+  char text[64];
+  if (total < 3600) {
+    std::snprintf(text, sizeof(text), "%lld:%02lld", total / 60, total % 60);
+  } else {
+    std::snprintf(text, sizeof(text), "%lld:%02lld:%02lld", total / 3600, total / 60 % 60, total % 60);
+  }
+  return text;
 }
 
 size_t columns_of(const std::string& text) {

@@ -84,7 +84,7 @@ GptImpl::GptImpl(const GptOptions& options) : options_(options) {
 void GptImpl::initialize() {
   const torch::NoGradGuard no_grad;
   const double residual_std = kInitStd / std::sqrt(2.0 * static_cast<double>(options_.layers));
-  for (auto& item : named_modules()) {
+  for (auto& item : named_modules("", /*include_self=*/false)) {
     if (auto* linear = item.value()->as<torch::nn::LinearImpl>()) {
       const bool residual = item.key().ends_with("projection");
       linear->weight.normal_(0.0, residual ? residual_std : kInitStd);

@@ -39,6 +39,9 @@ int main(int argc, char** argv) {
   } catch (const train_gpt::OptionsError& error) {
     std::cerr << "train_gpt: " << error.what() << "\n(train_gpt --help lists the options)\n";
     return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "train_gpt: " << error.what() << "\n";
     return 1;

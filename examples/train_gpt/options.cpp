@@ -13,7 +13,8 @@ namespace {
 
 namespace po = boost::program_options;
 
-constexpr int kHelpColumns = 100;
+constexpr int kHelpColumns = 110;
+constexpr int kNameColumns = 34;
 
 constexpr const char* kUsage = R"(Trains a GPT on text, its state sharded over ranks.
 
@@ -41,65 +42,95 @@ po::typed_value<Integer>* number(Integer* value) {
   return po::value(value)->default_value(*value)->value_name("N");
 }
 
-// Strings and enums are read as text first.
+po::typed_value<bool>* boolean(bool* value) {
+  return po::value(value)->default_value(*value, *value ? "true" : "false")->value_name("BOOL");
+}
+
+// What needs a second look after parsing.
 struct RawOptions {
   std::string data, out, wrapper;
   int ranks = 0;
   int64_t warmup = 0, val_every = 0;
 };
 
+// clang-format off: the tables of options
+po::options_description section(const char* title) {
+  return po::options_description(title, kHelpColumns, kHelpColumns - kNameColumns);
+}
+
+po::options_description describe_files(const TrainOptions& options, RawOptions& raw) {
+  auto files = section("Files");
+  files.add_options()(
+      "data",
+      po::value(&raw.data)->default_value(options.data.string(), "the shipped text")->value_name("PATH"),
+      "a text file, a directory of them, SQuAD's .json, or a .bin file of 16-bit token ids")(
+      "out", po::value(&raw.out)->default_value(options.out.string())->value_name("DIR"),
+      "where metrics.jsonl and losses.svg go");
+  return files;
+}
+
+po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
+  auto ranks = section("Ranks");
+  ranks.add_options()(
+      "ranks", po::value(&raw.ranks)->value_name("N"),
+      "start N processes of this machine; under a launcher, the number of ranks to insist on")(
+      "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
+      "local: one process; ddp: every rank holds everything; fsdp: sharded")(
+      "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
+      "reshard-after-forward", boolean(&options.reshard_after_forward),
+      "fsdp: release each unit between its forward and its backward")(
+      "threads", number(&options.threads),
+      "threads of each rank; 0: the machine's cores divided by its ranks");
+  return ranks;
+}
+
+po::options_description describe_model(TrainOptions& options) {
+  auto model = section("Model");
+  model.add_options()("layers", number(&options.model.layers), "transformer blocks")(
+      "width", number(&options.model.width), "features per token")("heads", number(&options.model.heads),
+                                                                   "attention heads; must divide the width")(
+      "context", number(&options.model.context), "tokens per sequence")(
+      "tie", po::bool_switch(&options.model.tie), "use the token embedding as the head's weight");
+  return model;
+}
+
+po::options_description describe_training(TrainOptions& options, RawOptions& raw) {
+  auto training = section("Training");
+  training.add_options()("batch", number(&options.batch),
+                         "sequences per rank and step (per micro-batch, when accumulating)")(
+      "accumulate", number(&options.accumulate), "micro-batches whose gradients are added up for a step")(
+      "steps", number(&options.steps), "optimizer steps")(
+      "seed", number(&options.seed), "of the parameters, the order of the data and the sample")(
+      "lr", real(&options.lr), "AdamW's learning rate after the warm-up; it falls to a tenth along a cosine")(
+      "warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up; not given: steps / 20")(
+      "weight-decay", real(&options.weight_decay), "AdamW's, of matrices only")(
+      "clip", real(&options.clip), "largest norm of the gradient; 0: off")(
+      "val-every", po::value(&raw.val_every)->value_name("N"),
+      "steps between validations; 0: only after the last; not given: steps / 10")(
+      "val-batches", number(&options.val_batches),
+      "how many steps' worth of sequences validate, or all if there are fewer");
+  return training;
+}
+
+po::options_description describe_sample(TrainOptions& options) {
+  auto sample = section("Sample");
+  sample.add_options()("sample", number(&options.sample), "tokens to generate at the end; 0: none")(
+      "prompt", po::value(&options.prompt)->value_name("TEXT"),
+      "what it continues (token ids for .bin data)")("temperature", real(&options.temperature),
+                                                     "0: the likeliest token always")(
+      "top-k", number(&options.top_k), "draw from the k likeliest tokens; 0: from all");
+  return sample;
+}
+
 po::options_description describe(TrainOptions& options, RawOptions& raw) {
-  const auto text = [](std::string* value, const char* placeholder) {
-    return po::value(value)->default_value(*value)->value_name(placeholder);
-  };
-  po::options_description all("Options", kHelpColumns, kHelpColumns / 2);
-  auto add = all.add_options();
-  add("help,h", "show this, with the defaults (those of --demo beside it)");
-  add("demo", "other defaults: a model that two cores train in about two minutes");
-  add("data", text(&raw.data, "PATH"),
-      "a text file, a directory of them, SQuAD's .json, or a .bin file of 16-bit token ids");
-  add("out", text(&raw.out, "DIR"), "where metrics.jsonl and losses.svg go");
-
-  add("ranks", po::value(&raw.ranks)->value_name("N"),
-      "start N processes of this machine; under a launcher, the number of ranks to insist on");
-  add("wrapper", text(&raw.wrapper, "KIND"),
-      "local: one process; ddp: every rank holds everything; fsdp: sharded");
-  add("prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use");
-  add("reshard-after-forward",
-      po::value(&options.reshard_after_forward)
-          ->default_value(options.reshard_after_forward, options.reshard_after_forward ? "true" : "false")
-          ->value_name("BOOL"),
-      "fsdp: release each unit between its forward and its backward");
-  add("threads", number(&options.threads),
-      "threads per rank; 0: the cores divided by the ranks of this machine");
-
-  add("layers", number(&options.model.layers), "transformer blocks");
-  add("width", number(&options.model.width), "features per token");
-  add("heads", number(&options.model.heads), "attention heads; must divide the width");
-  add("context", number(&options.model.context), "tokens per sequence");
-  add("tie", po::bool_switch(&options.model.tie), "use the token embedding as the head's weight");
-
-  add("batch", number(&options.batch), "sequences per rank and step (and per accumulated micro-batch)");
-  add("accumulate", number(&options.accumulate), "micro-batches whose gradients are added up for a step");
-  add("steps", number(&options.steps), "optimizer steps");
-  add("seed", number(&options.seed), "of the parameters, the order of the data and the sample");
-  add("lr", real(&options.lr), "AdamW's learning rate after the warm-up; it falls to a tenth along a cosine");
-  add("warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up (default: steps / 20)");
-  add("weight-decay", real(&options.weight_decay), "AdamW's, of matrices only");
-  add("clip", real(&options.clip), "largest norm of the gradient; 0: any");
-
-  add("val-every", po::value(&raw.val_every)->value_name("N"),
-      "steps between validations; 0: only after the last (default: steps / 10)");
-  add("val-batches", number(&options.val_batches),
-      "how many steps' worth of sequences validate (fewer if the data holds fewer)");
-
-  add("sample", number(&options.sample), "tokens to generate at the end; 0: none");
-  add("prompt", po::value(&options.prompt)->value_name("TEXT"),
-      "what the sample continues (token ids for .bin data)");
-  add("temperature", real(&options.temperature), "of the sample; 0: the likeliest token always");
-  add("top-k", number(&options.top_k), "draw from the k likeliest tokens; 0: from all");
+  auto all = section("General");
+  all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
+      "demo", "other defaults: a model that two cores train in about two minutes");
+  all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
+  all.add(describe_training(options, raw)).add(describe_sample(options));
   return all;
 }
+// clang-format on
 
 Wrapper parse_wrapper(const std::string& name) {
   for (const auto wrapper : {Wrapper::kLocal, Wrapper::kDdp, Wrapper::kFsdp}) {
@@ -228,12 +259,12 @@ TrainOptions demo_options() {
 
 std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std::ostream& help) {
   TrainOptions options = has_demo(argc, argv) ? demo_options() : TrainOptions();
-  RawOptions raw{
-      .data = TRAIN_GPT_DEFAULT_DATA, .out = options.out.string(), .wrapper = name_of(options.wrapper)};
+  options.data = TRAIN_GPT_DEFAULT_DATA;
+  RawOptions raw;
   const auto description = describe(options, raw);
   const auto values = parse(argc, argv, description);
   if (values.count("help") > 0) {
-    help << kUsage << description;
+    help << kUsage << description << "\n";
     return std::nullopt;
   }
   options.data = raw.data;

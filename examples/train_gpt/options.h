@@ -25,7 +25,7 @@ const char* name_of(Wrapper wrapper);
 
 // The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
 struct TrainOptions {
-  std::filesystem::path data;  // the shipped text
+  std::filesystem::path data;  // examples/data
   std::filesystem::path out = "out/train_gpt";
   std::optional<int> ranks;  // not given: the launcher's, or one
 

@@ -134,7 +134,7 @@ class TerminalProgress final : public Progress {
   void draw() {
     const size_t columns = terminal_columns() - 1;
     const auto before = figures_.step() + " ";
-    const auto after = " " + right(fixed(100.0 * figures_.fraction(), 0), 3) + "%  " + figures_.time_left();
+    const auto after = right(fixed(100.0 * figures_.fraction(), 0), 4) + "%  " + figures_.time_left();
     const auto fixed_columns = columns_of(before) + columns_of(after) + 6;  // room for hours left
     const auto bar_columns = columns > fixed_columns ? std::min(columns - fixed_columns, kMaxBarColumns) : 0;
     if (lines_drawn_) out_ << "\x1b[1A\r";

@@ -65,7 +65,8 @@ std::string Vocabulary::decode(std::span<const uint16_t> tokens) const {
     if (is_text()) {
       text += byte_of_token_.at(token);
     } else {
-      text += (text.empty() ? "" : " ") + std::to_string(token);
+      if (!text.empty()) text += ' ';
+      text += std::to_string(token);
     }
   }
   return text;
