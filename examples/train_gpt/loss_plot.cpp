@@ -62,13 +62,16 @@ struct Axes {
   double y(double loss) const { return kTop + (kHeight - kTop - kBottom) * (high - loss) / (high - low); }
 };
 
+// An exponential mean over about a twentieth of the points, at most 20. The window grows at
+// the start, so that it does not lag behind where the loss falls fastest.
 std::vector<LossPoint> smoothed(const std::vector<LossPoint>& points) {
-  const double keep = 1.0 - 1.0 / std::max(1.0, std::min(20.0, static_cast<double>(points.size()) / 20.0));
+  const double window = std::clamp(static_cast<double>(points.size()) / 20.0, 1.0, 20.0);
   std::vector<LossPoint> result;
-  double mean = points.front().loss;
-  for (const auto& point : points) {
-    mean = keep * mean + (1.0 - keep) * point.loss;
-    result.push_back({point.step, mean});
+  double mean = 0.0;
+  for (size_t i = 0; i < points.size(); ++i) {
+    const double weight = 1.0 / std::min(window, 1.0 + 0.2 * static_cast<double>(i));
+    mean += weight * (points[i].loss - mean);
+    result.push_back({points[i].step, mean});
   }
   return result;
 }

@@ -17,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int64_t kLogLines = 25;  // over the run, where there is no terminal
+constexpr int64_t kLogLines = 20;  // over the run, where there is no terminal
 constexpr auto kRedrawEvery = std::chrono::milliseconds(100);
 constexpr size_t kMaxBarColumns = 40;
 constexpr double kSmoothing = 0.9;  // of what is shown; the files hold the raw numbers
@@ -81,7 +81,7 @@ class LineProgress final : public Progress {
 
   void show(const StepReport& report) override {
     figures_.update(report);
-    const int64_t interval = std::max<int64_t>(1, figures_.steps() / kLogLines);
+    const int64_t interval = (figures_.steps() + kLogLines - 1) / kLogLines;
     const bool last = report.step == figures_.steps();
     if (report.step != 1 && !last && report.step % interval != 0 && !report.val_loss) return;
     out_ << figures_.step() << "  " << figures_.loss() << "  " << figures_.speed();
