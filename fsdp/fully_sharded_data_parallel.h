@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -69,7 +70,7 @@ class FullyShardedModule {
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
   // what it sees (so change them alike on all ranks). Collective, at the beginning. Throws
-  // std::logic_error between a forward and its backward's end, and inside another such scope.
+  // std::logic_error inside a backward pass and inside another such scope.
   FsdpScope summon_full_params(SummonOptions options = {});
 
   // All parameters (under each of their names) and buffers by name, in full, as copies on the

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/flat_layout.h"
+#include "tessera/flat/unit_plan.h"
+
+namespace tessera {
+
+// A parameter's place in memory: its shape, and the order of its elements in the flat buffer.
+struct ParameterGeometry {
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;  // the parameter's own where it is dense, else row-major
+};
+
+// The parameters of a unit that have one dtype and are all trainable or all frozen: one flat
+// buffer, of which this rank keeps an even part, and the same of gradients.
+//
+// Used by one thread at a time, under no autograd.
+class FlatGroup {
+ public:
+  // Takes this rank's part of the parameters' values: rank 0's if `sync`, else its own. Collective
+  // if `sync`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
+  FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync);
+
+  const std::string& name() const { return name_; }
+  const std::vector<PlannedParameter>& parameters() const { return parameters_; }
+  const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
+  const FlatLayout& layout() const { return layout_; }
+  at::ScalarType dtype() const { return dtype_; }
+  int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype_)); }
+  int64_t full_bytes() const { return layout_.full_numel() * element_bytes(); }
+  int64_t shard_bytes() const { return layout_.shard_numel() * element_bytes(); }
+
+  // This rank's part of the flat buffer, [layout().shard_numel()].
+  const at::Tensor& shard() const { return shard_; }
+  // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
+  std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
+
+  // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
+  at::Tensor view_in(const at::Tensor& full, size_t parameter) const;
+
+  // Sets the elements of a full buffer that belong to no parameter to 0.
+  void clear_padding(const at::Tensor& full) const;
+
+  // Starts filling `full` with every rank's shard.
+  Pending gather(const at::Tensor& full, Communicator& comm) const;
+
+  // ---- gradients of the shard
+
+  // Where the next reduced gradient goes: straight into the gradient, or, where some parameter
+  // has one already, into a buffer that is added to it. [layout().shard_numel()].
+  at::Tensor gradient_destination();
+
+  // Makes `reduced`, what gradient_destination() gave and a reduce-scatter filled, the gradient
+  // of each parameter that `used` names, or adds it to what is there.
+  void accept_gradient(const at::Tensor& reduced, const std::vector<bool>& used);
+
+  // Bytes of the gradient buffer, 0 while it is not allocated.
+  int64_t grad_bytes() const { return grad_.defined() ? shard_bytes() : 0; }
+  // The gradient buffer if every parameter's gradient is a view of it, else undefined.
+  at::Tensor whole_gradient() const;
+  // Frees the buffer if no gradient is defined any more.
+  void drop_unused_gradient();
+
+ private:
+  void make_shard(Communicator& comm, bool sync);
+  void make_parameter_shards();
+  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
+  bool grads_are_ours_alone() const;
+
+  const std::string name_;
+  const std::vector<PlannedParameter> parameters_;
+  const std::vector<ParameterGeometry> geometries_;
+  const at::ScalarType dtype_;
+  const FlatLayout layout_;
+  const int rank_;
+  at::Tensor shard_;
+  std::vector<at::Tensor> parameter_shards_;
+  at::Tensor grad_;
+  std::vector<at::Tensor> grad_views_;
+};
+
+// Splits a unit's parameters into groups: by dtype, and frozen from trainable, so that frozen
+// parameters cost no gradient memory. In order of first appearance.
+std::vector<std::vector<PlannedParameter>> split_into_groups(const PlannedUnit& unit);
+
+}  // namespace tessera

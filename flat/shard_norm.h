@@ -1,0 +1,20 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+// Scales `shards` (this rank's parts of a set of tensors, each element on exactly one rank) in
+// place so that the norm of the whole set is at most max_norm, and returns the norm before:
+// torch::nn::utils::clip_grad_norm_ over ranks. norm_type > 0, infinity included. Collective: one
+// all-reduce of one number. An empty list is fine, on some ranks or all.
+// Throws std::invalid_argument for max_norm < 0 or norm_type <= 0; std::runtime_error if
+// error_if_nonfinite and the norm is infinite or NaN, with the shards as they were.
+double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
+                           bool error_if_nonfinite, Communicator& comm);
+
+}  // namespace tessera

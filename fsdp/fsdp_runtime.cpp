@@ -1,0 +1,445 @@
+#include "tessera/fsdp/fsdp_runtime.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+
+#include "tessera/comm/agreement.h"
+#include "tessera/flat/shard_norm.h"
+
+namespace tessera {
+namespace {
+
+// The fallback may run under InferenceMode or in a recorded forward; what the runtime does to its
+// own tensors must be neither inference tensors nor recorded.
+struct Quiet {
+  c10::InferenceMode ordinary{false};
+  at::NoGradGuard no_grad;
+};
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// Takes the gradient away before autograd would accumulate it into the module's own parameter.
+class GradientHook : public torch::autograd::FunctionPreHook {
+ public:
+  using Take = std::function<void(const at::Tensor&)>;
+  explicit GradientHook(Take take) : take_(std::move(take)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    take_(gradients.at(0));
+    return {at::Tensor()};
+  }
+
+ private:
+  Take take_;
+};
+
+void check_parameter(const PlannedParameter& parameter, const Communicator& comm) {
+  std::ostringstream problem;
+  const at::Tensor& tensor = parameter.tensor;
+  if (is_paged(tensor)) {
+    problem << "is sharded already by another wrapper";
+  } else if (tensor.layout() != at::kStrided) {
+    problem << "has layout " << tensor.layout() << ", expected a dense one";
+  } else if (tensor.device() != comm.device()) {
+    problem << "is on " << tensor.device() << ", expected the communicator's device, " << comm.device();
+  } else if (!tensor.is_leaf()) {
+    problem << "is the result of an operation, expected a leaf";
+  }
+  if (!problem.str().empty())
+    throw std::invalid_argument("parameter '" + parameter.fqn + "' on rank " + std::to_string(comm.rank()) + " " +
+                                problem.str());
+}
+
+void check_options(const FsdpOptions& options) {
+  if (options.prefetch < 0)
+    throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) + ", expected 0 or more");
+  if (options.keep_recent < 1)
+    throw std::invalid_argument("FsdpOptions::keep_recent is " + std::to_string(options.keep_recent) +
+                                ", expected 1 or more");
+}
+
+}  // namespace
+
+// ---- construction ------------------------------------------------------------------------------
+
+std::shared_ptr<FsdpRuntime> FsdpRuntime::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
+                                               const FsdpOptions& options) {
+  if (!comm) throw std::invalid_argument("FullyShardedDataParallel: the communicator is null");
+  require_residency();
+  std::shared_ptr<FsdpRuntime> runtime(new FsdpRuntime(module, std::move(comm), options));
+  for (auto& unit : runtime->units_) runtime->install_hooks(*unit);  // the hooks refer to the shared object
+  return runtime;
+}
+
+FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
+    : comm_(std::move(comm)), options_(options), module_(module.shared_from_this()), gathered_(comm_->device()) {
+  Quiet quiet;
+  check_options(options_);
+  auto plan = plan_units(module, options_.auto_wrap);
+  for (const PlannedUnit& unit : plan)
+    for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *comm_);
+  check_agreement(plan);
+  for (PlannedUnit& planned : plan) {
+    units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), planned, *comm_, gathered_, this,
+                                            options_.sync_module_states));
+    planned.parameters.clear();
+  }
+  if (options_.sync_module_states) broadcast_buffers();
+  reducer_ = std::make_unique<GradientReducer>(*comm_, units_);
+  name_shards();
+}
+
+void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
+  std::vector<std::string> lines;
+  std::ostringstream options;
+  options << "options: reshard_after_forward=" << options_.reshard_after_forward << " prefetch=" << options_.prefetch
+          << " keep_recent=" << options_.keep_recent << " sync_module_states=" << options_.sync_module_states;
+  lines.push_back(options.str());
+  for (const PlannedUnit& unit : plan) {
+    for (const PlannedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      std::ostringstream line;
+      line << "unit '" << unit.name << "': parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " "
+           << tensor.sizes() << (tensor.is_contiguous() ? "" : " not contiguous")
+           << (tensor.requires_grad() ? "" : " frozen");
+      for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
+      lines.push_back(line.str());
+    }
+  }
+  for (const auto& buffer : module_->named_buffers()) {
+    std::ostringstream line;
+    line << "buffer '" << buffer.key() << "' ";
+    if (buffer.value().defined()) line << buffer.value().scalar_type() << " " << buffer.value().sizes();
+    lines.push_back(line.str());
+  }
+  require_agreement(*comm_, "the module to shard", lines);
+}
+
+// Coalesced by dtype: batch norms bring many small ones.
+void FsdpRuntime::broadcast_buffers() {
+  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
+  for (const auto& buffer : module_->named_buffers())
+    if (buffer.value().defined() && buffer.value().numel() > 0)
+      by_dtype[buffer.value().scalar_type()].push_back(buffer.value());
+  for (auto& [dtype, buffers] : by_dtype) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& buffer : buffers) pieces.push_back(buffer.detach().reshape({-1}).to(comm_->device()));
+    at::Tensor flat = at::cat(pieces);
+    // Bytes travel, so that bool and complex buffers do too.
+    comm_->broadcast(flat.view(at::kByte), 0, "the module's buffers").wait();
+    int64_t offset = 0;
+    for (at::Tensor& buffer : buffers) {
+      buffer.detach().copy_(flat.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
+      offset += buffer.numel();
+    }
+  }
+}
+
+void FsdpRuntime::name_shards() {
+  std::map<std::string, at::Tensor> by_name;
+  for (auto& unit : units_)
+    for (auto& group : unit->groups())
+      for (size_t i = 0; i < group->flat.parameters().size(); ++i)
+        by_name[group->flat.parameters()[i].fqn] = group->flat.parameter_shards()[i];
+  for (const auto& parameter : module_->named_parameters()) {
+    const auto found = by_name.find(parameter.key());  // not there: an alias of one that is
+    if (found != by_name.end()) named_shards_.emplace_back(parameter.key(), found->second);
+  }
+}
+
+void FsdpRuntime::install_hooks(Unit& unit) {
+  at::AutoGradMode recording(true);
+  for (size_t g = 0; g < unit.groups().size(); ++g) {
+    PagedGroup& group = *unit.groups()[g];
+    for (size_t p = 0; p < group.accumulators.size(); ++p) {
+      const at::Tensor& parameter = group.flat.parameters()[p].tensor;
+      if (!parameter.requires_grad() || group.accumulators[p]) continue;
+      auto take = [weak = weak_from_this(), index = unit.index(), g, p](const at::Tensor& gradient) {
+        auto runtime = weak.lock();
+        if (!runtime) throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
+        runtime->gradient_arrived(index, g, p, gradient);
+      };
+      group.accumulators[p] = torch::autograd::impl::grad_accumulator(parameter);
+      group.accumulators[p]->add_pre_hook(std::make_unique<GradientHook>(std::move(take)));
+    }
+  }
+}
+
+// ---- events ------------------------------------------------------------------------------------
+
+void FsdpRuntime::use(const std::vector<Page*>& pages) {
+  std::lock_guard lock(mutex_);
+  const bool recording = c10::GradMode::is_enabled();
+  Quiet quiet;
+  std::vector<Unit*> needed;
+  for (Page* page : pages) {
+    if (page->id() < 0)
+      throw std::logic_error("the gradients of the module's own parameters (here of " + page->name() +
+                             ") are in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and "
+                             "clip with fsdp.clip_grad_norm_()");
+    Unit* unit = units_[page->id()].get();
+    if (std::find(needed.begin(), needed.end(), unit) == needed.end()) needed.push_back(unit);
+  }
+  const bool backward = inside_backward();
+  if (backward) {
+    enter_backward();
+  } else {
+    if (in_backward_) abandon_backward();
+    if (std::exchange(forward_is_new_, false)) forward_order_.begin_pass();
+    for (Unit* unit : needed)
+      if (unit->inspect_parameters()) install_hooks(*unit);
+  }
+  if (recording)
+    for (Unit* unit : needed) reducer_->expect(*unit);
+
+  PrefetchOrder& order = backward ? backward_order_ : forward_order_;
+  make_resident(needed);
+  for (Unit* unit : needed) order.used(unit->index());
+  prefetch(order);
+
+  for (Unit* unit : current_) unit->set_current(Page::Use::kNone);
+  current_ = needed;
+  for (Unit* unit : needed) unit->set_current(recording ? Page::Use::kRecording : Page::Use::kNotRecording);
+}
+
+void FsdpRuntime::make_resident(const std::vector<Unit*>& needed) {
+  for (Unit* unit : needed)
+    if (unit->is_stale() && unit->state() != Unit::State::kSharded && !unit->is_pinned()) release(*unit);
+  evict_for(needed);
+  for (Unit* unit : needed) unit->start_gather();
+  for (Unit* unit : needed) unit->finish_gather();
+  for (Unit* unit : needed) recent_.push_back(unit);
+}
+
+void FsdpRuntime::evict_for(const std::vector<Unit*>& needed) {
+  std::erase_if(recent_, [&](Unit* unit) { return std::find(needed.begin(), needed.end(), unit) != needed.end(); });
+  if (!options_.reshard_after_forward && !in_backward_) return;
+  while (!recent_.empty() && recent_.size() + needed.size() > static_cast<size_t>(options_.keep_recent))
+    release(*recent_.front());
+}
+
+void FsdpRuntime::prefetch(const PrefetchOrder& order) {
+  for (int index : order.upcoming(options_.prefetch)) units_[index]->start_gather();
+}
+
+void FsdpRuntime::release(Unit& unit) {
+  std::erase(recent_, &unit);
+  if (!unit.is_pinned()) unit.release();
+}
+
+void FsdpRuntime::release_all() {
+  for (auto& unit : units_) release(*unit);
+  for (auto& unit : units_) unit->set_current(Page::Use::kNone);
+  current_.clear();
+  recent_.clear();
+}
+
+void FsdpRuntime::gradient_arrived(int unit_index, size_t group, size_t parameter, const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  Unit& unit = *units_[unit_index];
+  if (c10::GradMode::is_enabled())
+    throw std::logic_error("backward with create_graph=true reached parameter '" +
+                           unit.groups()[group]->flat.parameters()[parameter].fqn +
+                           "': gradients of sharded parameters cannot be differentiated again");
+  Quiet quiet;
+  enter_backward();
+  const bool complete = reducer_->add(unit, group, parameter, gradient, sync_);
+  if (complete) release(unit);
+}
+
+void FsdpRuntime::enter_backward() {
+  if (std::exchange(in_backward_, true)) return;
+  if (backward_order_.expected().empty()) {
+    std::vector<int> reversed(forward_order_.seen().rbegin(), forward_order_.seen().rend());
+    backward_order_.expect(std::move(reversed));
+  }
+  backward_order_.begin_pass();
+  reducer_->begin_backward();
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this()] {
+    if (auto runtime = weak.lock()) runtime->end_backward();
+  });
+}
+
+void FsdpRuntime::end_backward() {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  in_backward_ = false;
+  forward_is_new_ = true;
+  if (sync_) {
+    reducer_->finish();
+  } else {
+    reducer_->end_without_reducing();
+  }
+  release_all();
+}
+
+// The last backward ended in an exception, so that the engine did not call end_backward().
+void FsdpRuntime::abandon_backward() {
+  in_backward_ = false;
+  forward_is_new_ = true;
+  reducer_->abandon();
+  release_all();
+}
+
+void FsdpRuntime::begin_forward() {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) return;  // a checkpointed part is computed again
+  Quiet quiet;
+  if (in_backward_) abandon_backward();
+  forward_order_.begin_pass();
+  forward_is_new_ = false;
+  for (Unit* unit : current_) unit->set_current(Page::Use::kNone);
+  current_.clear();
+  // Prefetched for a pass that took another way.
+  for (auto& unit : units_)
+    if (unit->state() == Unit::State::kGathering) release(*unit);
+}
+
+// ---- scopes ------------------------------------------------------------------------------------
+
+void FsdpRuntime::require_outside_backward(const char* call) const {
+  if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
+}
+
+void FsdpRuntime::set_sync(bool sync) {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("no_sync");
+  sync_ = sync;
+}
+
+void FsdpRuntime::summon() {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("summon_full_params");
+  if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
+  Quiet quiet;
+  if (in_backward_) abandon_backward();
+  release_all();
+  for (auto& unit : units_) {
+    unit->start_gather();
+    unit->finish_gather();
+    unit->pin();
+  }
+  summoned_ = true;
+}
+
+void FsdpRuntime::dismiss(bool writeback) {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  for (auto& unit : units_) unit->unpin(writeback);
+  summoned_ = false;
+  release_all();
+}
+
+void FsdpRuntime::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
+  if (page.id() < 0) use({const_cast<Page*>(&page)});  // throws: the gradients are elsewhere
+  std::string parameter = "a parameter";
+  for (const auto& group : units_[page.id()]->groups()) {
+    for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
+      const auto offset = group->flat.layout().offset(static_cast<int64_t>(i));
+      if (group->page.get() == &page && view.storage_offset() >= offset &&
+          view.storage_offset() < offset + std::max<int64_t>(group->flat.layout().numel(static_cast<int64_t>(i)), 1))
+        parameter = "parameter '" + group->flat.parameters()[i].fqn + "'";
+    }
+  }
+  throw std::logic_error(operation + " would change " + parameter + " of " + page.name() + " on rank " +
+                         std::to_string(comm_->rank()) +
+                         ", which is sharded: change it inside summon_full_params(), or change the shards, "
+                         "fsdp.parameters()");
+}
+
+// ---- what users ask for ------------------------------------------------------------------------
+
+double FsdpRuntime::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  require_outside_backward("clip_grad_norm_");
+  Quiet quiet;
+  std::vector<at::Tensor> gradients;
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) {
+      if (at::Tensor whole = group->flat.whole_gradient(); whole.defined()) {
+        gradients.push_back(whole);
+        continue;
+      }
+      for (const at::Tensor& shard : group->flat.parameter_shards())
+        if (shard.grad().defined()) gradients.push_back(shard.grad());
+    }
+  }
+  return clip_shards_by_norm(gradients, max_norm, norm_type, error_if_nonfinite, *comm_);
+}
+
+torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(bool rank0_only) {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("full_state_dict");
+  Quiet quiet;
+  const bool keep = !rank0_only || comm_->rank() == 0;
+  std::map<std::string, at::Tensor> by_name;
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) {
+      const FlatGroup& flat = group->flat;
+      at::Tensor bytes = gathered_.take(flat.full_bytes());
+      const at::Tensor full = bytes.view(flat.dtype());
+      flat.gather(full, *comm_).wait();
+      for (size_t i = 0; keep && i < flat.parameters().size(); ++i) {
+        const at::Tensor copy = flat.view_in(full, i).clone();
+        by_name[flat.parameters()[i].fqn] = copy;
+        for (const std::string& alias : flat.parameters()[i].aliases) by_name[alias] = copy;
+      }
+      gathered_.give(bytes);
+    }
+  }
+  torch::OrderedDict<std::string, at::Tensor> state;
+  if (!keep) return state;
+  for (const auto& parameter : module_->named_parameters())
+    if (by_name.contains(parameter.key())) state.insert(parameter.key(), by_name.at(parameter.key()));
+  for (const auto& buffer : module_->named_buffers())
+    if (buffer.value().defined()) state.insert(buffer.key(), buffer.value().detach().clone());
+  return state;
+}
+
+MemoryReport FsdpRuntime::memory() const {
+  std::lock_guard lock(mutex_);
+  MemoryReport report;
+  for (const auto& unit : units_) {
+    report.largest_unit_bytes = std::max(report.largest_unit_bytes, unit->full_bytes());
+    for (const auto& group : unit->groups()) {
+      report.shard_bytes += group->flat.shard_bytes();
+      report.grad_bytes += group->flat.grad_bytes();
+      report.unsharded_bytes += group->flat.layout().parameters_numel() * group->flat.element_bytes();
+    }
+  }
+  report.gathered_bytes = gathered_.lent_bytes();
+  report.peak_gathered_bytes = gathered_.peak_lent_bytes();
+  report.bucket_bytes = reducer_->bucket_bytes();
+  report.peak_bucket_bytes = reducer_->peak_bucket_bytes();
+  return report;
+}
+
+void FsdpRuntime::reset_peak_memory() {
+  std::lock_guard lock(mutex_);
+  gathered_.reset_peak();
+  reducer_->reset_peak();
+}
+
+std::string FsdpRuntime::describe() const {
+  std::lock_guard lock(mutex_);
+  std::ostringstream text;
+  text << units_.size() << " units over " << comm_->size() << " ranks\n";
+  for (const auto& unit : units_) {
+    for (const auto& group : unit->groups()) {
+      const FlatGroup& flat = group->flat;
+      text << "  " << flat.name() << ": " << flat.parameters().size() << " parameters, "
+           << flat.layout().parameters_numel() << " elements of " << c10::toString(flat.dtype()) << ", "
+           << flat.full_bytes() << " bytes gathered, " << flat.shard_bytes() << " bytes on each rank\n";
+    }
+  }
+  return text.str();
+}
+
+}  // namespace tessera

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/buffer_pool.h"
+#include "tessera/comm/communicator.h"
+#include "tessera/fsdp/gradient_reducer.h"
+#include "tessera/fsdp/memory_report.h"
+#include "tessera/fsdp/options.h"
+#include "tessera/fsdp/prefetch_order.h"
+#include "tessera/fsdp/residency.h"
+#include "tessera/fsdp/unit.h"
+
+namespace tessera {
+
+// Decides which units are resident when. Sole writer of the units' states.
+//
+// Driven by events: an operator is about to use parameters (use()), a gradient has been computed
+// (gradient_arrived()), a backward has ended. From these it evicts, gathers, prefetches and
+// reduces:
+//
+//   use(unit)   evict the least recently used units beyond keep_recent; gather the unit, unless a
+//               prefetch did; then start gathering the units that followed it last time
+//   gradient    hand it to the reducer; when it was its unit's last, release the unit
+//   end         reduce what is left, release everything: the optimizer changes the shards next
+//
+// The autograd engine calls back from its own threads where a device has one, never at the same
+// time as the user's thread runs; the mutex makes that hand-over safe.
+class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntime> {
+ public:
+  // Plans units, checks that all ranks agree, and shards the module. Collective.
+  static std::shared_ptr<FsdpRuntime> wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
+                                           const FsdpOptions& options);
+
+  void use(const std::vector<Page*>& pages) override;
+  [[noreturn]] void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+
+  void begin_forward();
+  void set_sync(bool sync);
+  bool sync() const { return sync_; }
+  void summon();
+  void dismiss(bool writeback);
+
+  // Name, this rank's part: each parameter once, in the module's order.
+  const std::vector<std::pair<std::string, at::Tensor>>& named_shards() const { return named_shards_; }
+  double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
+  torch::OrderedDict<std::string, at::Tensor> full_state_dict(bool rank0_only);
+  MemoryReport memory() const;
+  void reset_peak_memory();
+  std::string describe() const;
+  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+
+ private:
+  FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
+  void check_agreement(const std::vector<PlannedUnit>& plan) const;
+  void broadcast_buffers();
+  void name_shards();
+  void install_hooks(Unit& unit);
+
+  void gradient_arrived(int unit, size_t group, size_t parameter, const at::Tensor& gradient);
+  void make_resident(const std::vector<Unit*>& needed);
+  void evict_for(const std::vector<Unit*>& needed);
+  void prefetch(const PrefetchOrder& order);
+  void release(Unit& unit);
+  void release_all();
+
+  void enter_backward();
+  void end_backward();
+  void abandon_backward();
+  void require_outside_backward(const char* call) const;
+
+  mutable std::mutex mutex_;
+  const std::shared_ptr<Communicator> comm_;
+  const FsdpOptions options_;
+  const std::shared_ptr<torch::nn::Module> module_;
+  BufferPool gathered_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::unique_ptr<GradientReducer> reducer_;
+  std::vector<std::pair<std::string, at::Tensor>> named_shards_;
+
+  std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
+  std::vector<Unit*> current_;  // of the last operator that came here
+  PrefetchOrder forward_order_;
+  PrefetchOrder backward_order_;
+  bool in_backward_ = false;
+  bool forward_is_new_ = true;  // no unit was used since the last backward
+  bool sync_ = true;
+  bool summoned_ = false;
+};
+
+}  // namespace tessera

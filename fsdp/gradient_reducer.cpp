@@ -1,0 +1,204 @@
+#include "tessera/fsdp/gradient_reducer.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "tessera/comm/agreement.h"
+#include "tessera/comm/fingerprint.h"
+
+namespace tessera {
+namespace {
+
+// Reduce-scatters under way at a time: one in transit while the next bucket fills up.
+constexpr size_t kMaxInFlight = 2;
+constexpr int64_t kFingerprintBytes = 8;
+
+}  // namespace
+
+GradientReducer::GradientReducer(Communicator& comm, std::vector<std::unique_ptr<Unit>>& units)
+    : comm_(comm), units_(units), pool_(comm.device()), states_(units.size()) {
+  size_t parameters = 0;
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) {
+      GroupState state;
+      state.filled.assign(group->flat.parameters().size(), false);
+      state.arrived = state.filled;
+      state.first_parameter = std::exchange(parameters, parameters + state.filled.size());
+      states_[unit->index()].groups.push_back(std::move(state));
+    }
+  }
+  used_.assign(parameters, false);
+}
+
+void GradientReducer::expect(Unit& unit) {
+  UnitState& state = states_[unit.index()];
+  if (std::exchange(state.expected, true)) return;
+  first_uses_.push_back(unit.index());
+}
+
+void GradientReducer::begin_backward() {
+  for (auto& unit : units_) {
+    UnitState& state = states_[unit->index()];
+    state.missing = unit->trainable_count();
+    state.complete = false;
+    for (GroupState& group : state.groups) std::fill(group.arrived.begin(), group.arrived.end(), false);
+  }
+  for (auto index = first_uses_.rbegin(); index != first_uses_.rend(); ++index)
+    if (states_[*index].missing > 0) enqueue(*units_[*index]);
+  for (auto& unit : units_)  // what earlier backwards left under no_sync
+    for (const GroupState& group : states_[unit->index()].groups)
+      if (group.bucket.defined()) enqueue(*unit);
+}
+
+void GradientReducer::end_without_reducing() {
+  queue_.clear();
+  started_ = 0;
+  for (UnitState& state : states_) state.queued = false;
+}
+
+void GradientReducer::enqueue(Unit& unit) {
+  UnitState& state = states_[unit.index()];
+  if (std::exchange(state.queued, true)) return;
+  queue_.push_back(unit.index());
+}
+
+bool GradientReducer::add(Unit& unit, size_t group, size_t parameter, const at::Tensor& gradient, bool reduce) {
+  UnitState& state = states_[unit.index()];
+  GroupState& bucket = state.groups[group];
+  const FlatGroup& flat = unit.groups()[group]->flat;
+  if (!state.queued) {
+    // Forward did not announce the unit, or it was reduced already and a backward within this one
+    // brings more: it takes its turn last.
+    enqueue(unit);
+    state.complete = false;
+  }
+  if (gradient.defined()) {
+    if (!bucket.bucket.defined()) bucket.bucket = pool_.take(flat.full_bytes()).view(flat.dtype());
+    at::Tensor place = flat.view_in(bucket.bucket, parameter);
+    const at::Tensor values = gradient.is_sparse() ? gradient.to_dense() : gradient;
+    if (bucket.filled[parameter]) {
+      place.add_(values);
+    } else {
+      place.copy_(values);
+      bucket.filled[parameter] = true;
+    }
+    used_[bucket.first_parameter + parameter] = true;
+  }
+  if (bucket.arrived[parameter]) return state.complete;  // again, by a backward within this one
+  bucket.arrived[parameter] = true;
+  if (--state.missing > 0) return false;
+  state.complete = true;
+  if (reduce) start_complete_ones();
+  return true;
+}
+
+void GradientReducer::start_complete_ones() {
+  while (started_ < queue_.size() && states_[queue_[started_]].complete) start_reduce(*units_[queue_[started_++]]);
+}
+
+void GradientReducer::start_reduce(Unit& unit) {
+  UnitState& state = states_[unit.index()];
+  state.queued = false;
+  for (size_t i = 0; i < state.groups.size(); ++i) {
+    GroupState& group = state.groups[i];
+    FlatGroup& flat = unit.groups()[i]->flat;
+    const auto& parameters = flat.parameters();
+    const bool trainable = std::any_of(parameters.begin(), parameters.end(),
+                                       [](const PlannedParameter& p) { return p.tensor.requires_grad(); });
+    if (!trainable && !group.bucket.defined()) continue;
+    if (!group.bucket.defined()) group.bucket = pool_.take(flat.full_bytes()).view(flat.dtype());
+    flat.clear_padding(group.bucket);
+    for (size_t p = 0; p < parameters.size(); ++p)
+      if (!group.filled[p]) flat.view_in(group.bucket, p).zero_();
+    InFlight flight{&unit, i, std::exchange(group.bucket, at::Tensor()), flat.gradient_destination(), group.filled, {}};
+    std::fill(group.filled.begin(), group.filled.end(), false);
+    flight.pending = comm_.reduce_scatter(flight.reduced, flight.bucket, ReduceOp::kAverage, {}, flat.name());
+    in_flight_.push_back(std::move(flight));
+  }
+  while (in_flight_.size() > kMaxInFlight) finish_oldest();
+}
+
+void GradientReducer::finish_oldest() {
+  InFlight flight = std::move(in_flight_.front());
+  in_flight_.erase(in_flight_.begin());
+  flight.pending.wait();
+  pool_.give(flight.bucket.view(at::kByte));
+  const bool all_used = std::all_of(flight.filled.begin(), flight.filled.end(), [](bool filled) { return filled; });
+  if (all_used) {
+    flight.unit->groups()[flight.group]->flat.accept_gradient(flight.reduced, flight.filled);
+  } else {
+    undecided_.push_back({flight.unit, flight.group, flight.reduced});
+  }
+}
+
+void GradientReducer::finish() {
+  while (started_ < queue_.size()) start_reduce(*units_[queue_[started_++]]);
+  const at::Tensor own = own_report();
+  at::Tensor reports = at::empty({comm_.size() * own.numel()}, own.options());
+  Pending exchange = comm_.all_gather(reports, own, {}, "the end of backward");
+  while (!in_flight_.empty()) finish_oldest();
+  exchange.wait();
+  check_reports(reports);
+  for (const Undecided& entry : undecided_) {
+    FlatGroup& flat = entry.unit->groups()[entry.group]->flat;
+    const size_t first = states_[entry.unit->index()].groups[entry.group].first_parameter;
+    const auto begin = used_.begin() + static_cast<std::ptrdiff_t>(first);
+    flat.accept_gradient(entry.reduced, {begin, begin + static_cast<std::ptrdiff_t>(flat.parameters().size())});
+    flat.drop_unused_gradient();
+  }
+  reset_expectations();
+}
+
+// The fingerprint of what was reduced in which order, then a bit for each parameter.
+at::Tensor GradientReducer::own_report() const {
+  Fingerprint order;
+  for (int index : queue_) order.add(units_[index]->name()).add(units_[index]->full_bytes());
+  std::vector<uint8_t> bytes(kFingerprintBytes + (used_.size() + 7) / 8, 0);
+  const uint64_t value = order.value();
+  std::memcpy(bytes.data(), &value, sizeof(value));
+  for (size_t i = 0; i < used_.size(); ++i)
+    if (used_[i]) bytes[kFingerprintBytes + i / 8] |= static_cast<uint8_t>(1U << (i % 8));
+  at::Tensor report = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  std::memcpy(report.mutable_data_ptr(), bytes.data(), bytes.size());
+  return report.to(comm_.device());
+}
+
+void GradientReducer::check_reports(const at::Tensor& reports) {
+  const at::Tensor table = reports.cpu().view({comm_.size(), -1});
+  bool agreed = true;
+  for (int rank = 0; rank < comm_.size(); ++rank) {
+    const auto* report = table[rank].const_data_ptr<uint8_t>();
+    agreed = agreed && std::memcmp(report, table.const_data_ptr<uint8_t>(), kFingerprintBytes) == 0;
+    for (size_t i = 0; i < used_.size(); ++i)
+      if ((report[kFingerprintBytes + i / 8] >> (i % 8) & 1) != 0) used_[i] = true;
+  }
+  if (agreed) return;
+  std::vector<std::string> lines;
+  for (int index : queue_) lines.push_back(units_[index]->name());
+  require_agreement(comm_, "the units whose gradients were reduced in this backward", lines);
+}
+
+void GradientReducer::abandon() {
+  while (!in_flight_.empty()) finish_oldest();
+  for (UnitState& state : states_) {
+    for (GroupState& group : state.groups) {
+      if (group.bucket.defined()) pool_.give(std::exchange(group.bucket, at::Tensor()).view(at::kByte));
+      std::fill(group.filled.begin(), group.filled.end(), false);
+    }
+  }
+  reset_expectations();
+}
+
+void GradientReducer::reset_expectations() {
+  undecided_.clear();
+  queue_.clear();
+  started_ = 0;
+  first_uses_.clear();
+  for (UnitState& state : states_) state.expected = state.queued = false;
+  std::fill(used_.begin(), used_.end(), false);
+}
+
+}  // namespace tessera

@@ -1,0 +1,97 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/buffer_pool.h"
+#include "tessera/comm/communicator.h"
+#include "tessera/fsdp/unit.h"
+
+namespace tessera {
+
+// Takes full gradients as autograd produces them, and leaves each rank with the average of its part.
+//
+// A unit's gradients are copied into one flat bucket; when the last of them has come, the bucket's
+// reduce-scatter is started and goes on while backward computes. All ranks must start these in one
+// order, whatever gradient came first on each: the reverse of the order in which forward used
+// the units, to which a sequential model's backward corresponds. A unit that is complete waits for
+// those before it; what is incomplete when backward ends (parameters that this rank did not use)
+// is completed with zeros. Then the ranks tell each other, in one small all-gather, which
+// parameters had a gradient at all, so that those without one anywhere keep none, and a
+// fingerprint of the order, which must be the same.
+//
+// Used by one thread at a time.
+class GradientReducer {
+ public:
+  GradientReducer(Communicator& comm, std::vector<std::unique_ptr<Unit>>& units);
+
+  // Forward used this unit with autograd recording: backward will have gradients for it.
+  void expect(Unit& unit);
+
+  void begin_backward();
+  // Adds a parameter's full gradient, of any layout; undefined means none. Returns whether the
+  // unit's gradients are complete. `reduce` is false under no_sync: the bucket then waits for a
+  // later backward.
+  bool add(Unit& unit, size_t group, size_t parameter, const at::Tensor& gradient, bool reduce);
+  // Ends backward: afterwards each shard has its gradient. Collective. Throws CommError, and
+  // std::invalid_argument if the ranks reduced different units.
+  void finish();
+  // Ends a backward under no_sync: the buckets stay.
+  void end_without_reducing();
+  // Ends a backward that an exception has cut short; its gradients are lost.
+  void abandon();
+
+  int64_t bucket_bytes() const { return pool_.lent_bytes(); }
+  int64_t peak_bucket_bytes() const { return pool_.peak_lent_bytes(); }
+  void reset_peak() { pool_.reset_peak(); }
+
+ private:
+  struct GroupState {
+    at::Tensor bucket;          // [full_numel] or undefined
+    std::vector<bool> filled;   // by parameter: the bucket has its gradient
+    std::vector<bool> arrived;  // by parameter: its gradient came in this backward
+    size_t first_parameter = 0;  // position in the usage bitmap
+  };
+  struct UnitState {
+    std::vector<GroupState> groups;
+    int64_t missing = 0;  // gradients to come in this backward
+    bool expected = false;
+    bool queued = false;  // has a place in queue_
+    bool complete = false;
+  };
+  struct InFlight {
+    Unit* unit;
+    size_t group;
+    at::Tensor bucket;
+    at::Tensor reduced;
+    std::vector<bool> filled;
+    Pending pending;
+  };
+  struct Undecided {  // reduced, but perhaps some parameter was used by no rank
+    Unit* unit;
+    size_t group;
+    at::Tensor reduced;
+  };
+
+  void enqueue(Unit& unit);
+  void start_complete_ones();
+  void start_reduce(Unit& unit);
+  void finish_oldest();
+  at::Tensor own_report() const;
+  void check_reports(const at::Tensor& reports);
+  void reset_expectations();
+
+  Communicator& comm_;
+  std::vector<std::unique_ptr<Unit>>& units_;
+  BufferPool pool_;
+  std::vector<UnitState> states_;     // by unit
+  std::vector<int> first_uses_;       // units in order of their first use in forward
+  std::vector<int> queue_;            // units in the order in which they are reduced
+  size_t started_ = 0;                // how many of queue_ are
+  std::vector<InFlight> in_flight_;   // oldest first
+  std::vector<Undecided> undecided_;
+  std::vector<bool> used_;            // by parameter of all units: had a gradient here
+};
+
+}  // namespace tessera

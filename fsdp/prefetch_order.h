@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace tessera {
+
+// Foretells which units come next, from the order in which they came last time. Pure.
+//
+// A pass is one forward or one backward. During a pass used() is told each unit that comes into
+// use; upcoming() then lists the units that followed at this point of the last pass.
+class PrefetchOrder {
+ public:
+  // Ends the pass under way, if any unit was used in it, and starts the next.
+  void begin_pass();
+
+  // What to expect of the first pass; later ones are expected to repeat the one before.
+  void expect(std::vector<int> order) { expected_ = std::move(order); }
+
+  // A unit came into use. The same unit twice in a row counts once.
+  void used(int unit);
+
+  // The next `count` different units after the last one used, nearest first, as far as the last
+  // pass tells. Empty if this pass has left the path of the last one.
+  std::vector<int> upcoming(int count) const;
+
+  // Units in order of first use in the pass under way.
+  const std::vector<int>& seen() const { return current_; }
+  const std::vector<int>& expected() const { return expected_; }
+
+ private:
+  std::vector<int> expected_;
+  std::vector<int> current_;
+  size_t next_ = 0;      // in expected_: what should come now
+  bool on_path_ = true;  // the last unit used was where expected_ has it
+};
+
+}  // namespace tessera

@@ -1,0 +1,103 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+class Pager;
+
+// A storage that is empty until somebody needs it, and the tensors that are views of it.
+//
+// The storage object lives on with 0 bytes while its unit is sharded, so that module members and
+// tensors saved for backward keep pointing at it; lend() fills it in place for all of them. Each
+// view carries one more dispatch key, which views of views and saved tensors inherit and results
+// of operators do not. A boxed fallback registered for that key sees every operator that is given
+// such a tensor, above autograd, and calls the Pager before the operator runs. Operators without
+// such tensors are dispatched as ever. (The idea: design notes in docs/, and torch's own wrapper
+// key for functorch.)
+class Page {
+ public:
+  // `pager` must outlive the page's detach(). `id` is the pager's own; `name` is for errors:
+  // "unit 'blocks.3'".
+  Page(Pager* pager, int id, std::string name, at::Device device);
+  ~Page();
+  Page(const Page&) = delete;
+  Page& operator=(const Page&) = delete;
+
+  int id() const { return id_; }
+  const std::string& name() const { return state_->name; }
+  bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
+
+  // A view of the storage with the given geometry, empty of data now. Not part of autograd.
+  at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
+
+  // The storage gets the buffer's memory; the page keeps the buffer alive until take_back().
+  void lend(at::Tensor buffer);
+  // The storage is empty again. Returns the buffer.
+  at::Tensor take_back();
+  bool is_lent() const { return buffer_.defined(); }
+  const at::Tensor& buffer() const { return buffer_; }
+
+  // From now on every use of a view throws std::logic_error: the pager goes away.
+  void detach();
+
+  // Whether operators may write to the views; they throw std::logic_error otherwise.
+  void set_writable(bool writable) { state_->writable = writable; }
+
+  // While `mode` is what the fallback sees (see Use), uses of this page's views do not reach the
+  // pager: the page is lent and was the last one used. This is the path of most operators.
+  enum class Use : uint8_t { kNone, kRecording, kNotRecording };  // by autograd, when used
+  void set_current(Use mode) { state_->current.store(mode, std::memory_order_relaxed); }
+
+  // Uses are reported again after the next change of `source`, a tensor whose version counter
+  // tells of writes to what this page is a copy of.
+  void watch_version(const at::Tensor& source);
+  bool is_stale() const { return state_->is_stale(); }
+  void accept_version() { state_->seen_version = state_->source ? state_->source->version_counter().current_version() : 0; }
+
+  // What the storages point to; shared with them, since they may outlive the page.
+  struct State {
+    std::atomic<Pager*> pager;
+    Page* page = nullptr;
+    std::string name;
+    std::atomic<Use> current = Use::kNone;
+    bool writable = false;
+    c10::intrusive_ptr<c10::TensorImpl> source;
+    uint32_t seen_version = 0;
+    bool is_stale() const { return source && source->version_counter().current_version() != seen_version; }
+  };
+
+ private:
+  at::DataPtr pointer_to(void* data) const;
+
+  const int id_;
+  std::shared_ptr<State> state_;
+  c10::Storage storage_;
+  at::Tensor buffer_;
+};
+
+// Who fills pages: called by the fallback, on the thread that runs the operator.
+class Pager {
+ public:
+  virtual ~Pager() = default;
+  // Makes all of `pages` resident; all are needed by one operator. May throw, and the operator's
+  // caller sees it, in forward() and in backward() alike.
+  virtual void use(const std::vector<Page*>& pages) = 0;
+  // Called instead for a write that the page does not allow: throws std::logic_error that names
+  // the parameter.
+  [[noreturn]] virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
+};
+
+// Throws std::runtime_error if another library has registered a fallback for our dispatch key.
+void require_residency();
+
+// Whether a tensor is a view of some page.
+bool is_paged(const at::Tensor& tensor);
+
+}  // namespace tessera

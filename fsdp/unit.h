@@ -1,0 +1,90 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/buffer_pool.h"
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/flat_group.h"
+#include "tessera/fsdp/residency.h"
+
+namespace tessera {
+
+// A flat group whose parameters are paged: the module's parameters are views of `page`.
+struct PagedGroup {
+  FlatGroup flat;
+  std::unique_ptr<Page> page;
+  // Stands in for the `.grad` of the module's own parameters, whose gradients are in the shards:
+  // whoever computes with it (an optimizer built before wrapping, say) gets an error.
+  std::unique_ptr<Page> grad_page;
+  std::vector<at::Tensor> grad_guards;
+  // By parameter, what carries its gradient hook; null while it is frozen. autograd itself holds
+  // these nodes only weakly.
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;
+  Pending gathering;
+};
+
+// What is gathered, used and released together: the parameters of one wrapped module.
+//
+//   kSharded    holds 1/N of the parameters
+//   kGathering  and a full buffer, which an all-gather is filling
+//   kResident   and a full buffer, which the module's parameters are views of
+//
+// In a world of one the shard is the full buffer: the unit is always resident and costs nothing.
+// Used by one thread at a time; who calls what when is FsdpRuntime's business.
+class Unit {
+ public:
+  enum class State { kSharded, kGathering, kResident };
+
+  // Takes the values of the planned parameters and turns the module's own into views of pages.
+  // Collective if `sync`.
+  Unit(int index, const PlannedUnit& plan, Communicator& comm, BufferPool& pool, Pager* pager, bool sync);
+  ~Unit();
+  Unit(const Unit&) = delete;
+  Unit& operator=(const Unit&) = delete;
+
+  int index() const { return index_; }
+  const std::string& name() const { return name_; }  // "unit 'blocks.3'"
+  State state() const { return state_; }
+  std::vector<std::unique_ptr<PagedGroup>>& groups() { return groups_; }
+  const std::vector<std::unique_ptr<PagedGroup>>& groups() const { return groups_; }
+  int64_t full_bytes() const;
+  int64_t trainable_count() const;  // parameters that require a gradient now
+
+  void start_gather();   // kSharded -> kGathering; collective
+  void finish_gather();  // kGathering -> kResident; waits
+  void release();        // any -> kSharded; waits for a gather under way. Not for a pinned unit.
+
+  // Whether the shards were written to since they were gathered.
+  bool is_stale() const;
+  void set_current(Page::Use use);
+
+  // A pinned unit stays resident and may be written to by operators. Unpinning with `writeback`
+  // copies this rank's part of the full parameters into the shards.
+  void pin();
+  void unpin(bool writeback);
+  bool is_pinned() const { return is_pinned_; }
+
+  // Looks for what the user did to the module's parameters since the last look: throws
+  // std::logic_error if one was replaced; clears the gradients of shards whose parameter's was
+  // cleared (module->zero_grad()); and returns whether one that requires a gradient has no hook.
+  bool inspect_parameters();
+
+ private:
+  void adopt(PagedGroup& group);
+
+  const int index_;
+  const std::string name_;
+  Communicator& comm_;
+  BufferPool& pool_;
+  const bool is_whole_;  // a world of one
+  State state_ = State::kSharded;
+  bool is_pinned_ = false;
+  std::vector<std::unique_ptr<PagedGroup>> groups_;
+  std::vector<at::Tensor> buffers_;  // from the pool, one a group, while not kSharded
+};
+
+}  // namespace tessera
