@@ -1,0 +1,281 @@
+#include "options.h"
+
+#include <algorithm>
+#include <boost/program_options.hpp>
+#include <cmath>
+
+#include <ostream>
+#include <sstream>
+#include <string_view>
+
+namespace train_gpt {
+namespace {
+
+namespace po = boost::program_options;
+
+constexpr int kHelpColumns = 110;
+constexpr int kNameColumns = 34;
+
+constexpr const char* kUsage = R"(Trains a GPT on text, its state sharded over ranks.
+
+  train_gpt --demo --ranks 2            two processes of this machine, a couple of minutes
+  torchrun --no-python --nproc-per-node 4 train_gpt --data my.txt
+  srun -n 16 train_gpt ...              or mpirun: any launcher's ranks are found
+
+A step trains on ranks * batch * accumulate sequences. Runs with the same product and seed see the
+same sequences, so their losses agree to rounding whatever the number of ranks.
+
+)";
+
+std::string text_of(double value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+
+po::typed_value<double>* real(double* value) {
+  return po::value(value)->default_value(*value, text_of(*value))->value_name("X");
+}
+
+template <class Integer>
+po::typed_value<Integer>* number(Integer* value) {
+  return po::value(value)->default_value(*value)->value_name("N");
+}
+
+po::typed_value<bool>* boolean(bool* value) {
+  return po::value(value)->default_value(*value, *value ? "true" : "false")->value_name("BOOL");
+}
+
+// What needs a second look after parsing.
+struct RawOptions {
+  std::string data, out, wrapper;
+  int ranks = 0;
+  int64_t warmup = 0, val_every = 0;
+};
+
+// clang-format off: the tables of options
+po::options_description section(const char* title) {
+  return po::options_description(title, kHelpColumns, kHelpColumns - kNameColumns);
+}
+
+po::options_description describe_files(const TrainOptions& options, RawOptions& raw) {
+  auto files = section("Files");
+  files.add_options()(
+      "data",
+      po::value(&raw.data)->default_value(options.data.string(), "the shipped text")->value_name("PATH"),
+      "a text file, a directory of them, SQuAD's .json, or a .bin file of 16-bit token ids")(
+      "out", po::value(&raw.out)->default_value(options.out.string())->value_name("DIR"),
+      "where metrics.jsonl and losses.svg go");
+  return files;
+}
+
+po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
+  auto ranks = section("Ranks");
+  ranks.add_options()(
+      "ranks", po::value(&raw.ranks)->value_name("N"),
+      "start N processes of this machine; under a launcher, the number of ranks to insist on")(
+      "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
+      "local: one process; ddp: every rank holds everything; fsdp: sharded")(
+      "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
+      "reshard-after-forward", boolean(&options.reshard_after_forward),
+      "fsdp: release each unit between its forward and its backward")(
+      "threads", number(&options.threads),
+      "threads of each rank; 0: the machine's cores divided by its ranks");
+  return ranks;
+}
+
+po::options_description describe_model(TrainOptions& options) {
+  auto model = section("Model");
+  model.add_options()("layers", number(&options.model.layers), "transformer blocks")(
+      "width", number(&options.model.width), "features per token")("heads", number(&options.model.heads),
+                                                                   "attention heads; must divide the width")(
+      "context", number(&options.model.context), "tokens per sequence")(
+      "tie", po::bool_switch(&options.model.tie), "use the token embedding as the head's weight");
+  return model;
+}
+
+po::options_description describe_training(TrainOptions& options, RawOptions& raw) {
+  auto training = section("Training");
+  training.add_options()("batch", number(&options.batch),
+                         "sequences per rank and step (per micro-batch, when accumulating)")(
+      "accumulate", number(&options.accumulate), "micro-batches whose gradients are added up for a step")(
+      "steps", number(&options.steps), "optimizer steps")(
+      "seed", number(&options.seed), "of the parameters, the order of the data and the sample")(
+      "lr", real(&options.lr), "AdamW's learning rate after the warm-up; it falls to a tenth along a cosine")(
+      "warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up; not given: steps / 20")(
+      "weight-decay", real(&options.weight_decay), "AdamW's, of matrices only")(
+      "clip", real(&options.clip), "largest norm of the gradient; 0: off")(
+      "val-every", po::value(&raw.val_every)->value_name("N"),
+      "steps between validations; 0: only after the last; not given: steps / 10")(
+      "val-batches", number(&options.val_batches),
+      "how many steps' worth of sequences validate, or all if there are fewer");
+  return training;
+}
+
+po::options_description describe_sample(TrainOptions& options) {
+  auto sample = section("Sample");
+  sample.add_options()("sample", number(&options.sample), "tokens to generate at the end; 0: none")(
+      "prompt", po::value(&options.prompt)->value_name("TEXT"),
+      "what it continues (token ids for .bin data)")("temperature", real(&options.temperature),
+                                                     "0: the likeliest token always")(
+      "top-k", number(&options.top_k), "draw from the k likeliest tokens; 0: from all");
+  return sample;
+}
+
+po::options_description describe(TrainOptions& options, RawOptions& raw) {
+  auto all = section("General");
+  all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
+      "demo", "other defaults: a model that two cores train in about two minutes");
+  all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
+  all.add(describe_training(options, raw)).add(describe_sample(options));
+  return all;
+}
+// clang-format on
+
+Wrapper parse_wrapper(const std::string& name) {
+  for (const auto wrapper : {Wrapper::kLocal, Wrapper::kDdp, Wrapper::kFsdp}) {
+    if (name == name_of(wrapper)) return wrapper;
+  }
+  throw OptionsError("--wrapper must be local, ddp or fsdp, got '" + name + "'");
+}
+
+bool given(const po::variables_map& values, const char* name) {
+  return values.count(name) > 0 && !values[name].defaulted();
+}
+
+void check_at_least(const char* name, int64_t value, int64_t least) {
+  if (value >= least) return;
+  throw OptionsError("--" + std::string(name) + " must be at least " + std::to_string(least) + ", got " +
+                     std::to_string(value));
+}
+
+void check_not_negative(const char* name, double value) {
+  if (value >= 0.0 && std::isfinite(value)) return;
+  throw OptionsError("--" + std::string(name) + " must be a number of at least 0, got " + text_of(value));
+}
+
+void check_ranges(const TrainOptions& options) {
+  if (options.ranks) check_at_least("ranks", *options.ranks, 1);
+  check_at_least("prefetch", options.prefetch, 0);
+  check_at_least("threads", options.threads, 0);
+  check_at_least("layers", options.model.layers, 1);
+  check_at_least("width", options.model.width, 1);
+  check_at_least("heads", options.model.heads, 1);
+  check_at_least("context", options.model.context, 1);
+  check_at_least("batch", options.batch, 1);
+  check_at_least("accumulate", options.accumulate, 1);
+  check_at_least("steps", options.steps, 1);
+  check_at_least("seed", options.seed, 0);
+  check_at_least("warmup", options.warmup_steps(), 0);
+  check_at_least("val-every", options.validation_interval(), 0);
+  check_at_least("val-batches", options.val_batches, 1);
+  check_at_least("sample", options.sample, 0);
+  check_at_least("top-k", options.top_k, 0);
+  check_not_negative("lr", options.lr);
+  check_not_negative("weight-decay", options.weight_decay);
+  check_not_negative("clip", options.clip);
+  check_not_negative("temperature", options.temperature);
+}
+
+// Options that contradict each other, or that would have no effect.
+void check_together(const TrainOptions& options, const po::variables_map& values) {
+  const auto& model = options.model;
+  if (model.width % model.heads != 0) {
+    throw OptionsError("--width " + std::to_string(model.width) + " does not divide into --heads " +
+                       std::to_string(model.heads));
+  }
+  if (options.warmup_steps() > options.steps) {
+    throw OptionsError("--warmup " + std::to_string(options.warmup_steps()) + " is more than --steps " +
+                       std::to_string(options.steps));
+  }
+  if (options.wrapper == Wrapper::kLocal && options.ranks.value_or(1) > 1) {
+    throw OptionsError("--wrapper local is one process, but --ranks is " + std::to_string(*options.ranks));
+  }
+  for (const char* name : {"prefetch", "reshard-after-forward"}) {
+    if (options.wrapper != Wrapper::kFsdp && given(values, name)) {
+      throw OptionsError("--" + std::string(name) + " is for --wrapper fsdp, not " +
+                         name_of(options.wrapper));
+    }
+  }
+  for (const char* name : {"prompt", "temperature", "top-k"}) {
+    if (options.sample == 0 && given(values, name)) {
+      throw OptionsError("--" + std::string(name) + " has no effect with --sample 0");
+    }
+  }
+  if (options.temperature == 0.0 && given(values, "top-k")) {
+    throw OptionsError("--top-k has no effect with --temperature 0");
+  }
+}
+
+bool has_demo(int argc, const char* const* argv) {
+  return std::any_of(argv, argv + argc,
+                     [](const char* argument) { return std::string_view(argument) == "--demo"; });
+}
+
+po::variables_map parse(int argc, const char* const* argv, const po::options_description& description) {
+  namespace style = po::command_line_style;
+  po::variables_map values;
+  try {
+    const po::positional_options_description none;
+    po::store(po::command_line_parser(argc, argv)
+                  .options(description)
+                  .positional(none)
+                  .style(style::unix_style & ~style::allow_guessing)
+                  .run(),
+              values);
+    po::notify(values);
+  } catch (const po::error& error) {
+    throw OptionsError(error.what());
+  }
+  return values;
+}
+
+}  // namespace
+
+const char* name_of(Wrapper wrapper) {
+  switch (wrapper) {
+    case Wrapper::kLocal:
+      return "local";
+    case Wrapper::kDdp:
+      return "ddp";
+    case Wrapper::kFsdp:
+      return "fsdp";
+  }
+  return "?";
+}
+
+TrainOptions demo_options() {
+  TrainOptions options;
+  options.model.layers = 4;
+  options.model.width = 160;
+  options.model.heads = 5;
+  options.model.context = 128;
+  options.batch = 8;
+  options.steps = 900;
+  options.lr = 3e-3;
+  options.sample = 500;
+  return options;
+}
+
+std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std::ostream& help) {
+  TrainOptions options = has_demo(argc, argv) ? demo_options() : TrainOptions();
+  options.data = TRAIN_GPT_DEFAULT_DATA;
+  RawOptions raw;
+  const auto description = describe(options, raw);
+  const auto values = parse(argc, argv, description);
+  if (values.count("help") > 0) {
+    help << kUsage << description << "\n";
+    return std::nullopt;
+  }
+  options.data = raw.data;
+  options.out = raw.out;
+  options.wrapper = parse_wrapper(raw.wrapper);
+  if (given(values, "ranks")) options.ranks = raw.ranks;
+  if (given(values, "warmup")) options.warmup = raw.warmup;
+  if (given(values, "val-every")) options.val_every = raw.val_every;
+  check_ranges(options);
+  check_together(options, values);
+  return options;
+}
+
+}  // namespace train_gpt

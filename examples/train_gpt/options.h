@@ -1,0 +1,67 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <iosfwd>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include "gpt.h"
+
+namespace train_gpt {
+
+// A command line that cannot be meant; main() returns 2.
+class OptionsError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// What holds the training state: one process, every rank all of it, or each rank a part.
+enum class Wrapper { kLocal, kDdp, kFsdp };
+
+const char* name_of(Wrapper wrapper);
+
+// The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
+struct TrainOptions {
+  std::filesystem::path data;  // examples/data
+  std::filesystem::path out = "out/train_gpt";
+  std::optional<int> ranks;  // not given: the launcher's, or one
+
+  Wrapper wrapper = Wrapper::kFsdp;
+  int prefetch = 1;
+  bool reshard_after_forward = true;
+  int threads = 0;  // 0: the cores divided by the ranks of this machine
+
+  GptOptions model;  // but for `vocabulary`, which the data decides
+
+  int64_t batch = 8;
+  int64_t accumulate = 1;
+  int64_t steps = 1000;
+  int64_t seed = 1;
+  double lr = 1e-3;
+  std::optional<int64_t> warmup;
+  double weight_decay = 0.1;
+  double clip = 1.0;
+
+  std::optional<int64_t> val_every;
+  int64_t val_batches = 8;
+
+  int64_t sample = 400;
+  std::string prompt;
+  double temperature = 0.8;
+  int64_t top_k = 20;
+
+  int64_t warmup_steps() const { return warmup.value_or(steps / 20); }
+  int64_t validation_interval() const { return val_every.value_or(std::max<int64_t>(1, steps / 10)); }
+};
+
+// What --demo changes of the defaults.
+TrainOptions demo_options();
+
+// Reads a command line; for --help writes the text to `help` and returns nothing. Throws
+// OptionsError.
+std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std::ostream& help);
+
+}  // namespace train_gpt

@@ -1,0 +1,190 @@
+#include "run_rank.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <iostream>
+#include <thread>
+
+#include "local.h"
+#include "loss_plot.h"
+#include "metrics_log.h"
+#include "optimizer.h"
+#include "progress.h"
+#include "replicated.h"
+#include "report.h"
+#include "sample.h"
+#include "sharded.h"
+#include "trainer.h"
+
+namespace train_gpt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kMetricsFile = "metrics.jsonl";
+constexpr const char* kPlotFile = "losses.svg";
+
+// How many ranks share this machine, as far as the launcher says.
+int ranks_of_this_machine(int world) {
+  for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"}) {
+    if (const char* value = std::getenv(name)) return std::clamp(std::atoi(value), 1, world);
+  }
+  return world;
+}
+
+int threads_per_rank(const TrainOptions& options, int world) {
+  if (options.threads > 0) return options.threads;
+  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  return std::max(1, cores / ranks_of_this_machine(world));
+}
+
+void check_world(const TrainOptions& options, int world) {
+  if (options.ranks && *options.ranks != world) {
+    throw OptionsError("--ranks is " + std::to_string(*options.ranks) + ", but the launcher started " +
+                       std::to_string(world));
+  }
+  if (options.wrapper == Wrapper::kLocal && world > 1) {
+    throw OptionsError("--wrapper local is one process, but the launcher started " + std::to_string(world));
+  }
+}
+
+std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
+                                std::shared_ptr<tessera::Communicator> comm) {
+  switch (options.wrapper) {
+    case Wrapper::kLocal:
+      return std::make_unique<LocalModel>(std::move(model));
+    case Wrapper::kDdp:
+      return std::make_unique<ReplicatedModel>(std::move(model), std::move(comm));
+    case Wrapper::kFsdp:
+      break;
+  }
+  return std::make_unique<ShardedModel>(
+      std::move(model), std::move(comm),
+      tessera::FsdpOptions{.reshard_after_forward = options.reshard_after_forward,
+                           .prefetch = options.prefetch});
+}
+
+// What rank 0 shows and writes while it trains.
+class Recorder {
+ public:
+  Recorder(const TrainOptions& options, double unigram_loss)
+      : plot_path_(options.out / kPlotFile),
+        metrics_(options.out / kMetricsFile),
+        progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
+    curves_.unigram_loss = unigram_loss;
+  }
+
+  void record(const StepReport& report) {
+    const auto step = static_cast<double>(report.step);
+    curves_.train.push_back({step, report.loss});
+    if (report.val_loss) curves_.validation.push_back({step, *report.val_loss});
+    metrics_.write(report);
+    progress_->show(report);
+  }
+
+  // Whatever happened: the terminal is left in order.
+  ~Recorder() { progress_->finish(); }
+
+  RunResult finish(double train_s) {
+    write_loss_plot(plot_path_, curves_);
+    const auto last = std::min<size_t>(curves_.train.size(), std::max<size_t>(1, curves_.train.size() / 20));
+    double sum = 0.0;
+    for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end();
+         ++point) {
+      sum += point->loss;
+    }
+    return {.train_loss = sum / static_cast<double>(last),
+            .val_loss = curves_.validation.back().loss,
+            .unigram_loss = curves_.unigram_loss,
+            .train_s = train_s};
+  }
+
+ private:
+  std::filesystem::path plot_path_;
+  MetricsLog metrics_;
+  std::unique_ptr<Progress> progress_;
+  LossCurves curves_;
+};
+
+// Trains, and returns rank 0's result; an empty one on the others.
+RunResult train(Trainer& trainer, const TrainOptions& options, bool shows) {
+  const auto start = Clock::now();
+  if (!shows) {
+    trainer.run([](const StepReport&) {});
+    return {};
+  }
+  Recorder recorder(options, trainer.unigram_loss());
+  trainer.run([&](const StepReport& report) { recorder.record(report); });
+  return recorder.finish(std::chrono::duration<double>(Clock::now() - start).count());
+}
+
+}  // namespace
+
+Job prepare(TrainOptions options) {
+  Job job{.options = std::move(options), .corpus = {}, .prompt = {}};
+  job.corpus = read_corpus(job.options.data);
+  check_length(job.corpus, job.options.model.context);
+  job.options.model.vocabulary = job.corpus.vocabulary.size();
+  try {
+    job.prompt = job.corpus.vocabulary.encode(job.options.prompt);
+  } catch (const std::invalid_argument& error) {
+    throw OptionsError(std::string("--prompt: ") + error.what());
+  }
+  if (job.prompt.empty()) job.prompt.push_back(job.corpus.vocabulary.start_token());
+  return job;
+}
+
+void prepare_output(const TrainOptions& options) {
+  std::error_code error;
+  std::filesystem::create_directories(options.out, error);
+  if (error)
+    throw std::runtime_error("--out: " + options.out.string() + " cannot be made: " + error.message());
+  const MetricsLog writable(options.out / kMetricsFile);
+}
+
+void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
+  const auto& options = job.options;
+  const bool shows = comm->rank() == 0;
+  check_world(options, comm->size());
+  if (shows) prepare_output(options);
+  const int threads = threads_per_rank(options, comm->size());
+  at::set_num_threads(threads);
+
+  torch::manual_seed(static_cast<uint64_t>(options.seed));
+  Gpt model(options.model);
+  model->to(comm->device());
+  const auto matrices = matrix_names(*model);
+  int64_t parameters_numel = 0;
+  for (const auto& parameter : model->parameters()) parameters_numel += parameter.numel();
+
+  const auto wrapped = wrap(std::move(model), options, comm);
+  Trainer trainer(options, job.corpus, *comm, *wrapped, matrices);
+  if (shows) {
+    print_header(std::cout, options, job.corpus,
+                 {.layout = wrapped->describe(),
+                  .ranks = comm->size(),
+                  .threads = threads,
+                  .parameters_numel = parameters_numel,
+                  .tokens_per_step = trainer.tokens_per_step(),
+                  .unigram_loss = trainer.unigram_loss()});
+  }
+  const auto result = train(trainer, options, shows);
+  const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
+  if (shows) {
+    std::cout << "\n";
+    print_memory_table(std::cout, memory, parameters_numel * static_cast<int64_t>(sizeof(float)));
+    print_result(std::cout, result);
+  }
+  if (options.sample == 0) return;
+  const auto tokens = generate(*wrapped, job.prompt,
+                               {.length = options.sample,
+                                .context = options.model.context,
+                                .temperature = options.temperature,
+                                .top_k = options.top_k,
+                                .seed = static_cast<uint64_t>(options.seed)},
+                               comm->device());
+  if (shows) print_sample(std::cout, job.corpus.vocabulary.decode(tokens));
+}
+
+}  // namespace train_gpt

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <string>
+
+#include "batch.h"
+
+namespace train_gpt {
+
+// What one rank holds of the training state, in bytes. The optimizer's part is not the model's to
+// know and is filled in by whoever owns the optimizer.
+struct MemoryUse {
+  int64_t parameter_bytes = 0;
+  int64_t grad_bytes = 0;
+  int64_t optimizer_bytes = 0;
+  int64_t peak_gathered_bytes = 0;  // full parameters of units in use, at most
+  int64_t peak_bucket_bytes = 0;    // full gradients on their way to be reduced, at most
+};
+
+// A model, in whichever way its training state lies on the ranks: all that the training loop
+// knows of it. Every function but the const ones is collective.
+class Trainable {
+ public:
+  Trainable() = default;
+  Trainable(const Trainable&) = delete;
+  Trainable& operator=(const Trainable&) = delete;
+  virtual ~Trainable() = default;
+
+  virtual at::Tensor forward(const at::Tensor& tokens) = 0;
+
+  // Adds the gradient of scale * loss to what is there, and returns this rank's loss, detached.
+  // After the step's last micro-batch the gradients are averages over the ranks; before it they
+  // are of no use.
+  virtual at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) = 0;
+
+  // What the optimizer updates here: the parameters, or this rank's part of each, by name.
+  virtual torch::OrderedDict<std::string, at::Tensor> named_parameters() const = 0;
+
+  // Scales the gradients down to at most this norm; returns the norm before.
+  virtual double clip_grad_norm(double max_norm) = 0;
+  virtual void zero_grad() = 0;
+
+  virtual MemoryUse memory() const = 0;
+  virtual std::string describe() const = 0;  // "replicated on 2 ranks"
+};
+
+}  // namespace train_gpt

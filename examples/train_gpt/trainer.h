@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "corpus.h"
+#include "options.h"
+#include "sampler.h"
+#include "schedule.h"
+#include "step_report.h"
+#include "tessera/comm/communicator.h"
+#include "trainable.h"
+
+namespace train_gpt {
+
+// The training loop: the same for every way of laying out the model on the ranks.
+//
+// All ranks make one with the same arguments and call the same functions.
+class Trainer {
+ public:
+  // The corpus, communicator and model must outlive the trainer. `matrices`: see matrix_names().
+  Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model,
+          const std::set<std::string>& matrices);
+
+  // All steps; `on_step` is called after each. Throws std::runtime_error when the loss is no
+  // longer finite.
+  void run(const std::function<void(const StepReport&)>& on_step);
+
+  // The loss on the windows that validate: the mean over all ranks.
+  double validate();
+
+  // The loss of a unigram model of the training part, on the windows that validate.
+  double unigram_loss() const;
+
+  int64_t tokens_per_step() const { return shape_.global() * context_; }
+
+  // This rank's, with the gradients as they were before the last step.
+  MemoryUse memory() const;
+
+ private:
+  StepReport train_step(int64_t step);
+  bool validates_after(int64_t step) const;
+  std::vector<double> mean_over_ranks(const std::vector<double>& values);
+
+  const Corpus& corpus_;
+  tessera::Communicator& comm_;
+  Trainable& model_;
+  int64_t context_;
+  int64_t steps_;
+  int64_t val_interval_;
+  double clip_;
+  BatchShape shape_;
+  WindowSampler sampler_;
+  Schedule schedule_;
+  std::vector<int64_t> validation_starts_;
+  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  int64_t grad_bytes_ = 0;
+};
+
+// The figures of every rank, in rank order. Collective.
+std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Communicator& comm);
+
+}  // namespace train_gpt

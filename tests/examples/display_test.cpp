@@ -1,0 +1,86 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "format.h"
+#include "loss_plot.h"
+#include "progress.h"
+
+namespace train_gpt {
+namespace {
+
+int lines_of(const std::string& text) { return static_cast<int>(std::count(text.begin(), text.end(), '\n')); }
+
+TEST(Format, Numbers) {
+  EXPECT_EQ(grouped(0), "0");
+  EXPECT_EQ(grouped(999), "999");
+  EXPECT_EQ(grouped(1000), "1,000");
+  EXPECT_EQ(grouped(-1234567), "-1,234,567");
+  EXPECT_EQ(brief(12345), "12.3k");
+  EXPECT_EQ(mib(3 << 19), "1.50");
+  EXPECT_EQ(duration(59.6), "1:00");
+  EXPECT_EQ(duration(3723), "1:02:03");
+}
+
+TEST(Format, ColumnsCountCharactersNotBytes) {
+  EXPECT_EQ(columns_of("a━ä"), 3u);
+  EXPECT_EQ(left("ä", 3), "ä  ");
+  EXPECT_EQ(right("ä", 3), "  ä");
+  EXPECT_EQ(cut("━━a", 2), "━━");
+  EXPECT_EQ(cut("ab", 5), "ab");
+}
+
+TEST(Format, NothingThatWouldUpsetATerminal) {
+  EXPECT_EQ(printable("a\x1b[2J\r\tb\n"), "a?[2J?\tb\n");
+  EXPECT_EQ(printable("\xc3\xa4 \xc3 \xa4 \xff"), "\xc3\xa4 ? ? ?");
+}
+
+TEST(Format, WrapsBetweenWords) {
+  EXPECT_EQ(wrapped("one two three\n\nfour", 8, "> "), "> one two\n> three\n\n> four\n");
+}
+
+TEST(Progress, WithoutATerminalAFewLinesAndNoEscapes) {
+  std::ostringstream out;
+  const auto progress = make_progress(out, /*terminal=*/false, 1000);
+  for (int64_t step = 1; step <= 1000; ++step)
+    progress->show({.step = step, .loss = 2.5, .tokens_per_s = 1500.0});
+  progress->finish();
+  EXPECT_GE(lines_of(out.str()), 10);
+  EXPECT_LE(lines_of(out.str()), 25);
+  EXPECT_EQ(out.str().find('\x1b'), std::string::npos);
+  EXPECT_NE(out.str().find("step 1000/1000  loss 2.500  1.5k tokens/s"), std::string::npos) << out.str();
+}
+
+TEST(Progress, OnATerminalItRedrawsTwoLines) {
+  std::ostringstream out;
+  const auto progress = make_progress(out, /*terminal=*/true, 3);
+  progress->show({.step = 1, .loss = 3.0});
+  progress->show({.step = 2, .loss = 2.0});  // too soon after the first to be drawn
+  progress->show({.step = 3, .loss = 1.0});
+  progress->finish();
+  EXPECT_EQ(lines_of(out.str()), 3);
+  EXPECT_NE(out.str().find("\x1b[1A"), std::string::npos);
+}
+
+TEST(LossPlot, DrawsEveryCurveWithFiniteCoordinates) {
+  LossCurves curves{.unigram_loss = 3.0};
+  for (int step = 1; step <= 5000; ++step)
+    curves.train.push_back({static_cast<double>(step), 4.0 - step * 5e-4});
+  curves.validation = {{2500, 2.8}, {5000, 1.6}};
+  const auto svg = draw_losses(curves);
+  EXPECT_NE(svg.find("unigram model 3.00"), std::string::npos);
+  EXPECT_NE(svg.find("validation 1.60"), std::string::npos);
+  EXPECT_NE(svg.find("5,000"), std::string::npos);
+  EXPECT_EQ(svg.find("nan"), std::string::npos);
+  EXPECT_EQ(svg.find("inf"), std::string::npos);
+  EXPECT_LT(svg.size(), 60000u);
+}
+
+TEST(LossPlot, OneStepWithoutValidation) {
+  const auto svg = draw_losses({.train = {{1, 3.0}}, .validation = {}, .unigram_loss = 3.0});
+  EXPECT_EQ(svg.find("nan"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace train_gpt

@@ -1,0 +1,161 @@
+#include "options.h"
+
+#include <gtest/gtest.h>
+
+#include <sstream>
+#include <vector>
+
+namespace train_gpt {
+namespace {
+
+std::optional<TrainOptions> parse(std::vector<const char*> arguments, std::string* help = nullptr) {
+  arguments.insert(arguments.begin(), "train_gpt");
+  std::ostringstream text;
+  auto options = parse_options(static_cast<int>(arguments.size()), arguments.data(), text);
+  if (help != nullptr) *help = text.str();
+  return options;
+}
+
+std::string error_of(const std::vector<const char*>& arguments) {
+  try {
+    parse(arguments);
+  } catch (const OptionsError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Options, DefaultsNeedNothing) {
+  const auto options = parse({});
+  ASSERT_TRUE(options);
+  EXPECT_EQ(options->wrapper, Wrapper::kFsdp);
+  EXPECT_FALSE(options->ranks);
+  EXPECT_EQ(options->warmup_steps(), options->steps / 20);
+  EXPECT_TRUE(std::filesystem::exists(options->data)) << options->data;
+}
+
+TEST(Options, EveryValueArrives) {
+  const auto options = parse({"--data",
+                              "a b",
+                              "--out",
+                              "o",
+                              "--ranks",
+                              "3",
+                              "--layers",
+                              "5",
+                              "--width",
+                              "48",
+                              "--heads",
+                              "6",
+                              "--context",
+                              "77",
+                              "--batch",
+                              "2",
+                              "--steps",
+                              "9",
+                              "--seed",
+                              "11",
+                              "--clip",
+                              "0",
+                              "--lr",
+                              "0.5",
+                              "--warmup",
+                              "4",
+                              "--accumulate",
+                              "8",
+                              "--weight-decay",
+                              "0.2",
+                              "--tie",
+                              "--prefetch",
+                              "0",
+                              "--reshard-after-forward",
+                              "false",
+                              "--val-every",
+                              "0",
+                              "--val-batches",
+                              "13",
+                              "--sample",
+                              "21",
+                              "--prompt",
+                              "Hi ",
+                              "--temperature",
+                              "0.1",
+                              "--top-k",
+                              "3",
+                              "--threads",
+                              "2"});
+  ASSERT_TRUE(options);
+  EXPECT_EQ(options->data, "a b");
+  EXPECT_EQ(options->out, "o");
+  EXPECT_EQ(options->ranks, 3);
+  EXPECT_EQ(options->model.layers, 5);
+  EXPECT_EQ(options->model.width, 48);
+  EXPECT_EQ(options->model.heads, 6);
+  EXPECT_EQ(options->model.context, 77);
+  EXPECT_TRUE(options->model.tie);
+  EXPECT_EQ(options->batch, 2);
+  EXPECT_EQ(options->steps, 9);
+  EXPECT_EQ(options->seed, 11);
+  EXPECT_EQ(options->clip, 0.0);
+  EXPECT_EQ(options->lr, 0.5);
+  EXPECT_EQ(options->warmup, 4);
+  EXPECT_EQ(options->accumulate, 8);
+  EXPECT_EQ(options->weight_decay, 0.2);
+  EXPECT_EQ(options->prefetch, 0);
+  EXPECT_FALSE(options->reshard_after_forward);
+  EXPECT_EQ(options->val_every, 0);
+  EXPECT_EQ(options->val_batches, 13);
+  EXPECT_EQ(options->sample, 21);
+  EXPECT_EQ(options->prompt, "Hi ");
+  EXPECT_EQ(options->temperature, 0.1);
+  EXPECT_EQ(options->top_k, 3);
+  EXPECT_EQ(options->threads, 2);
+}
+
+TEST(Options, WhatIsGivenWinsOverTheDemo) {
+  EXPECT_EQ(parse({"--demo"})->steps, demo_options().steps);
+  const auto options = parse({"--steps", "7", "--demo", "--wrapper", "ddp"});
+  EXPECT_EQ(options->steps, 7);
+  EXPECT_EQ(options->model.width, demo_options().model.width);
+  EXPECT_EQ(options->wrapper, Wrapper::kDdp);
+}
+
+TEST(Options, HelpShowsTheDefaults) {
+  std::string help;
+  EXPECT_FALSE(parse({"--help"}, &help));
+  EXPECT_NE(help.find("--batch N (=8)"), std::string::npos) << help;
+  EXPECT_NE(help.find("--clip X (=1)"), std::string::npos);
+  EXPECT_FALSE(parse({"--demo", "--help"}, &help));
+  EXPECT_NE(help.find("--steps N (=" + std::to_string(demo_options().steps) + ")"), std::string::npos)
+      << help;
+}
+
+TEST(Options, MistakesAreNamed) {
+  const std::vector<std::pair<std::vector<const char*>, const char*>> cases = {
+      {{"--bogus"}, "bogus"},
+      {{"--step", "3"}, "step"},  // no guessing
+      {{"stray"}, "positional"},
+      {{"--steps", "x"}, "steps"},
+      {{"--steps", "0"}, "--steps must be at least 1"},
+      {{"--batch=-1"}, "--batch must be at least 1"},
+      {{"--seed=-1"}, "--seed"},
+      {{"--clip=-1"}, "--clip"},
+      {{"--lr", "nan"}, "--lr"},
+      {{"--wrapper", "zero"}, "--wrapper must be local, ddp or fsdp"},
+      {{"--width", "10", "--heads", "3"}, "does not divide"},
+      {{"--steps", "10", "--warmup", "11"}, "--warmup 11"},
+      {{"--wrapper", "local", "--ranks", "2"}, "--wrapper local is one process"},
+      {{"--wrapper", "ddp", "--prefetch", "2"}, "--prefetch is for --wrapper fsdp"},
+      {{"--wrapper", "local", "--reshard-after-forward", "true"}, "--reshard-after-forward is for"},
+      {{"--sample", "0", "--prompt", "x"}, "--prompt has no effect"},
+      {{"--temperature", "0", "--top-k", "4"}, "--top-k has no effect"},
+      {{"--steps", "3", "--steps", "4"}, "steps"},
+  };
+  for (const auto& [arguments, expected] : cases) {
+    EXPECT_NE(error_of(arguments).find(expected), std::string::npos)
+        << expected << ": " << error_of(arguments);
+  }
+}
+
+}  // namespace
+}  // namespace train_gpt
