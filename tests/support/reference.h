@@ -15,10 +15,10 @@
 namespace tessera::testing_support {
 
 // Ranks are threads and share torch's default generator: one at a time seeds it and draws.
+inline std::mutex generator_mutex;
 template <class Draw>
 auto seeded(uint64_t seed, Draw draw) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(generator_mutex);
   torch::manual_seed(seed);
   return draw();
 }
