@@ -20,10 +20,11 @@ struct InitOptions {
 };
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE,
-// MASTER_ADDR, MASTER_PORT), Slurm's (SLURM_PROCID, SLURM_NTASKS, ...) or Open MPI's
-// (OMPI_COMM_WORLD_RANK, ...), in this order; a world of one if there is none. docs/launch.md
-// lists the variables. Collective. Throws std::invalid_argument that names the variables if they
-// are half set or contradict each other, and CommError if the ranks do not meet within the timeout.
+// MASTER_ADDR, MASTER_PORT), Open MPI's (OMPI_COMM_WORLD_RANK, ...) or Slurm's (SLURM_PROCID,
+// SLURM_NTASKS, ...), in this order, the innermost first; a world of one if there is none.
+// docs/launch.md lists the variables. Collective; once in a process. Throws std::invalid_argument
+// that names the variables if they are half set or contradict each other, and CommError, which
+// names the ranks that did not come, if the ranks do not meet within the timeout.
 std::shared_ptr<Communicator> init(InitOptions options = {});
 
 // Runs `body` once per rank, the ranks being threads of this process, joined by gloo over
@@ -33,9 +34,11 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options);
 
 // Starts this program again as `world` processes of this machine, with argv and torchrun's
-// environment, and returns the exit code for main(): 0 if all ended well. When a rank fails, the
-// others are ended and its error is shown; SIGINT and SIGTERM are passed on. In a process that was
-// started this way (or by any launcher) do not call it again: see launched().
+// environment, and returns the exit code for main(): 0 if all ended well. When a rank fails, its
+// error is shown, the others are ended, and its exit code (128 + signal) is returned; SIGINT,
+// SIGTERM and SIGHUP are passed on. No rank outlives this process. Each rank gets its part of the
+// cores (OMP_NUM_THREADS) unless that is set. Throws std::invalid_argument for world < 1, and
+// std::logic_error in a process that was started this way or by any launcher: see launched().
 int spawn_local(int world, int argc, char** argv);
 
 // Whether a launcher's environment is set, that is, whether init() would join a group.

@@ -221,7 +221,7 @@ void FsdpRuntime::make_resident(const std::vector<Unit*>& needed) {
 
 void FsdpRuntime::evict_for(const std::vector<Unit*>& needed) {
   std::erase_if(recent_, [&](Unit* unit) { return std::find(needed.begin(), needed.end(), unit) != needed.end(); });
-  if (!options_.reshard_after_forward && !in_backward_) return;
+  if (!options_.reshard_after_forward) return;  // each goes when backward has all its gradients
   while (!recent_.empty() && recent_.size() + needed.size() > static_cast<size_t>(options_.keep_recent))
     release(*recent_.front());
 }

@@ -121,11 +121,12 @@ void GradientReducer::start_reduce(Unit& unit) {
   while (in_flight_.size() > kMaxInFlight) finish_oldest();
 }
 
-void GradientReducer::finish_oldest() {
+void GradientReducer::finish_oldest(bool accept) {
   InFlight flight = std::move(in_flight_.front());
   in_flight_.erase(in_flight_.begin());
   flight.pending.wait();
   pool_.give(flight.bucket.view(at::kByte));
+  if (!accept) return;
   const bool all_used = std::all_of(flight.filled.begin(), flight.filled.end(), [](bool filled) { return filled; });
   if (all_used) {
     flight.unit->groups()[flight.group]->flat.accept_gradient(flight.reduced, flight.filled);
@@ -182,7 +183,7 @@ void GradientReducer::check_reports(const at::Tensor& reports) {
 }
 
 void GradientReducer::abandon() {
-  while (!in_flight_.empty()) finish_oldest();
+  while (!in_flight_.empty()) finish_oldest(/*accept=*/false);
   for (UnitState& state : states_) {
     for (GroupState& group : state.groups) {
       if (group.bucket.defined()) pool_.give(std::exchange(group.bucket, at::Tensor()).view(at::kByte));

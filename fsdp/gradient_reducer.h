@@ -77,7 +77,8 @@ class GradientReducer {
   void enqueue(Unit& unit);
   void start_complete_ones();
   void start_reduce(Unit& unit);
-  void finish_oldest();
+  // Waits for the oldest reduce-scatter; `accept` makes its result the shards' gradient.
+  void finish_oldest(bool accept = true);
   at::Tensor own_report() const;
   void check_reports(const at::Tensor& reports);
   void reset_expectations();

@@ -11,8 +11,9 @@ struct FsdpOptions {
   WrapPolicy auto_wrap;
 
   // true: a unit's parameters are released after its forward and gathered again in backward
-  // (ZeRO-3: 1.5 times DDP's traffic, least memory). false: they stay from forward to backward
-  // (ZeRO-2's traffic; memory of the whole model from forward to backward).
+  // (ZeRO-3: 1.5 times DDP's traffic, least memory). false: they stay from forward until backward
+  // has all of the unit's gradients (ZeRO-2's traffic; memory of the whole model), and after an
+  // evaluation until the next backward ends.
   bool reshard_after_forward = true;
 
   // How many units ahead of the one in use are gathered, in forward and in backward, in the order

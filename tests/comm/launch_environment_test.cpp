@@ -1,0 +1,382 @@
+#include "tessera/comm/launch_environment.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+using Environment = std::map<std::string, std::string>;
+
+LaunchEnvironment parse(const Environment& variables) {
+  return parse_launch_environment([&](const char* name) -> const char* {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+// The error's text; fails the test if there is none.
+std::string error_of(const Environment& variables) {
+  try {
+    const auto environment = parse(variables);
+    ADD_FAILURE() << "expected an error, got rank " << environment.rank << " of " << environment.world_size;
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return {};
+}
+
+void expect_error(const Environment& variables, const std::vector<std::string>& parts) {
+  const auto text = error_of(variables);
+  for (const auto& part : parts) EXPECT_NE(text.find(part), std::string::npos) << text << "\nlacks: " << part;
+}
+
+Environment with(Environment base, const Environment& more) {
+  for (const auto& [name, value] : more) base[name] = value;
+  return base;
+}
+
+Environment without(Environment base, const std::string& name) {
+  base.erase(name);
+  return base;
+}
+
+const Environment kTorchrun = {{"RANK", "5"},
+                               {"WORLD_SIZE", "8"},
+                               {"LOCAL_RANK", "1"},
+                               {"LOCAL_WORLD_SIZE", "4"},
+                               {"MASTER_ADDR", "10.0.0.1"},
+                               {"MASTER_PORT", "29500"}};
+const Environment kSlurm = {{"SLURM_PROCID", "5"},
+                            {"SLURM_NTASKS", "8"},
+                            {"SLURM_LOCALID", "1"},
+                            {"SLURM_NODEID", "1"},
+                            {"SLURM_STEP_ID", "0"},
+                            {"SLURM_STEP_NUM_TASKS", "8"},
+                            {"SLURM_JOB_ID", "4711"},
+                            {"SLURM_STEP_NODELIST", "node[07-08]"},
+                            {"SLURM_JOB_NODELIST", "node[07-08]"},
+                            {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"},
+                            {"SLURM_SUBMIT_DIR", "/home/u"}};
+const Environment kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "2"},
+                              {"OMPI_COMM_WORLD_SIZE", "3"},
+                              {"OMPI_COMM_WORLD_LOCAL_RANK", "2"},
+                              {"OMPI_COMM_WORLD_LOCAL_SIZE", "3"},
+                              {"OMPI_MCA_ess_base_jobid", "2142765057"}};
+
+TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
+  const auto environment = parse({{"PATH", "/bin"}});
+  EXPECT_FALSE(environment.launched());
+  EXPECT_EQ(environment.rank, 0);
+  EXPECT_EQ(environment.world_size, 1);
+  EXPECT_EQ(environment.local_rank, 0);
+  EXPECT_TRUE(environment.one_host());
+  EXPECT_EQ(environment.note, "");
+}
+
+TEST(LaunchEnvironment, Torchrun) {
+  const auto environment = parse(with(kTorchrun, {{"TORCHELASTIC_RUN_ID", "run"},
+                                                  {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                                  {"TORCHELASTIC_RESTART_COUNT", "2"}}));
+  EXPECT_EQ(environment.launcher, "torchrun");
+  EXPECT_EQ(environment.rank, 5);
+  EXPECT_EQ(environment.world_size, 8);
+  EXPECT_EQ(environment.local_rank, 1);
+  EXPECT_EQ(environment.local_world_size, 4);
+  EXPECT_EQ(environment.master_address, "10.0.0.1");
+  EXPECT_EQ(environment.master_port, 29500);
+  EXPECT_FALSE(environment.one_host());
+  EXPECT_TRUE(environment.agent_serves_store);
+  EXPECT_EQ(environment.restart_count, 2);
+  EXPECT_EQ(environment.job, "run");
+  EXPECT_FALSE(parse(kTorchrun).agent_serves_store);
+}
+
+TEST(LaunchEnvironment, TorchrunOfOneRankNeedsNoAddressAndIsLaunched) {
+  const auto environment = parse({{"RANK", "0"}, {"WORLD_SIZE", "1"}});
+  EXPECT_TRUE(environment.launched());
+  EXPECT_TRUE(environment.one_host());
+  EXPECT_EQ(environment.local_rank, 0);
+}
+
+TEST(LaunchEnvironment, TorchrunWithoutLocalVariables) {
+  const Environment bare = {
+      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "1234"}};
+  const auto elsewhere = parse(bare);
+  EXPECT_EQ(elsewhere.local_rank, -1) << "not said";
+  EXPECT_EQ(elsewhere.local_world_size, 0) << "not said";
+  EXPECT_FALSE(elsewhere.one_host());
+  for (const char* loopback : {"127.0.0.1", "localhost", "::1"}) {
+    const auto here = parse(with(bare, {{"MASTER_ADDR", loopback}}));
+    EXPECT_EQ(here.local_rank, 1) << loopback;
+    EXPECT_TRUE(here.one_host()) << loopback;
+  }
+}
+
+TEST(LaunchEnvironment, TorchrunTwoAgentsOnOneMachineKeepTheirLocalRanks) {
+  const auto environment = parse(with(kTorchrun, {{"MASTER_ADDR", "127.0.0.1"}}));
+  EXPECT_EQ(environment.local_rank, 1);
+  EXPECT_EQ(environment.local_world_size, 4);
+}
+
+TEST(LaunchEnvironment, TorchrunHalfSetNamesAll) {
+  expect_error({{"RANK", "1"}}, {"half set", "RANK=1", "WORLD_SIZE is not set", "MASTER_ADDR is not set",
+                                 "MASTER_PORT is not set"});
+  expect_error({{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}},
+               {"RANK is not set", "WORLD_SIZE=2", "MASTER_ADDR=h"});
+  expect_error(without(kTorchrun, "MASTER_ADDR"),
+               {"RANK=5", "WORLD_SIZE=8", "MASTER_ADDR is not set", "MASTER_PORT=29500"});
+  expect_error(without(kTorchrun, "MASTER_PORT"), {"MASTER_ADDR=10.0.0.1", "MASTER_PORT is not set"});
+  expect_error(with(kTorchrun, {{"MASTER_ADDR", ""}}), {"MASTER_ADDR is not set"});
+  expect_error({{"MASTER_ADDR", "h"}, {"MASTER_PORT", "1"}},
+               {"RANK is not set", "WORLD_SIZE is not set", "MASTER_ADDR=h"});
+}
+
+TEST(LaunchEnvironment, TorchrunBadValues) {
+  expect_error(with(kTorchrun, {{"RANK", "x"}}), {"RANK=x", "whole number"});
+  expect_error(with(kTorchrun, {{"RANK", "1.5"}}), {"RANK=1.5"});
+  expect_error(with(kTorchrun, {{"RANK", " 1"}}), {"RANK= 1"});
+  expect_error(with(kTorchrun, {{"RANK", "-1"}}), {"RANK=-1", "from 0"});
+  expect_error(with(kTorchrun, {{"RANK", "8"}}), {"RANK=8", "WORLD_SIZE=8", "below"});
+  expect_error(with(kTorchrun, {{"RANK", "99999999999999999999"}}), {"RANK=99999999999999999999"});
+  expect_error(with(kTorchrun, {{"WORLD_SIZE", "0"}}), {"WORLD_SIZE=0", "from 1"});
+  expect_error(with(kTorchrun, {{"LOCAL_RANK", "4"}}), {"LOCAL_RANK=4", "LOCAL_WORLD_SIZE=4", "below"});
+  expect_error(with(kTorchrun, {{"LOCAL_WORLD_SIZE", "9"}}), {"LOCAL_WORLD_SIZE=9", "from 1 to 8"});
+  expect_error(with(kTorchrun, {{"MASTER_PORT", "0"}}), {"MASTER_PORT=0"});
+  expect_error(with(kTorchrun, {{"MASTER_PORT", "65536"}}), {"MASTER_PORT=65536", "65535"});
+  expect_error(with(kTorchrun, {{"MASTER_PORT", "http"}}), {"MASTER_PORT=http"});
+  expect_error(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "often"}}),
+               {"TORCHELASTIC_RESTART_COUNT=often"});
+}
+
+TEST(LaunchEnvironment, SpawnLocalsSocketIsRankZeros) {
+  const Environment spawned = with(kTorchrun, {{"TESSERA_STORE_FD", "5"}});
+  EXPECT_EQ(parse(with(spawned, {{"RANK", "0"}})).store_listen_fd, 5);
+  EXPECT_EQ(parse(spawned).store_listen_fd, std::nullopt);
+}
+
+TEST(LaunchEnvironment, Slurm) {
+  const auto environment = parse(kSlurm);
+  EXPECT_EQ(environment.launcher, "Slurm");
+  EXPECT_EQ(environment.rank, 5);
+  EXPECT_EQ(environment.world_size, 8);
+  EXPECT_EQ(environment.local_rank, 1);
+  EXPECT_EQ(environment.local_world_size, 4);
+  EXPECT_EQ(environment.master_address, "node07");
+  EXPECT_EQ(environment.job, "4711.0");
+  EXPECT_EQ(environment.master_port, derived_port("4711.0"));
+  EXPECT_EQ(environment.note, "");
+}
+
+TEST(LaunchEnvironment, SlurmPortsDifferByJobAndStep) {
+  EXPECT_NE(parse(kSlurm).master_port, parse(with(kSlurm, {{"SLURM_STEP_ID", "1"}})).master_port);
+  EXPECT_NE(parse(kSlurm).master_port, parse(with(kSlurm, {{"SLURM_JOB_ID", "4712"}})).master_port);
+}
+
+TEST(LaunchEnvironment, SlurmTakesMasterFromTheEnvironment) {
+  const auto environment = parse(with(kSlurm, {{"MASTER_ADDR", "login1"}, {"MASTER_PORT", "4242"}}));
+  EXPECT_EQ(environment.master_address, "login1");
+  EXPECT_EQ(environment.master_port, 4242);
+}
+
+TEST(LaunchEnvironment, SlurmSetByHandOnOneHost) {
+  const auto environment = parse({{"SLURM_PROCID", "1"},
+                                  {"SLURM_NTASKS", "3"},
+                                  {"SLURM_LOCALID", "1"},
+                                  {"SLURM_JOB_ID", "7"},
+                                  {"SLURM_JOB_NODELIST", "nowhere"}});
+  EXPECT_EQ(environment.launcher, "Slurm");
+  EXPECT_TRUE(environment.one_host());
+  EXPECT_EQ(environment.master_address, "127.0.0.1") << "one host needs no name";
+  const auto per_node = parse(
+      {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}, {"SLURM_NTASKS_PER_NODE", "3"}, {"SLURM_JOB_ID", "7"}});
+  EXPECT_TRUE(per_node.one_host());
+  EXPECT_EQ(per_node.local_rank, 0);
+}
+
+TEST(LaunchEnvironment, SlurmStepSmallerThanItsJob) {
+  const auto environment = parse(with(kSlurm, {{"SLURM_PROCID", "1"},
+                                               {"SLURM_STEP_NUM_TASKS", "2"},
+                                               {"SLURM_STEP_NODELIST", "node08"},
+                                               {"SLURM_STEP_TASKS_PER_NODE", "2"}}));
+  EXPECT_EQ(environment.world_size, 2);
+  EXPECT_TRUE(environment.one_host());
+}
+
+TEST(LaunchEnvironment, SlurmUnevenNodes) {
+  const Environment uneven = with(
+      kSlurm, {{"SLURM_NTASKS", "7"}, {"SLURM_STEP_NUM_TASKS", "7"}, {"SLURM_STEP_TASKS_PER_NODE", "4,3"}});
+  EXPECT_EQ(parse(uneven).local_world_size, 3);
+  EXPECT_EQ(parse(with(uneven, {{"SLURM_NODEID", "0"}})).local_world_size, 4);
+  EXPECT_EQ(parse(without(uneven, "SLURM_NODEID")).local_world_size, 0) << "not said";
+}
+
+TEST(LaunchEnvironment, SlurmBatchScriptAndShellAreAWorldOfOne) {
+  // sbatch's script is process 0 of the job's batch step; nobody started tasks.
+  const Environment script = {{"SLURM_PROCID", "0"},
+                              {"SLURM_LOCALID", "0"},
+                              {"SLURM_NTASKS", "8"},
+                              {"SLURM_JOB_ID", "4711"},
+                              {"SLURM_JOB_NODELIST", "node[07-08]"},
+                              {"SLURM_SUBMIT_DIR", "/home/u"}};
+  for (const auto& variables :
+       {script, without(script, "SLURM_PROCID"), with(script, {{"MASTER_PORT", "4000"}})}) {
+    const auto environment = parse(variables);
+    EXPECT_FALSE(environment.launched());
+    EXPECT_EQ(environment.world_size, 1);
+    EXPECT_NE(environment.note.find("SLURM_NTASKS=8"), std::string::npos) << environment.note;
+    EXPECT_NE(environment.note.find("srun"), std::string::npos);
+  }
+  EXPECT_EQ(parse(with(script, {{"SLURM_NTASKS", "1"}})).note, "");
+}
+
+TEST(LaunchEnvironment, SlurmStepOfOneTaskIsNoLauncher) {
+  // srun --pty bash: a program in that shell may start local ranks.
+  const auto environment = parse({{"SLURM_PROCID", "0"},
+                                  {"SLURM_NTASKS", "1"},
+                                  {"SLURM_STEP_ID", "0"},
+                                  {"SLURM_STEP_NUM_TASKS", "1"},
+                                  {"SLURM_JOB_ID", "1"},
+                                  {"SLURM_SUBMIT_DIR", "/"}});
+  EXPECT_FALSE(environment.launched());
+}
+
+TEST(LaunchEnvironment, SlurmHalfSetOrBad) {
+  expect_error({{"SLURM_PROCID", "1"}}, {"Slurm", "half set", "SLURM_PROCID=1", "SLURM_NTASKS is not set"});
+  expect_error({{"SLURM_NTASKS", "2"}}, {"SLURM_PROCID is not set", "SLURM_NTASKS=2"});
+  expect_error({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_NTASKS_PER_NODE", "2"}},
+               {"SLURM_JOB_ID is not set", "MASTER_PORT is not set"});
+  expect_error({{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_JOB_ID", "3"}},
+               {"SLURM_STEP_NODELIST is not set", "MASTER_ADDR is not set"});
+  expect_error(with(kSlurm, {{"SLURM_PROCID", "8"}}), {"SLURM_PROCID=8", "SLURM_STEP_NUM_TASKS=8"});
+  expect_error(with(kSlurm, {{"SLURM_PROCID", "one"}}), {"SLURM_PROCID=one"});
+  expect_error(with(kSlurm, {{"SLURM_STEP_NODELIST", "node[07-"}}), {"node[07-"});
+}
+
+TEST(LaunchEnvironment, OpenMpiOnOneHost) {
+  const auto environment = parse(kOpenMpi);
+  EXPECT_EQ(environment.launcher, "Open MPI");
+  EXPECT_EQ(environment.rank, 2);
+  EXPECT_EQ(environment.world_size, 3);
+  EXPECT_EQ(environment.local_rank, 2);
+  EXPECT_TRUE(environment.one_host());
+  EXPECT_EQ(environment.master_address, "127.0.0.1");
+  EXPECT_EQ(environment.master_port, derived_port("2142765057"));
+  const auto version5 =
+      parse(with(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"), {{"PMIX_NAMESPACE", "prterun-vm-88@1"}}));
+  EXPECT_EQ(version5.master_port, derived_port("prterun-vm-88@1"));
+}
+
+TEST(LaunchEnvironment, OpenMpiOnSeveralHostsNeedsAnAddress) {
+  const Environment two_hosts =
+      with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
+  expect_error(two_hosts, {"several hosts", "OMPI_COMM_WORLD_SIZE=3", "OMPI_COMM_WORLD_LOCAL_SIZE=2",
+                           "MASTER_ADDR is not set"});
+  EXPECT_EQ(parse(with(two_hosts, {{"MASTER_ADDR", "node1"}})).master_address, "node1");
+}
+
+TEST(LaunchEnvironment, OpenMpiHalfSetOrBad) {
+  expect_error({{"OMPI_COMM_WORLD_RANK", "0"}},
+               {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE is not set"});
+  expect_error(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "3"}}),
+               {"OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=3"});
+  expect_error(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"),
+               {"PMIX_NAMESPACE is not set", "MASTER_PORT is not set"});
+  EXPECT_EQ(parse(with(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"), {{"MASTER_PORT", "9"}})).master_port, 9);
+}
+
+TEST(LaunchEnvironment, OpenMpiOfOneRankIsNoLauncher) {
+  EXPECT_FALSE(parse({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "1"}}).launched());
+}
+
+TEST(LaunchEnvironment, MpirunInsideOfASlurmJobWins) {
+  // mpirun's daemons are tasks of an srun step of their own, with one task per node.
+  const auto environment =
+      parse(with(kOpenMpi, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_ID", "0"}}));
+  EXPECT_EQ(environment.launcher, "Open MPI");
+  EXPECT_EQ(environment.rank, 2);
+}
+
+TEST(LaunchEnvironment, TorchrunUnderAnotherLauncherWins) {
+  const Environment one_per_node =
+      with(kSlurm, {{"SLURM_PROCID", "1"}, {"SLURM_NTASKS", "2"}, {"SLURM_STEP_NUM_TASKS", "2"}});
+  EXPECT_EQ(parse(with(one_per_node, kTorchrun)).launcher, "torchrun") << "rank 5 is one of node 1's four";
+  EXPECT_EQ(parse(with(with(kOpenMpi, kTorchrun), {{"TORCHELASTIC_RUN_ID", "r"}})).launcher, "torchrun");
+}
+
+TEST(LaunchEnvironment, TheSameGroupTwiceIsFine) {
+  const auto environment = parse(with(kSlurm, kTorchrun));
+  EXPECT_EQ(environment.launcher, "torchrun");
+  // Scripts export one of the two for other programs' sake.
+  EXPECT_EQ(parse(with(kSlurm, {{"WORLD_SIZE", "8"}})).launcher, "Slurm");
+  EXPECT_EQ(parse(with(kOpenMpi, {{"RANK", "2"}})).launcher, "Open MPI");
+}
+
+TEST(LaunchEnvironment, ContradictionsNameBoth) {
+  expect_error(with(kOpenMpi, kTorchrun),
+               {"contradict", "RANK=5", "WORLD_SIZE=8", "OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=3"});
+  expect_error(with(with(kSlurm, {{"SLURM_PROCID", "4"}}), kTorchrun),
+               {"RANK=5", "SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=8"});
+  expect_error(with(kOpenMpi, {{"WORLD_SIZE", "4"}}),
+               {"RANK is not set", "WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=3"});
+}
+
+TEST(HostList, Expands) {
+  using Hosts = std::vector<std::string>;
+  EXPECT_EQ(expand_host_list("node1"), (Hosts{"node1"}));
+  EXPECT_EQ(expand_host_list("node[03-05,9],gpu1"), (Hosts{"node03", "node04", "node05", "node9", "gpu1"}));
+  EXPECT_EQ(expand_host_list("a,b-1,c.d"), (Hosts{"a", "b-1", "c.d"}));
+  EXPECT_EQ(expand_host_list("n[098-101]"), (Hosts{"n098", "n099", "n100", "n101"}));
+  EXPECT_EQ(expand_host_list("r[1-2]n[1-2]"), (Hosts{"r1n1", "r1n2", "r2n1", "r2n2"}));
+  EXPECT_EQ(expand_host_list("n[1-2]-ib0"), (Hosts{"n1-ib0", "n2-ib0"}));
+  EXPECT_EQ(expand_host_list("n[0-65535]").size(), 65536u);
+}
+
+TEST(HostList, RefusesWhatSlurmCannotHaveWritten) {
+  for (const char* list : {"",
+                           ",",
+                           "a,",
+                           ",a",
+                           "a,,b",
+                           "n[",
+                           "n]",
+                           "n[]",
+                           "n[1",
+                           "n[1-]",
+                           "n[-1]",
+                           "n[2-1]",
+                           "n[a-b]",
+                           "n[1,]",
+                           "n[1-2-3]",
+                           "n[[1]]",
+                           "n[1]]",
+                           "n[0-65536]",
+                           "n[0-9999999999999]",
+                           "n[0-999]m[0-999]"}) {
+    EXPECT_THROW(expand_host_list(list), std::invalid_argument) << list;
+  }
+}
+
+TEST(TaskCounts, Expands) {
+  EXPECT_EQ(expand_task_counts("4"), (std::vector<int>{4}));
+  EXPECT_EQ(expand_task_counts("4(x2),3"), (std::vector<int>{4, 4, 3}));
+  for (const char* counts : {"", "x", "4(x", "4(x)", "4(x0)", "4(2)", "4,", "-1", "4(x2)3", "4(x99999999)"}) {
+    EXPECT_THROW(expand_task_counts(counts), std::invalid_argument) << counts;
+  }
+}
+
+TEST(DerivedPort, StaysBelowThePortsOfOutgoingConnections) {
+  for (int job = 0; job < 1000; ++job) {
+    const int port = derived_port(std::to_string(job));
+    EXPECT_GE(port, 15000);
+    EXPECT_LT(port, 31000);
+  }
+  EXPECT_EQ(derived_port("4711.0"), derived_port("4711.0"));
+}
+
+}  // namespace
+}  // namespace tessera

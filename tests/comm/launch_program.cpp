@@ -1,0 +1,104 @@
+// A program as a user launches it, for launch_test.cpp: joins its group, adds up the ranks, and
+// then ends in the way that its arguments ask for.
+//
+//   launch_program [--spawn N] [--timeout-ms N] [MODE [RANK]]
+//
+// MODE, of rank RANK (0 if not given) or of all ("ok"):
+//   ok      ends well              exit    ends with code 3
+//   throw   an uncaught exception  kill    kills itself with SIGKILL
+//   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
+// The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
+
+#include <signal.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "tessera/comm/errors.h"
+#include "tessera/comm/launch.h"
+
+namespace {
+
+struct Arguments {
+  int spawn = 0;
+  int timeout_ms = 60'000;
+  std::string mode = "ok";
+  int rank = 0;
+};
+
+Arguments parse(int argc, char** argv) {
+  Arguments arguments;
+  int positional = 0;
+  for (int i = 1; i < argc; ++i) {
+    const std::string text = argv[i];
+    if (text == "--spawn") {
+      arguments.spawn = std::stoi(argv[++i]);
+    } else if (text == "--timeout-ms") {
+      arguments.timeout_ms = std::stoi(argv[++i]);
+    } else if (positional++ == 0) {
+      arguments.mode = text;
+    } else {
+      arguments.rank = std::stoi(text);
+    }
+  }
+  return arguments;
+}
+
+void say(const std::string& line) {
+  // One write, so that lines of several ranks do not mix.
+  const auto text = line + "\n";
+  if (::write(STDOUT_FILENO, text.data(), text.size()) < 0) std::abort();
+}
+
+int64_t sum_of_ranks(tessera::Communicator& comm) {
+  auto tensor = torch::full({1}, comm.rank(), torch::kInt64);
+  comm.all_reduce(tensor, tessera::ReduceOp::kSum, "sum of ranks").wait();
+  return tensor.item<int64_t>();
+}
+
+void end_badly(const std::string& mode) {
+  if (mode == "exit") std::_Exit(3);
+  if (mode == "throw") throw std::runtime_error("rank has thrown this");
+  if (mode == "kill") ::raise(SIGKILL);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const auto arguments = parse(argc, argv);
+  if (arguments.spawn != 0 && !tessera::launched()) return tessera::spawn_local(arguments.spawn, argc, argv);
+  if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
+
+  std::shared_ptr<tessera::Communicator> comm;
+  try {
+    comm = tessera::init({.timeout = std::chrono::milliseconds(arguments.timeout_ms)});
+  } catch (const std::exception& error) {
+    say(std::string("error: ") + error.what());
+    return dynamic_cast<const tessera::CommError*>(&error) != nullptr ? 20 : 21;
+  }
+  const char* threads = std::getenv("OMP_NUM_THREADS");
+  say("rank " + std::to_string(comm->rank()) + " of " + std::to_string(comm->size()) + " pid " +
+      std::to_string(::getpid()) + " sum " + std::to_string(sum_of_ranks(*comm)) + " threads " +
+      (threads == nullptr ? "default" : threads));
+
+  const bool chosen = comm->rank() == arguments.rank;
+  if (arguments.mode == "stubborn") {
+    ::signal(SIGTERM, SIG_IGN);
+    ::signal(SIGINT, SIG_IGN);
+  }
+  if (arguments.mode == "ok") return 0;
+  if (chosen) end_badly(arguments.mode);
+  if (arguments.mode == "hang" || arguments.mode == "stubborn") say("hangs");
+  for (;;) {
+    if (arguments.mode == "hang" || arguments.mode == "stubborn") {
+      ::pause();
+    } else {
+      sum_of_ranks(*comm);
+    }
+  }
+}

@@ -1,0 +1,401 @@
+// Launchers for real: processes that meet, and processes that die.
+
+#include <arpa/inet.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <pty.h>
+#include <sys/socket.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/support/child_process.h"
+
+namespace tessera {
+namespace {
+
+using std::chrono::seconds;
+using testing::ChildProcess;
+
+const std::string kProgram = LAUNCH_PROGRAM;
+constexpr int kCommError = 20;  // launch_program's exit codes for an error of init()
+constexpr int kInvalidArgument = 21;
+
+std::string free_port() {
+  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  EXPECT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
+  EXPECT_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  ::close(fd);
+  return std::to_string(ntohs(address.sin_port));
+}
+
+ChildProcess::Environment torchrun(int rank, int world, const std::string& port,
+                                   const std::string& host = "127.0.0.1") {
+  return {{"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(world)},
+          {"MASTER_ADDR", host},
+          {"MASTER_PORT", port}};
+}
+
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+std::vector<pid_t> rank_pids(const std::string& output) {
+  std::vector<pid_t> pids;
+  const std::string label = " pid ";
+  for (auto at = output.find(label); at != std::string::npos; at = output.find(label, at + 1)) {
+    pids.push_back(std::stoi(output.substr(at + label.size())));
+  }
+  return pids;
+}
+
+// Whether all ranks that have printed their pid are gone soon. A zombie has ended.
+::testing::AssertionResult all_gone(const std::string& output, size_t ranks) {
+  const auto pids = rank_pids(output);
+  if (pids.size() != ranks)
+    return ::testing::AssertionFailure() << "expected pids of " << ranks << " ranks:\n" << output;
+  for (const pid_t pid : pids) {
+    for (int tries = 0;; ++tries) {
+      std::ifstream stat("/proc/" + std::to_string(pid) + "/stat");
+      std::string text;
+      std::getline(stat, text);
+      if (text.empty() || contains(text, ") Z ")) break;
+      if (tries == 100) return ::testing::AssertionFailure() << "still there: " << text;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+TEST(SpawnLocal, RunsAllRanks) {
+  for (const int world : {1, 2, 5}) {
+    ChildProcess program({kProgram, "--spawn", std::to_string(world)});
+    EXPECT_EQ(program.wait(), 0) << program.output();
+    EXPECT_EQ(program.printed("sum " + std::to_string(world * (world - 1) / 2) + " "), world)
+        << program.output();
+    EXPECT_TRUE(all_gone(program.output(), static_cast<size_t>(world)));
+  }
+}
+
+TEST(SpawnLocal, DividesTheCoresUnlessTold) {
+  ChildProcess program({kProgram, "--spawn", "2"}, {{"OMP_NUM_THREADS", "7"}});
+  EXPECT_EQ(program.wait(), 0);
+  EXPECT_EQ(program.printed("threads 7"), 2) << program.output();
+  ChildProcess crowded({"env", "-u", "OMP_NUM_THREADS", "taskset", "-c", "0", kProgram, "--spawn", "2"});
+  EXPECT_EQ(crowded.wait(), 0);
+  EXPECT_EQ(crowded.printed("threads 1"), 2) << crowded.output();
+}
+
+TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
+  struct Case {
+    std::string mode;
+    int rank, code;
+    std::string line;
+  };
+  for (const auto& c : {Case{"exit", 2, 3, "exited with code 3; ending the others"},
+                        Case{"throw", 1, 134, "was ended by signal 6 (Aborted); ending the others"},
+                        Case{"kill", 0, 137, "was ended by signal 9 (Killed); ending the others"}}) {
+    ChildProcess program({kProgram, "--spawn", "3", c.mode, std::to_string(c.rank)});
+    EXPECT_EQ(program.wait(), c.code) << program.output();
+    const auto output = program.output();
+    EXPECT_TRUE(contains(output, "tessera: rank " + std::to_string(c.rank) + " (pid ")) << output;
+    EXPECT_TRUE(contains(output, c.line)) << output;
+    EXPECT_EQ(program.printed("tessera: rank "), 1) << "the others are consequences\n" << output;
+    EXPECT_EQ(contains(output, "rank has thrown this"), c.mode == "throw") << output;
+    EXPECT_TRUE(all_gone(output, 3));
+  }
+}
+
+TEST(SpawnLocal, SignalsEndAllRanks) {
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    ChildProcess program({kProgram, "--spawn", "3", "hang"});
+    ASSERT_TRUE(program.await("hangs", 3)) << program.output();
+    ::kill(program.pid(), signal);
+    EXPECT_EQ(program.wait(seconds(4)), 128 + signal) << program.output();
+    EXPECT_TRUE(all_gone(program.output(), 3));
+  }
+}
+
+TEST(SpawnLocal, CtrlCOnATerminalEndsAllRanks) {
+  int terminal = -1;
+  const pid_t pid = ::forkpty(&terminal, nullptr, nullptr, nullptr);
+  if (pid == 0) {
+    ::execl(kProgram.c_str(), kProgram.c_str(), "--spawn", "2", "hang", nullptr);
+    ::_exit(127);
+  }
+  ASSERT_GT(pid, 0);
+  std::string output;
+  bool pressed = false;
+  char buffer[4096];
+  for (ssize_t n; (n = ::read(terminal, buffer, sizeof(buffer))) > 0;) {  // fails when all have ended
+    output.append(buffer, static_cast<size_t>(n));
+    const auto first = output.find("hangs");
+    if (!pressed && first != std::string::npos && contains(output.substr(first + 1), "hangs")) {
+      pressed = ::write(terminal, "\x03", 1) == 1;
+    }
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  ::close(terminal);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 130) << output;
+  EXPECT_TRUE(contains(output, "tessera: signal 2 (Interrupt); ending all ranks")) << output;
+  EXPECT_TRUE(all_gone(output, 2));
+}
+
+TEST(SpawnLocal, RanksThatDoNotEndAreKilled) {
+  ChildProcess program({kProgram, "--spawn", "2", "stubborn"});
+  ASSERT_TRUE(program.await("hangs", 2)) << program.output();
+  ::kill(program.pid(), SIGTERM);
+  EXPECT_EQ(program.wait(seconds(15)), 128 + SIGTERM) << program.output();
+  EXPECT_EQ(program.printed("did not end; killing it"), 2) << program.output();
+  EXPECT_TRUE(all_gone(program.output(), 2));
+
+  ChildProcess impatient({kProgram, "--spawn", "2", "stubborn"});
+  ASSERT_TRUE(impatient.await("hangs", 2));
+  ::kill(impatient.pid(), SIGINT);
+  ASSERT_TRUE(impatient.await("ending all ranks", 1));
+  ::kill(impatient.pid(), SIGINT);
+  EXPECT_EQ(impatient.wait(seconds(3)), 128 + SIGINT) << "a second Ctrl-C does not wait\n"
+                                                      << impatient.output();
+}
+
+TEST(SpawnLocal, NoOrphansWhenTheParentIsKilled) {
+  ChildProcess program({kProgram, "--spawn", "3", "stubborn"});
+  ASSERT_TRUE(program.await("hangs", 3)) << program.output();
+  ::kill(program.pid(), SIGKILL);
+  EXPECT_EQ(program.wait(), 128 + SIGKILL);
+  EXPECT_TRUE(all_gone(program.output(), 3));
+}
+
+TEST(SpawnLocal, RefusesToRunInsideOfALauncher) {
+  ChildProcess inside({kProgram, "spawn-again"}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}});
+  EXPECT_EQ(inside.wait(), 128 + SIGABRT);
+  EXPECT_TRUE(contains(inside.output(), "launcher has started this process already")) << inside.output();
+  ChildProcess none({kProgram, "--spawn", "-1"});
+  EXPECT_EQ(none.wait(), 128 + SIGABRT);
+  EXPECT_TRUE(contains(none.output(), "world is -1; expected at least 1")) << none.output();
+}
+
+using Processes = std::vector<std::unique_ptr<ChildProcess>>;
+
+std::string outputs(const Processes& processes) {
+  std::string all;
+  for (const auto& process : processes) all += process->output();
+  return all;
+}
+
+// Starts a process per environment and expects all to end well with the sum of the ranks.
+void expect_group(const std::vector<ChildProcess::Environment>& environments) {
+  Processes processes;
+  for (const auto& environment : environments) {
+    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram}, environment));
+  }
+  const auto world = static_cast<int>(environments.size());
+  for (auto& process : processes) EXPECT_EQ(process->wait(), 0) << outputs(processes);
+  for (auto& process : processes) {
+    EXPECT_TRUE(contains(process->output(), " of " + std::to_string(world) + " ")) << process->output();
+    EXPECT_TRUE(contains(process->output(), "sum " + std::to_string(world * (world - 1) / 2) + " "));
+  }
+}
+
+TEST(Launchers, TorchrunsEnvironment) {
+  const auto port = free_port();
+  expect_group({torchrun(2, 3, port), torchrun(1, 3, port), torchrun(0, 3, port)});
+}
+
+TEST(Launchers, TorchrunsAgentServesTheStoreOverRestarts) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(free_port()));
+  options.isServer = true;
+  options.waitWorkers = false;
+  const c10d::TCPStore agent("127.0.0.1", options);
+  for (const char* restart : {"0", "1"}) {
+    std::vector<ChildProcess::Environment> environments;
+    for (int rank = 0; rank < 2; ++rank) {
+      environments.push_back(torchrun(rank, 2, std::to_string(options.port)));
+      environments.back().insert({{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                  {"TORCHELASTIC_RUN_ID", "test"},
+                                  {"TORCHELASTIC_RESTART_COUNT", restart}});
+    }
+    expect_group(environments);
+  }
+}
+
+TEST(Launchers, SrunsEnvironment) {
+  std::vector<ChildProcess::Environment> environments;
+  const auto job = std::to_string(::getpid());
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto text = std::to_string(rank);
+    environments.push_back({{"SLURM_PROCID", text},
+                            {"SLURM_LOCALID", text},
+                            {"SLURM_NTASKS", "3"},
+                            {"SLURM_STEP_NUM_TASKS", "3"},
+                            {"SLURM_STEP_ID", "0"},
+                            {"SLURM_JOB_ID", job},
+                            {"SLURM_NODEID", "0"},
+                            {"SLURM_STEP_NODELIST", "node[17]"},
+                            {"SLURM_STEP_TASKS_PER_NODE", "3"},
+                            {"SLURM_SUBMIT_DIR", "/"}});
+  }
+  expect_group(environments);
+}
+
+TEST(Launchers, Mpirun) {
+  if (std::system("command -v mpirun > /dev/null") != 0)
+    GTEST_SKIP() << "mpirun is not installed (openmpi-bin)";
+  ChildProcess program({"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", kProgram});
+  EXPECT_EQ(program.wait(), 0) << program.output();
+  EXPECT_EQ(program.printed("of 3 pid"), 3) << program.output();
+  EXPECT_EQ(program.printed("sum 3 "), 3) << program.output();
+}
+
+TEST(Launchers, ABatchScriptIsAWorldOfOneAndSaysSo) {
+  ChildProcess program(
+      {kProgram},
+      {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}, {"SLURM_SUBMIT_DIR", "/"}});
+  EXPECT_EQ(program.wait(), 0);
+  EXPECT_TRUE(contains(program.output(), "rank 0 of 1")) << program.output();
+  EXPECT_TRUE(contains(program.output(), "srun did not start it")) << program.output();
+}
+
+// Runs one process to its end and returns what it printed.
+std::string run_to_error(const ChildProcess::Environment& environment, int code) {
+  ChildProcess program({kProgram, "--timeout-ms", "1500"}, environment);
+  EXPECT_EQ(program.wait(seconds(20)), code) << program.output();
+  return program.output();
+}
+
+TEST(LaunchErrors, HalfSetEnvironmentIsNamed) {
+  EXPECT_TRUE(contains(run_to_error({{"RANK", "1"}}, kInvalidArgument), "RANK=1, WORLD_SIZE is not set"));
+  const auto contradiction = run_to_error({{"RANK", "1"},
+                                           {"WORLD_SIZE", "2"},
+                                           {"MASTER_ADDR", "h"},
+                                           {"MASTER_PORT", "1"},
+                                           {"OMPI_COMM_WORLD_RANK", "0"},
+                                           {"OMPI_COMM_WORLD_SIZE", "2"}},
+                                          kInvalidArgument);
+  EXPECT_TRUE(contains(contradiction, "RANK=1, WORLD_SIZE=2, but Open MPI's OMPI_COMM_WORLD_RANK=0"))
+      << contradiction;
+  auto interface = torchrun(1, 2, "1");
+  interface["GLOO_SOCKET_IFNAME"] = "no-such-if";
+  EXPECT_TRUE(contains(run_to_error(interface, kInvalidArgument), "GLOO_SOCKET_IFNAME=no-such-if"));
+}
+
+TEST(LaunchErrors, NobodyListens) {
+  const auto port = free_port();
+  const auto output = run_to_error(torchrun(1, 3, port), kCommError);
+  EXPECT_TRUE(contains(output, "rank 1 of 3 (torchrun)")) << output;
+  EXPECT_TRUE(contains(output, "127.0.0.1:" + port + " (timeout 1.5 s)")) << output;
+  EXPECT_TRUE(contains(output, "Connection refused")) << output;
+}
+
+TEST(LaunchErrors, MissingRanksAreNamed) {
+  const auto output = run_to_error(torchrun(0, 4, free_port()), kCommError);
+  EXPECT_TRUE(contains(output, "rank 0 of 4")) << output;
+  EXPECT_TRUE(contains(output, "ranks 1, 2, 3 did not come")) << output;
+}
+
+TEST(LaunchErrors, PortInUse) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(std::stoi(free_port()));
+  options.isServer = true;
+  options.waitWorkers = false;
+  const c10d::TCPStore other("127.0.0.1", options);
+  const auto output = run_to_error(torchrun(0, 2, std::to_string(options.port)), kCommError);
+  EXPECT_TRUE(contains(output, "the port is in use")) << output;
+  EXPECT_TRUE(contains(output, "MASTER_PORT")) << output;
+}
+
+TEST(LaunchErrors, TheSameRankTwiceAndOtherWorldSizes) {
+  const auto port = free_port();
+  ChildProcess zero({kProgram, "--timeout-ms", "8000"}, torchrun(0, 3, port));
+  ChildProcess one({kProgram, "--timeout-ms", "8000"}, torchrun(1, 3, port));
+  std::this_thread::sleep_for(seconds(2));
+  const auto twice = run_to_error(torchrun(1, 3, port), kCommError);
+  EXPECT_TRUE(contains(twice, "has already come as rank 1")) << twice;
+  const auto smaller = run_to_error(torchrun(1, 2, port), kCommError);
+  EXPECT_TRUE(contains(smaller, "has already come as rank 1")) << smaller;
+  const auto larger = run_to_error(torchrun(3, 4, port), kCommError);
+  EXPECT_TRUE(contains(larger, "its world size is 4, but 3 on the rank that came first")) << larger;
+}
+
+// Two network namespaces joined by a pair of virtual interfaces: two hosts that cannot reach each
+// other's loopback. Each resolves the name "tessera-first" as Debian does, the first as 127.0.1.1.
+class TwoHosts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!run("ip netns add " + first_) || !run("ip netns add " + second_)) {
+      GTEST_SKIP() << "`ip netns add` is not allowed or not installed here (it needs root and iproute2)";
+    }
+    ASSERT_TRUE(run("ip link add ta" + id_ + " netns " + first_ + " type veth peer name tb" + id_ +
+                    " netns " + second_));
+    for (const auto& [host, interface, address] : {std::tuple{first_, "ta" + id_, "10.213.7.1/24"},
+                                                   std::tuple{second_, "tb" + id_, "10.213.7.2/24"}}) {
+      ASSERT_TRUE(run("ip -n " + host + " link set lo up"));
+      ASSERT_TRUE(run("ip -n " + host + " addr add " + address + " dev " + interface));
+      ASSERT_TRUE(run("ip -n " + host + " link set " + interface + " up"));
+    }
+    // `ip netns exec` lays the files of /etc/netns/<name> over those of /etc.
+    write_hosts(first_, "127.0.0.1 localhost\n127.0.1.1 tessera-first\n");
+    write_hosts(second_, "127.0.0.1 localhost\n10.213.7.1 tessera-first\n");
+  }
+
+  void TearDown() override {
+    for (const auto& host : {first_, second_}) {
+      run("ip netns del " + host);
+      std::filesystem::remove_all("/etc/netns/" + host);
+    }
+  }
+
+  // Two ranks on the first host (if `first_ranks` is 2), the others on the second.
+  void expect_sum(const std::string& master, int first_ranks, int world) {
+    Processes processes;
+    for (int rank = 0; rank < world; ++rank) {
+      const bool on_first = rank < first_ranks;
+      auto environment = torchrun(rank, world, "29517", master);
+      environment["LOCAL_RANK"] = std::to_string(on_first ? rank : rank - first_ranks);
+      environment["LOCAL_WORLD_SIZE"] = std::to_string(on_first ? first_ranks : world - first_ranks);
+      processes.push_back(std::make_unique<ChildProcess>(
+          std::vector<std::string>{"ip", "netns", "exec", on_first ? first_ : second_, kProgram,
+                                   "--timeout-ms", "20000"},
+          environment));
+    }
+    for (auto& process : processes) EXPECT_EQ(process->wait(), 0) << outputs(processes);
+    for (auto& process : processes) {
+      EXPECT_TRUE(contains(process->output(), "sum " + std::to_string(world * (world - 1) / 2) + " "))
+          << process->output();
+    }
+  }
+
+  static bool run(const std::string& command) {
+    return std::system((command + " > /dev/null 2>&1").c_str()) == 0;
+  }
+
+  static void write_hosts(const std::string& host, const std::string& text) {
+    std::filesystem::create_directories("/etc/netns/" + host);
+    std::ofstream("/etc/netns/" + host + "/hosts") << text;
+  }
+
+  const std::string id_ = std::to_string(::getpid());
+  const std::string first_ = "tessera-a-" + id_;
+  const std::string second_ = "tessera-b-" + id_;
+};
+
+TEST_F(TwoHosts, FindTheAddressesThatFaceEachOther) { expect_sum("10.213.7.1", 1, 2); }
+
+TEST_F(TwoHosts, FirstHostKnowsItselfByALoopbackName) { expect_sum("tessera-first", 2, 3); }
+
+}  // namespace
+}  // namespace tessera

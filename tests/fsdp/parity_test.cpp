@@ -1,0 +1,144 @@
+// FSDP against the unsharded loop: bit for bit, over random module trees, worlds, policies and
+// options.
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+WrapPolicy policy(int kind) {
+  switch (kind % 5) {
+    case 0:
+      return {};
+    case 1:
+      return wrap_modules<torch::nn::LinearImpl, torch::nn::GRUImpl>();
+    case 2:
+      return wrap_by_size(60);
+    case 3:
+      return wrap_by_size(1);
+    default:
+      return wrap_if([](const std::string& fqn, const torch::nn::Module&) { return fqn.size() % 3 != 0; });
+  }
+}
+
+FsdpOptions options(int kind) {
+  FsdpOptions options;
+  options.auto_wrap = policy(kind);
+  options.reshard_after_forward = kind % 2 == 0;
+  options.prefetch = kind % 4;
+  options.keep_recent = 1 + kind % 3;
+  options.sync_module_states = kind % 3 != 0;
+  return options;
+}
+
+std::unique_ptr<torch::optim::Optimizer> optimizer(int kind, std::vector<at::Tensor> parameters) {
+  if (kind % 2 == 0) return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(1e-2));
+  return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
+}
+
+struct Data {
+  at::Tensor x, y;
+};
+
+Data batch(int step, int rows) {
+  return seeded(1000 + step, [&] { return Data{torch::randn({rows, kWidth}), torch::randn({rows, kWidth})}; });
+}
+
+class Parity : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, Parity, testing::Values(1, 2, 3, 4, 5));
+
+TEST_P(Parity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
+  const int world = GetParam();
+  constexpr int kRows = 4, kSteps = 20;
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    for (int kind = 0; kind < 10; ++kind) {
+      auto build = [&](uint64_t seed) { return seeded(seed, [&] { return RandomNet(100 * world + kind); }); };
+      auto reference = build(7);
+      // Without the synchronisation at start the caller promises equal values.
+      const FsdpOptions chosen = options(kind);
+      auto model = build(chosen.sync_module_states && comm->rank() > 0 ? 8 : 7);
+      FullyShardedDataParallel fsdp(model, comm, chosen);
+      const std::string where = "tree " + std::to_string(100 * world + kind);
+      expect_same_parameters(fsdp, *reference, where + " at the start:");
+      auto sharded = optimizer(kind, fsdp.parameters());
+      auto whole = optimizer(kind, unique_parameters(*reference));
+      for (int step = 0; step < kSteps; ++step) {
+        const Data data = batch(step, world * kRows);
+        auto part = [&](auto& net, int rank) {
+          return torch::mse_loss(net(data.x.narrow(0, rank * kRows, kRows)), data.y.narrow(0, rank * kRows, kRows));
+        };
+        sharded->zero_grad();
+        whole->zero_grad();
+        at::Tensor loss = part(fsdp, comm->rank());
+        if (loss.requires_grad()) loss.backward();
+        reference_backward(reference, world, [&](int rank) { return part(reference, rank); });
+        sharded->step();
+        whole->step();
+      }
+      expect_same_parameters(fsdp, *reference, where + " after training:");
+      EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
+      EXPECT_EQ(fsdp.memory().bucket_bytes, 0);
+      if (testing::Test::HasFailure()) return;
+    }
+  });
+}
+
+// One process on the whole batch is the same up to the order of additions.
+TEST(ParityToRounding, RanksAgreeWithOneProcessOnTheWholeBatch) {
+  std::vector<at::Tensor> results;
+  for (int world : {1, 2, 4}) {
+    at::Tensor result;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto model = seeded(3, [] {
+        return torch::nn::Sequential(torch::nn::Linear(kWidth, 33), torch::nn::GELU(), torch::nn::Linear(33, kWidth));
+      });
+      FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      torch::optim::SGD sgd(fsdp.parameters(), 0.1);
+      const int rows = 8 / world;
+      for (int step = 0; step < 20; ++step) {
+        const Data data = batch(step, 8);
+        sgd.zero_grad();
+        torch::mse_loss(fsdp(data.x.narrow(0, comm->rank() * rows, rows)), data.y.narrow(0, comm->rank() * rows, rows))
+            .backward();
+        sgd.step();
+      }
+      auto state = fsdp.full_state_dict();
+      if (comm->rank() == 0) result = state["0.weight"];
+    });
+    results.push_back(result);
+  }
+  EXPECT_TRUE(torch::allclose(results[0], results[1], 1e-5, 1e-6));
+  EXPECT_TRUE(torch::allclose(results[0], results[2], 1e-5, 1e-6));
+}
+
+TEST(ParityToItself, RunsAndOptionsGiveTheSameBits) {
+  std::vector<torch::OrderedDict<std::string, at::Tensor>> results;
+  for (int run = 0; run < 6; ++run) {
+    torch::OrderedDict<std::string, at::Tensor> result;
+    on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      auto model = seeded(5, [] { return RandomNet(42); });
+      FullyShardedDataParallel fsdp(model, comm,
+                                    {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                     .reshard_after_forward = run % 2 == 0,
+                                     .prefetch = run % 3,
+                                     .keep_recent = 1 + run % 2});
+      torch::optim::Adam adam(fsdp.parameters(), 1e-2);
+      for (int step = 0; step < 10; ++step) {
+        const Data data = batch(10 * step + comm->rank(), 4);
+        adam.zero_grad();
+        torch::mse_loss(fsdp(data.x), data.y).backward();
+        adam.step();
+      }
+      auto state = fsdp.full_state_dict();
+      if (comm->rank() == 0) result = state;
+    });
+    results.push_back(result);
+  }
+  for (const auto& result : results)
+    for (const auto& entry : result) EXPECT_TRUE(torch::equal(entry.value(), results[0][entry.key()])) << entry.key();
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,81 @@
+#include "tessera/fsdp/prefetch_order.h"
+
+#include <gtest/gtest.h>
+
+namespace tessera {
+namespace {
+
+using Units = std::vector<int>;
+
+void run(PrefetchOrder& order, const Units& units) {
+  order.begin_pass();
+  for (int unit : units) order.used(unit);
+}
+
+TEST(PrefetchOrder, KnowsNothingInTheFirstPass) {
+  PrefetchOrder order;
+  order.begin_pass();
+  order.used(0);
+  EXPECT_EQ(order.upcoming(3), Units{});
+}
+
+TEST(PrefetchOrder, ForetellsWhatFollowedLastTime) {
+  PrefetchOrder order;
+  run(order, {0, 1, 2, 3});
+  order.begin_pass();
+  EXPECT_EQ(order.upcoming(1), Units{});  // before anything is used
+  order.used(0);
+  EXPECT_EQ(order.upcoming(2), (Units{1, 2}));
+  order.used(1);
+  EXPECT_EQ(order.upcoming(1), Units{2});
+  order.used(3);  // skips 2
+  EXPECT_EQ(order.upcoming(2), Units{});
+}
+
+TEST(PrefetchOrder, FollowsPositionsNotUnits) {
+  PrefetchOrder order;
+  run(order, {0, 1, 0, 2});
+  order.begin_pass();
+  order.used(0);
+  EXPECT_EQ(order.upcoming(3), (Units{1, 2}));  // itself left out
+  order.used(1);
+  EXPECT_EQ(order.upcoming(1), Units{0});
+  order.used(0);
+  EXPECT_EQ(order.upcoming(1), Units{2});
+}
+
+TEST(PrefetchOrder, CountsRepetitionsOnce) {
+  PrefetchOrder order;
+  run(order, {0, 0, 1, 1, 1, 2});
+  EXPECT_EQ(order.seen(), (Units{0, 1, 2}));
+}
+
+TEST(PrefetchOrder, IsSilentOffThePathAndFindsItAgain) {
+  PrefetchOrder order;
+  run(order, {0, 1, 2, 3});
+  order.begin_pass();
+  order.used(7);
+  EXPECT_EQ(order.upcoming(2), Units{});
+  order.used(2);
+  EXPECT_EQ(order.upcoming(2), Units{3});
+}
+
+TEST(PrefetchOrder, AnEmptyPassForgetsNothing) {
+  PrefetchOrder order;
+  run(order, {4, 5});
+  order.begin_pass();
+  order.begin_pass();
+  order.used(4);
+  EXPECT_EQ(order.upcoming(1), Units{5});
+}
+
+TEST(PrefetchOrder, TakesAnExpectationForTheFirstPass) {
+  PrefetchOrder order;
+  order.expect({3, 2, 1});
+  order.begin_pass();
+  order.used(3);
+  EXPECT_EQ(order.upcoming(5), (Units{2, 1}));
+}
+
+}  // namespace
+}  // namespace tessera

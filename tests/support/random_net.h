@@ -1,0 +1,39 @@
+#pragma once
+
+#include <torch/torch.h>
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace tessera::testing_support {
+
+// A module tree drawn at random: [batch, kWidth] in and out. Holds whatever a user's model might:
+// chains, residual branches, modules called twice or registered twice, tied and frozen weights,
+// plain parameters of 0, 1 and odd numbers of elements and of no dimension, transposed
+// (non-contiguous) ones, parameters that forward never uses, norms with buffers, convolutions,
+// recurrent layers and attention. The same seed gives the same tree with the same values.
+constexpr int64_t kWidth = 8;
+
+struct RandomNetImpl : torch::nn::Module {
+  explicit RandomNetImpl(unsigned seed);
+  at::Tensor forward(at::Tensor x);
+
+ private:
+  using Step = std::function<at::Tensor(at::Tensor)>;
+  Step draw(torch::nn::Module& parent, int depth);
+  Step draw_leaf(torch::nn::Module& parent);
+  Step draw_plain_parameter(torch::nn::Module& parent);
+  Step draw_branch(torch::nn::Module& parent, int depth);
+  std::string name() { return "m" + std::to_string(count_++); }
+  int64_t pick(int64_t choices) { return static_cast<int64_t>(random_() % choices); }
+
+  std::mt19937 random_;
+  int count_ = 0;
+  std::vector<torch::nn::Linear> linears_;
+  Step step_;
+};
+TORCH_MODULE(RandomNet);
+
+}  // namespace tessera::testing_support
