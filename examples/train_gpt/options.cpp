@@ -251,7 +251,7 @@ TrainOptions demo_options() {
   options.model.heads = 4;
   options.model.context = 64;
   options.batch = 8;
-  options.steps = 1300;
+  options.steps = 1100;
   options.lr = 4e-3;
   options.sample = 500;
   return options;
