@@ -286,16 +286,24 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
   throw CommError(text.str());
 }
 
+// [Note: sends first]
+// gloo sends a message when both sides have announced it. Where the receiver was first, send()
+// itself writes the data, holding the connection's lock; if data comes in meanwhile, gloo's I/O
+// thread cannot take the lock and spins on the readable socket, on two cores in the writer's way
+// for whole time slices. That is why small exchanges could take 4 ms. So each rank announces its
+// sends before its receives: the data is then written by the I/O threads, or by a rank that comes
+// late and has nothing to read yet, and the rank's own thread goes on computing.
+
 // Every rank's shard into every rank's full tensor.
 void GlooCommunicator::exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
                                        const Counts& counts) {
   const auto offsets = offsets_of(counts);
   // Peers in turn from the next rank on, so that not everybody sends to rank 0 first.
+  for (int step = 1; step < size(); ++step) op.send(shard, (rank() + step) % size());
   for (int step = 1; step < size(); ++step) {
     const int from = (rank() - step + size()) % size();
     op.receive(full.narrow(0, offsets[from], counts[from]), from);
   }
-  for (int step = 1; step < size(); ++step) op.send(shard, (rank() + step) % size());
   const at::Tensor own = full.narrow(0, offsets[rank()], counts[rank()]);
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
@@ -307,13 +315,13 @@ std::vector<at::Tensor> GlooCommunicator::exchange_parts(GlooOperation& op, cons
   std::vector<at::Tensor> parts(size());
   parts[rank()] = full.narrow(0, offsets[rank()], counts[rank()]);
   for (int step = 1; step < size(); ++step) {
+    const int to = (rank() + step) % size();
+    op.send(full.narrow(0, offsets[to], counts[to]), to);
+  }
+  for (int step = 1; step < size(); ++step) {
     const int from = (rank() - step + size()) % size();
     parts[from] = op.staging(counts[rank()], full.scalar_type());
     op.receive(parts[from], from);
-  }
-  for (int step = 1; step < size(); ++step) {
-    const int to = (rank() + step) % size();
-    op.send(full.narrow(0, offsets[to], counts[to]), to);
   }
   return parts;
 }
@@ -338,12 +346,12 @@ Pending GlooCommunicator::start_all_reduce(at::Tensor tensor, ReduceOp reduce, s
     const Counts everything(size(), tensor.numel());
     std::vector<at::Tensor> parts(size());
     parts[rank()] = tensor;
+    for (int step = 1; step < size(); ++step) op->send(tensor, (rank() + step) % size());
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank()) continue;
       parts[peer] = op->staging(tensor.numel(), tensor.scalar_type());
       op->receive(parts[peer], peer);
     }
-    for (int step = 1; step < size(); ++step) op->send(tensor, (rank() + step) % size());
     op->complete = [tensor, parts, reduce] { reduce_in_rank_order(tensor, parts, reduce); };
     return Pending(std::move(op));
   }

@@ -7,12 +7,14 @@
 namespace tessera {
 namespace {
 
-// Walks the module tree twice: bottom-up to ask the policy, then top-down to hand out parameters.
+// Walks the module tree three times: in order of registration to see where each parameter is met
+// first, bottom-up to ask the policy, and in order again to hand the parameters out.
 class Planner {
  public:
   explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
 
   std::vector<PlannedUnit> plan(const torch::nn::Module& root) {
+    find_owners(root);
     claim(root, "", true);
     units_.push_back({"(root)", {}});
     collect(root, "", 0);
@@ -25,6 +27,12 @@ class Planner {
     return prefix.empty() ? name : prefix + "." + name;
   }
 
+  void find_owners(const torch::nn::Module& module) {
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false))
+      owners_.try_emplace(parameter.value().unsafeGetTensorImpl(), &module);
+    for (const auto& child : module.named_children()) find_owners(*child.value());
+  }
+
   // Returns the number of elements below the module that no unit has claimed.
   int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
     if (!asked_.insert(&module).second) return 0;  // registered in a second place: counted there
@@ -32,8 +40,7 @@ class Planner {
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join(fqn, child.key()), false);
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
-      if (counted_.insert(parameter.value().unsafeGetTensorImpl()).second)
-        unclaimed_numel += parameter.value().numel();
+      if (owners_.at(parameter.value().unsafeGetTensorImpl()) == &module) unclaimed_numel += parameter.value().numel();
     if (is_root || !policy_ || !policy_(fqn, module, unclaimed_numel)) return unclaimed_numel;
     claimed_.insert(&module);
     return 0;
@@ -67,7 +74,7 @@ class Planner {
   const WrapPolicy& policy_;
   std::unordered_set<const torch::nn::Module*> asked_;
   std::unordered_set<const torch::nn::Module*> claimed_;
-  std::unordered_set<const c10::TensorImpl*> counted_;
+  std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   std::vector<PlannedUnit> units_;
 };
