@@ -53,7 +53,7 @@ struct Axes {
     }
     loss_distance = tick_distance(std::max(high - low, 1e-3));
     low = loss_distance * std::floor(low / loss_distance);
-    high = loss_distance * std::ceil(high / loss_distance);
+    high = std::max(low + loss_distance, loss_distance * std::ceil(high / loss_distance));
   }
 
   double x(double step) const {

@@ -247,12 +247,12 @@ const char* name_of(Wrapper wrapper) {
 TrainOptions demo_options() {
   TrainOptions options;
   options.model.layers = 4;
-  options.model.width = 160;
-  options.model.heads = 5;
-  options.model.context = 128;
+  options.model.width = 128;
+  options.model.heads = 4;
+  options.model.context = 64;
   options.batch = 8;
-  options.steps = 900;
-  options.lr = 3e-3;
+  options.steps = 1100;
+  options.lr = 4e-3;
   options.sample = 500;
   return options;
 }

@@ -20,7 +20,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kLogLines = 20;  // over the run, where there is no terminal
 constexpr auto kRedrawEvery = std::chrono::milliseconds(100);
 constexpr size_t kMaxBarColumns = 40;
-constexpr double kSmoothing = 0.9;  // of what is shown; the files hold the raw numbers
+constexpr double kSmoothedSteps = 10.0;  // in what is shown; the files hold the raw numbers
 
 // What both ways of showing it know: smoothed figures, the last validation, the time left.
 class Figures {
@@ -30,9 +30,9 @@ class Figures {
   void update(const StepReport& report) {
     // The first step also warms everything up: the clock starts after it.
     if (report.step == 1) started_ = Clock::now();
-    const double weight = report.step <= 2 ? 0.0 : kSmoothing;
-    loss_ = weight * loss_ + (1.0 - weight) * report.loss;
-    tokens_per_s_ = weight * tokens_per_s_ + (1.0 - weight) * report.tokens_per_s;
+    const double weight = 1.0 / std::clamp(static_cast<double>(report.step) / 2.0, 1.0, kSmoothedSteps);
+    loss_ += weight * (report.loss - loss_);
+    tokens_per_s_ += weight * (report.tokens_per_s - tokens_per_s_);
     if (report.val_loss) val_loss_ = report.val_loss;
     report_ = report;
   }

@@ -1,0 +1,91 @@
+// Shards and gradients of one group of parameters.
+#include "tessera/flat/flat_group.h"
+
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+std::vector<PlannedParameter> parameters_of(std::vector<at::Tensor> tensors) {
+  std::vector<PlannedParameter> parameters;
+  for (size_t i = 0; i < tensors.size(); ++i) parameters.push_back({"p" + std::to_string(i), {}, tensors[i]});
+  return parameters;
+}
+
+std::vector<at::Tensor> tensors(int seed) {
+  return seeded(seed, [] {
+    return std::vector<at::Tensor>{torch::randn({3, 5}), torch::randn({}), torch::empty({0, 2}),
+                                   torch::randn({4, 6}).t(), torch::randn({7})};
+  });
+}
+
+TEST(FlatGroup, GathersWhatItWasMadeOf) {
+  for (bool sync : {true, false}) {
+    for (int world : {1, 2, 3, 5}) {
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        const auto expected = tensors(1);
+        const auto own = tensors(sync ? 1 + comm->rank() : 1);
+        FlatGroup group("a group", parameters_of(own), *comm, sync);
+        at::Tensor full = torch::full({group.layout().full_numel()}, -1.0f);
+        group.gather(full, *comm).wait();
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_TRUE(torch::equal(group.view_in(full, i), expected[i])) << i;
+          EXPECT_EQ(group.view_in(full, i).strides(), expected[i].strides()) << i;
+        }
+      });
+    }
+  }
+}
+
+TEST(FlatGroup, ClearsExactlyThePadding) {
+  on_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    FlatGroup group("a group", parameters_of(tensors(1)), *comm, true);
+    at::Tensor full = torch::ones({group.layout().full_numel()});
+    group.clear_padding(full);
+    EXPECT_EQ(full.sum().item<float>(), static_cast<float>(group.layout().parameters_numel()));
+    for (size_t i = 0; i < 5; ++i)
+      EXPECT_EQ(group.view_in(full, i).sum().item<float>(), static_cast<float>(group.view_in(full, i).numel()));
+  });
+}
+
+TEST(FlatGroup, GradientsAreSetThenAddedThenSetAgain) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FlatGroup group("a group", parameters_of({torch::zeros({4}), torch::zeros({3})}), *comm, true);
+    auto& shards = group.parameter_shards();
+    auto reduce = [&](double value, std::vector<bool> used) {
+      at::Tensor destination = group.gradient_destination();
+      destination.fill_(value);
+      group.accept_gradient(destination, used);
+    };
+    reduce(1, {true, true});
+    EXPECT_TRUE(group.whole_gradient().defined());
+    reduce(2, {true, true});
+    EXPECT_EQ(shards[0].grad().sum().item<float>(), 12);
+    reduce(5, {false, true});  // the first was not used
+    EXPECT_EQ(shards[0].grad().sum().item<float>(), 12);
+    EXPECT_EQ(shards[1].grad().sum().item<float>(), 24);
+    for (auto& shard : shards) shard.mutable_grad().reset();
+    reduce(7, {true, false});
+    EXPECT_EQ(shards[0].grad().sum().item<float>(), 28);
+    EXPECT_FALSE(shards[1].grad().defined());
+    EXPECT_FALSE(group.whole_gradient().defined());
+    shards[0].mutable_grad().reset();
+    group.drop_unused_gradient();
+    EXPECT_EQ(group.grad_bytes(), 0);
+  });
+}
+
+TEST(FlatGroup, SplitsByDtypeAndByWhatTrains) {
+  PlannedUnit unit{"u", parameters_of({torch::zeros({2}), torch::zeros({2}, at::kDouble), torch::zeros({3}),
+                                       torch::zeros({1}).requires_grad_()})};
+  const auto groups = split_into_groups(unit);
+  ASSERT_EQ(groups.size(), 3U);
+  EXPECT_EQ(groups[0].size(), 2U);
+  EXPECT_EQ(groups[1][0].fqn, "p1");
+  EXPECT_EQ(groups[2][0].fqn, "p3");
+}
+
+}  // namespace
+}  // namespace tessera
