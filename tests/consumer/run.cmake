@@ -12,7 +12,7 @@ endfunction()
 
 set(build "${WORK_DIR}/${MODE}")
 # Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
-set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING)
+set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
 if(LAUNCHER) # ccache, if there is one
   list(APPEND arguments "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}")
 endif()
