@@ -3,12 +3,15 @@
 # find_package(Torch) is not used: for a libtorch that was built with CUDA it enables the CUDA
 # language and demands the whole toolkit, also of a program that never touches a GPU.
 #
-# Looks in CMAKE_PREFIX_PATH (a libtorch, a site-packages/torch, or its share/cmake), then in the
-# wheel that tools/setup.sh unpacks under .deps/. Defines TesseraTorch_VERSION.
+# Looks in CMAKE_PREFIX_PATH (a libtorch, a site-packages/torch, or its share/cmake), then in
+# TESSERA_TORCH_DEFAULT_DIR: what an installed Tessera was built with, or the wheel that
+# tools/setup.sh unpacks under .deps/. Defines TesseraTorch_VERSION and TesseraTorch_PREFIX.
 
-set(_tessera_wheel "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
+if(NOT TESSERA_TORCH_DEFAULT_DIR)
+  set(TESSERA_TORCH_DEFAULT_DIR "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
+endif()
 find_path(TESSERA_TORCH_INCLUDE_DIR torch/headeronly/version.h
-  HINTS ${CMAKE_PREFIX_PATH} PATHS "${_tessera_wheel}"
+  HINTS ${CMAKE_PREFIX_PATH} PATHS "${TESSERA_TORCH_DEFAULT_DIR}"
   PATH_SUFFIXES include ../../include)
 find_library(TESSERA_TORCH_CPU_LIBRARY torch_cpu HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH)
 find_library(TESSERA_C10_LIBRARY c10 HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH)
@@ -16,6 +19,7 @@ find_library(TESSERA_C10_LIBRARY c10 HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib"
 if(TESSERA_TORCH_INCLUDE_DIR)
   file(STRINGS "${TESSERA_TORCH_INCLUDE_DIR}/torch/headeronly/version.h" _version REGEX "define TORCH_VERSION_M")
   string(REGEX REPLACE ".*VERSION_MAJOR ([0-9]+).*VERSION_MINOR ([0-9]+).*" "\\1.\\2" TesseraTorch_VERSION "${_version}")
+  get_filename_component(TesseraTorch_PREFIX "${TESSERA_TORCH_INCLUDE_DIR}" DIRECTORY)
 endif()
 
 include(FindPackageHandleStandardArgs)
@@ -29,9 +33,10 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
   get_filename_component(_torch_lib "${TESSERA_TORCH_CPU_LIBRARY}" DIRECTORY)
   set(_torch_includes "${TESSERA_TORCH_INCLUDE_DIR}" "${TESSERA_TORCH_INCLUDE_DIR}/torch/csrc/api/include")
 
-  add_library(tessera::c10 SHARED IMPORTED)
+  # GLOBAL: a project that adds Tessera as a subdirectory links these too.
+  add_library(tessera::c10 SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::c10 PROPERTIES IMPORTED_LOCATION "${TESSERA_C10_LIBRARY}" IMPORTED_NO_SONAME ON)
-  add_library(tessera::torch SHARED IMPORTED)
+  add_library(tessera::torch SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::torch PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CPU_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES tessera::c10
@@ -69,9 +74,9 @@ if(TesseraTorch_FOUND AND TESSERA_CUDA AND NOT TARGET tessera::torch_cuda)
   find_path(TESSERA_NCCL_INCLUDE_DIR nccl.h
     HINTS "$ENV{NCCL_HOME}" "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES include REQUIRED)
   mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_C10_CUDA_LIBRARY TESSERA_CUDA_INCLUDE_DIR TESSERA_NCCL_INCLUDE_DIR)
-  add_library(tessera::c10_cuda SHARED IMPORTED)
+  add_library(tessera::c10_cuda SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::c10_cuda PROPERTIES IMPORTED_LOCATION "${TESSERA_C10_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON)
-  add_library(tessera::torch_cuda SHARED IMPORTED)
+  add_library(tessera::torch_cuda SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::torch_cuda PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON
     INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda"

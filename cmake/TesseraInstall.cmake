@@ -1,6 +1,5 @@
 # `cmake --install` gives <prefix>/include/tessera, the libraries, and a package for
 # find_package(tessera), which finds libtorch again by the same rules.
-include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(_targets tessera tessera_comm tessera_flat tessera_fsdp)

@@ -1,6 +1,8 @@
 # tessera_add_library(<folder> SOURCES ... LINKS ...): one target a folder, compiled alike, with a
 # precompiled header for torch; and the same for the programs of tests, bench and examples.
 
+include(GNUInstallDirs)
+
 find_program(TESSERA_CCACHE ccache)
 mark_as_advanced(TESSERA_CCACHE)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
@@ -45,7 +47,7 @@ function(tessera_add_library folder)
   target_link_libraries(tessera_${folder} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
   target_compile_features(tessera_${folder} PUBLIC cxx_std_20)
   target_include_directories(tessera_${folder} PUBLIC
-    $<BUILD_INTERFACE:${TESSERA_INCLUDE_DIR}> $<INSTALL_INTERFACE:include>)
+    $<BUILD_INTERFACE:${TESSERA_INCLUDE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   set_target_properties(tessera_${folder} PROPERTIES EXPORT_NAME ${folder})
   tessera_use_pch(tessera_${folder})
 endfunction()

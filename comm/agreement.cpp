@@ -1,7 +1,7 @@
 #include "tessera/comm/agreement.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/full.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>

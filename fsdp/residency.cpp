@@ -1,5 +1,9 @@
 #include "tessera/fsdp/residency.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 

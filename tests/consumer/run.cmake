@@ -1,0 +1,40 @@
+# Builds the consumer project and runs it:
+#
+#   cmake -DMODE=add_subdirectory|find_package -DTESSERA_SOURCE_DIR=... -DTESSERA_BINARY_DIR=...
+#         -DWORK_DIR=... -DGENERATOR=... -DCXX_COMPILER=... [-DTORCH_DIR=...] [-DLAUNCHER=...] -P run.cmake
+#
+# WORK_DIR is kept, so that a second run compiles only what has changed.
+cmake_minimum_required(VERSION 3.25)
+
+function(run)
+  execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
+set(build "${WORK_DIR}/${MODE}")
+# Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
+set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
+if(LAUNCHER) # ccache, if there is one
+  list(APPEND arguments "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}")
+endif()
+
+if(MODE STREQUAL "add_subdirectory")
+  # Nor a precompiled header: it would cost more than it saves here, and without it every source
+  # file has to include what it uses.
+  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
+    "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
+    # What only Tessera's own tests, benchmarks and examples need must not be asked for.
+    -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
+    -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON)
+elseif(MODE STREQUAL "find_package")
+  # No hint where libtorch is: the package remembers it.
+  set(prefix "${WORK_DIR}/prefix")
+  file(REMOVE_RECURSE "${prefix}" "${build}/CMakeCache.txt")
+  run(${CMAKE_COMMAND} --install "${TESSERA_BINARY_DIR}" --prefix "${prefix}")
+  list(APPEND arguments "-DCMAKE_PREFIX_PATH=${prefix}")
+else()
+  message(FATAL_ERROR "MODE is '${MODE}'; expected add_subdirectory or find_package")
+endif()
+
+run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
+run(${CMAKE_COMMAND} --build "${build}" --target consumer --parallel)
+run("${build}/consumer")
