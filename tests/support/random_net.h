@@ -26,7 +26,7 @@ struct RandomNetImpl : torch::nn::Module {
   Step draw_leaf(torch::nn::Module& parent);
   Step draw_plain_parameter(torch::nn::Module& parent);
   Step draw_branch(torch::nn::Module& parent, int depth);
-  std::string name() { return "m" + std::to_string(count_++); }
+  std::string name() { return std::string("m").append(std::to_string(count_++)); }
   int64_t pick(int64_t choices) { return static_cast<int64_t>(random_() % choices); }
 
   std::mt19937 random_;
