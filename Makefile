@@ -10,12 +10,12 @@ demo: build
 	@$(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
 
 test: setup
-	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON --log-level=WARNING
+	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 	@ctest --preset $(PRESET)
 
 build: setup
-	@cmake --preset $(PRESET) --log-level=WARNING
+	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) -j $(JOBS) --target tessera_all
 
 setup:
