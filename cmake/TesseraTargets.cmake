@@ -27,7 +27,9 @@ target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra
   $<BUILD_INTERFACE:-fPIC>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
-    $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all>)
+    $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all
+    # gcc cannot follow what the sanitizers insert, and warns of libtorch's inline functions.
+    -Wno-maybe-uninitialized>)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZE})
 endif()
 

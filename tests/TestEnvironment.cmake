@@ -3,17 +3,19 @@
 set(TESSERA_TEST_ENVIRONMENT "")
 set(_suppressions "${PROJECT_SOURCE_DIR}/cmake/sanitizers")
 if(TESSERA_SANITIZE MATCHES "address")
-  # detect_odr_violation=0: c10's inline variables exist in our programs and in libtorch.
   list(APPEND TESSERA_TEST_ENVIRONMENT
-    "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:detect_odr_violation=0:detect_stack_use_after_return=1"
+    "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:detect_stack_use_after_return=1"
     "LSAN_OPTIONS=suppressions=${_suppressions}/lsan.supp:print_suppressions=0")
 endif()
 if(TESSERA_SANITIZE MATCHES "undefined")
   list(APPEND TESSERA_TEST_ENVIRONMENT "UBSAN_OPTIONS=suppressions=${_suppressions}/ubsan.supp:print_stacktrace=1")
 endif()
 if(TESSERA_SANITIZE MATCHES "thread")
-  # One OpenMP thread: libgomp is not instrumented, and its barriers look like races.
+  # One OpenMP thread: the barriers of libgomp, which is not instrumented, would look like races.
   list(APPEND TESSERA_TEST_ENVIRONMENT
     "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1"
     OMP_NUM_THREADS=1)
+endif()
+if(TESSERA_SANITIZE)
+  list(APPEND TESSERA_TEST_ENVIRONMENT TESSERA_TEST_TREES=4)
 endif()
