@@ -15,6 +15,8 @@ namespace tessera {
 // find each other: the same one on all ranks, used by this group alone (wrap it in a PrefixStore
 // otherwise), shared by the group for its lifetime. `address` is the address or host name of this
 // rank's own network interface. Collective; throws CommError if the ranks do not meet in time.
+// If the process leaves SIGPIPE at its default, which is to die, it is ignored from now on: a peer
+// that dies is to be an error, and gloo does not guard its writes.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      const std::string& address, std::chrono::milliseconds timeout);
 

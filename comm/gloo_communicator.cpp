@@ -8,8 +8,10 @@
 // stall, and StallWatch says why.
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <csignal>
+
 #include <chrono>
-#include <list>
+#include <iterator>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -425,12 +427,22 @@ Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int r
   return Pending(std::move(op));
 }
 
+// gloo writes to its sockets without MSG_NOSIGNAL, so a peer that dies would end this process by
+// SIGPIPE instead of an error. (Python ignores the signal, so torch's users never see it.)
+void ignore_broken_pipes() {
+  struct sigaction current = {};
+  if (sigaction(SIGPIPE, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) return;  // the program's own choice
+  current.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &current, nullptr);
+}
+
 }  // namespace
 
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      const std::string& address, std::chrono::milliseconds timeout) {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
   if (size > 1) {
+    ignore_broken_pipes();
     try {
       auto options = c10d::ProcessGroupGloo::Options::create(timeout);
       options->timeout = timeout;

@@ -16,3 +16,6 @@ if(TESSERA_SANITIZE MATCHES "thread")
     "TSAN_OPTIONS=suppressions=${_suppressions}/tsan.supp:history_size=7:second_deadlock_stack=1"
     OMP_NUM_THREADS=1)
 endif()
+if(TESSERA_SANITIZE)
+  list(APPEND TESSERA_TEST_ENVIRONMENT TESSERA_TEST_TREES=4)
+endif()

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <csignal>
+
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
 
@@ -275,6 +277,16 @@ TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
   EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos)
       << seen_by_others;
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+}
+
+// gloo writes without MSG_NOSIGNAL: with the default action the process would be gone.
+TEST(CollectivesErrors, APeerThatDiesWhileItIsWrittenToIsNoSignal) {
+  std::signal(SIGPIPE, SIG_DFL);
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
+  struct sigaction action = {};
+  sigaction(SIGPIPE, nullptr, &action);
+  EXPECT_EQ(action.sa_handler, SIG_IGN);
+  EXPECT_EQ(std::raise(SIGPIPE), 0);
 }
 
 TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {

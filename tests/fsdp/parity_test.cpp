@@ -1,5 +1,7 @@
 // FSDP against the unsharded loop: bit for bit, over random module trees, worlds, policies and
 // options.
+#include <cstdlib>
+
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -38,6 +40,12 @@ std::unique_ptr<torch::optim::Optimizer> optimizer(int kind, std::vector<at::Ten
   return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
 }
 
+// How many trees a world: fewer under sanitizers (tests/TestEnvironment.cmake), which are slow.
+int trees() {
+  const char* text = std::getenv("TESSERA_TEST_TREES");
+  return text != nullptr ? std::stoi(text) : 10;
+}
+
 struct Data {
   at::Tensor x, y;
 };
@@ -53,7 +61,7 @@ TEST_P(Parity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
   const int world = GetParam();
   constexpr int kRows = 4, kSteps = 20;
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-    for (int kind = 0; kind < 10; ++kind) {
+    for (int kind = 0; kind < trees(); ++kind) {
       auto build = [&](uint64_t seed) { return seeded(seed, [&] { return RandomNet(100 * world + kind); }); };
       auto reference = build(7);
       // Without the synchronisation at start the caller promises equal values.
