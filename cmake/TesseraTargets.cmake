@@ -6,8 +6,9 @@ include(GNUInstallDirs)
 find_program(TESSERA_CCACHE ccache)
 mark_as_advanced(TESSERA_CCACHE)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # ccache looks into precompiled headers only when told that their time stamps do not matter.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+  # ccache looks into precompiled headers only when told that their time stamps do not matter; and
+  # with paths relative to the tree, one clone of it profits from what another has compiled.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
 endif()
 

@@ -144,14 +144,24 @@ void FsdpRuntime::broadcast_buffers() {
 }
 
 void FsdpRuntime::name_shards() {
-  std::map<std::string, at::Tensor> by_name;
-  for (auto& unit : units_)
-    for (auto& group : unit->groups())
-      for (size_t i = 0; i < group->flat.parameters().size(); ++i)
-        by_name[group->flat.parameters()[i].fqn] = group->flat.parameter_shards()[i];
+  std::map<std::string, NamedShard> by_name;
+  for (auto& unit : units_) {
+    for (auto& group : unit->groups()) {
+      FlatGroup& flat = group->flat;
+      for (size_t i = 0; i < flat.parameters().size(); ++i) {
+        const PlannedParameter& parameter = flat.parameters()[i];
+        by_name[parameter.fqn] = {parameter.fqn,
+                                  parameter.aliases,
+                                  flat.geometry(i).sizes,
+                                  flat.geometry(i).strides,
+                                  flat.layout().owned(static_cast<int64_t>(i), comm_->rank()),
+                                  flat.parameter_shards()[i]};
+      }
+    }
+  }
   for (const auto& parameter : module_->named_parameters()) {
     const auto found = by_name.find(parameter.key());  // not there: an alias of one that is
-    if (found != by_name.end()) named_shards_.emplace_back(parameter.key(), found->second);
+    if (found != by_name.end()) named_shards_.push_back(found->second);
   }
 }
 
@@ -398,9 +408,15 @@ torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(bool ra
   if (!keep) return state;
   for (const auto& parameter : module_->named_parameters())
     if (by_name.contains(parameter.key())) state.insert(parameter.key(), by_name.at(parameter.key()));
-  for (const auto& buffer : module_->named_buffers())
-    if (buffer.value().defined()) state.insert(buffer.key(), buffer.value().detach().clone());
+  for (const auto& buffer : named_buffers()) state.insert(buffer.key(), buffer.value().detach().clone());
   return state;
+}
+
+torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::named_buffers() const {
+  torch::OrderedDict<std::string, at::Tensor> buffers;
+  for (const auto& buffer : module_->named_buffers())
+    if (buffer.value().defined()) buffers.insert(buffer.key(), buffer.value());
+  return buffers;
 }
 
 MemoryReport FsdpRuntime::memory() const {

@@ -10,6 +10,7 @@
 
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/model_shards.h"
 #include "tessera/fsdp/gradient_reducer.h"
 #include "tessera/fsdp/memory_report.h"
 #include "tessera/fsdp/options.h"
@@ -47,8 +48,8 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   void summon();
   void dismiss(bool writeback);
 
-  // Name, this rank's part: each parameter once, in the module's order.
-  const std::vector<std::pair<std::string, at::Tensor>>& named_shards() const { return named_shards_; }
+  const std::vector<NamedShard>& named_shards() const { return named_shards_; }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(bool rank0_only);
   MemoryReport memory() const;
@@ -82,7 +83,7 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   BufferPool gathered_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;
-  std::vector<std::pair<std::string, at::Tensor>> named_shards_;
+  std::vector<NamedShard> named_shards_;
 
   std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
   std::vector<Unit*> current_;  // of the last operator that came here

@@ -26,13 +26,13 @@ void FullyShardedModule::begin_forward() { runtime_->begin_forward(); }
 
 std::vector<at::Tensor> FullyShardedModule::parameters() const {
   std::vector<at::Tensor> shards;
-  for (const auto& [name, shard] : runtime_->named_shards()) shards.push_back(shard);
+  for (const NamedShard& shard : runtime_->named_shards()) shards.push_back(shard.tensor);
   return shards;
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_parameters() const {
   torch::OrderedDict<std::string, at::Tensor> shards;
-  for (const auto& [name, shard] : runtime_->named_shards()) shards.insert(name, shard);
+  for (const NamedShard& shard : runtime_->named_shards()) shards.insert(shard.fqn, shard.tensor);
   return shards;
 }
 
@@ -57,8 +57,8 @@ torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(
 
 void FullyShardedModule::zero_grad(bool set_to_none) {
   at::NoGradGuard no_grad;
-  for (const auto& [name, shard] : runtime_->named_shards()) {
-    at::Tensor parameter = shard;
+  for (const NamedShard& shard : runtime_->named_shards()) {
+    at::Tensor parameter = shard.tensor;
     if (!parameter.grad().defined()) continue;
     if (set_to_none) {
       parameter.mutable_grad().reset();
@@ -72,5 +72,7 @@ MemoryReport FullyShardedModule::memory() const { return runtime_->memory(); }
 void FullyShardedModule::reset_peak_memory() { runtime_->reset_peak_memory(); }
 std::string FullyShardedModule::describe() const { return runtime_->describe(); }
 const std::shared_ptr<Communicator>& FullyShardedModule::comm() const { return runtime_->comm(); }
+std::vector<NamedShard> FullyShardedModule::named_shards() const { return runtime_->named_shards(); }
+torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_buffers() const { return runtime_->named_buffers(); }
 
 }  // namespace tessera

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/model_shards.h"
 #include "tessera/fsdp/memory_report.h"
 #include "tessera/fsdp/options.h"
 
@@ -45,7 +46,7 @@ struct StateDictOptions {
 };
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
-class FullyShardedModule {
+class FullyShardedModule : public ModelShards {
  public:
   // This rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
   // the communicator's device, in the parameter's dtype, empty where the rank owns none of it.
@@ -88,7 +89,9 @@ class FullyShardedModule {
   // A table of units: name, parameters, numbers of elements, dtypes, bytes per rank.
   std::string describe() const;
 
-  const std::shared_ptr<Communicator>& comm() const;
+  const std::shared_ptr<Communicator>& comm() const override;
+  std::vector<NamedShard> named_shards() const override;
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
