@@ -4,5 +4,10 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
+#include "tessera/flat/peak_memory.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/oss/oss.h"
+#include "tessera/sdp/distributed_data_parallel.h"
+#include "tessera/sdp/sharded_data_parallel.h"
+#include "tessera/zero/zero.h"

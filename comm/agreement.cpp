@@ -21,7 +21,17 @@ std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const st
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + comm.size()};
 }
 
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+}  // namespace
+
 std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what) {
+  c10::InferenceMode quiet;
   const auto counts = gather_numbers(comm, static_cast<int64_t>(text.size()), what);
   int64_t total = 0;
   for (int64_t count : counts) total += count;
@@ -38,15 +48,6 @@ std::vector<std::string> gather_texts(Communicator& comm, const std::string& tex
   }
   return texts;
 }
-
-std::vector<std::string> split(const std::string& text) {
-  std::vector<std::string> lines;
-  std::istringstream stream(text);
-  for (std::string line; std::getline(stream, line);) lines.push_back(line);
-  return lines;
-}
-
-}  // namespace
 
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines) {
   c10::InferenceMode quiet;

@@ -21,7 +21,7 @@ ShardedModel::ShardedModel(Gpt model, std::shared_ptr<tessera::Communicator> com
 at::Tensor ShardedModel::forward(const at::Tensor& tokens) { return fsdp_(tokens); }
 
 at::Tensor ShardedModel::add_gradients(const Batch& batch, double scale, bool last_of_step) {
-  std::optional<tessera::FsdpScope> without_reduction;
+  std::optional<tessera::Scope> without_reduction;
   if (!last_of_step) without_reduction.emplace(fsdp_.no_sync());
   const auto loss = language_model_loss(fsdp_(batch.inputs), batch.targets);
   (loss * scale).backward();
