@@ -38,6 +38,12 @@ void BufferPool::give(at::Tensor buffer) {
   idle_[bytes].push_back(std::move(buffer));
 }
 
+void BufferPool::trim() {
+  std::lock_guard lock(mutex_);
+  idle_.clear();
+  idle_bytes_ = 0;
+}
+
 int64_t BufferPool::lent_bytes() const {
   std::lock_guard lock(mutex_);
   return lent_bytes_;

@@ -25,6 +25,8 @@ class BufferPool {
   // with streams only when the stream that allocates next is ordered after the last use.
   at::Tensor take(int64_t bytes);
   void give(at::Tensor buffer);
+  // Frees what is not lent.
+  void trim();
 
   int64_t lent_bytes() const;
   int64_t peak_lent_bytes() const;  // since construction or reset_peak()

@@ -3,6 +3,7 @@
 #include <ATen/core/jit_type.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
@@ -19,8 +20,8 @@
 namespace tessera {
 namespace {
 
-// All-reduces under way at a time: the first's second half travels while the next bucket fills up.
-constexpr size_t kMaxInFlight = 3;
+// All-reduces under way while the next bucket fills up. Each holds room for what the peers send.
+constexpr size_t kMaxInFlight = 1;
 
 int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
 
@@ -110,6 +111,8 @@ DdpReducer::DdpReducer(std::vector<PlannedParameter> parameters, std::shared_ptr
       trainable, std::move(buckets), process_group_over(std::move(comm)), std::vector<bool>(trainable.size(), false),
       cap_bytes, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names), first_bytes,
       /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false, std::vector<int64_t>{first_bytes, cap_bytes});
+  logger_ = std::make_shared<c10d::Logger>(reducer_);
+  reducer_->set_logger(logger_);
   reducer_->register_comm_hook(std::make_unique<TransportHook>(transport_));
   if (options.static_graph) reducer_->set_static_graph();
 }

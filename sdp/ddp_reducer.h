@@ -8,8 +8,9 @@
 #include "tessera/sdp/distributed_data_parallel.h"
 
 namespace c10d {
+class Logger;
 class Reducer;
-}
+}  // namespace c10d
 
 namespace tessera {
 
@@ -37,6 +38,7 @@ class DdpReducer {
   const DdpOptions options_;
   const std::shared_ptr<Transport> transport_;
   std::shared_ptr<c10d::Reducer> reducer_;
+  std::shared_ptr<c10d::Logger> logger_;  // which the Reducer expects to be there when parameters are unused
   bool is_first_ = true;
 };
 

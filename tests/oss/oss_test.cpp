@@ -1,0 +1,376 @@
+// OSS by itself: gradients come from an all-reduce of the test's own.
+#include <torch/torch.h>
+
+#include <sstream>
+#include <thread>
+
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using torch::optim::Adam;
+using torch::optim::AdamOptions;
+
+std::vector<at::Tensor> make_parameters(uint64_t seed, const std::vector<std::vector<int64_t>>& shapes) {
+  return seeded(seed, [&] {
+    std::vector<at::Tensor> parameters;
+    for (const auto& shape : shapes) parameters.push_back(torch::randn(shape).requires_grad_());
+    return parameters;
+  });
+}
+
+const std::vector<std::vector<int64_t>> kShapes = {{5, 3}, {7}, {}, {0}, {2, 2, 2}, {11}, {300, 2}, {1}};
+
+// The same gradients on every rank, as after an all-reduce.
+void set_gradients(std::vector<at::Tensor>& parameters, int step) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].requires_grad()) continue;
+    parameters[i].mutable_grad() =
+        seeded(1000 * step + i, [&] { return torch::randn(parameters[i].sizes(), parameters[i].scalar_type()); });
+  }
+}
+
+void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i].detach(), b[i].detach())) << "parameter " << i;
+}
+
+template <class Optimizer, class Options>
+void expect_parity(int world, Options options) {
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, kShapes), reference = make_parameters(1, kShapes);
+    OSS<Optimizer> sharded(own, options, comm, {.broadcast_bucket_bytes = 100});
+    Optimizer whole(reference, options);
+    for (int step = 0; step < 6; ++step) {
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    expect_equal(own, reference);
+  });
+}
+
+TEST(Oss, EqualsTheUnshardedOptimizerForAllOfTorchs) {
+  using namespace torch::optim;
+  for (int world : {1, 2, 3, 5}) {
+    expect_parity<Adam>(world, AdamOptions(1e-2).amsgrad(true));
+    expect_parity<AdamW>(world, AdamWOptions(1e-2).weight_decay(0.1));
+    expect_parity<SGD>(world, SGDOptions(1e-2).momentum(0.9));
+    expect_parity<RMSprop>(world, RMSpropOptions(1e-2).momentum(0.5).centered(true));
+    expect_parity<Adagrad>(world, AdagradOptions(1e-2).lr_decay(0.1));
+  }
+}
+
+TEST(Oss, EachRankKeepsTheStateOfItsOwnParametersOnly) {
+  on_ranks(4, [&](std::shared_ptr<Communicator> comm) {
+    std::vector<std::vector<int64_t>> shapes(16, {32, 8});
+    auto parameters = make_parameters(1, shapes);
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    set_gradients(parameters, 0);
+    optimizer.step();
+    EXPECT_EQ(optimizer.local().state().size(), 4u);
+    EXPECT_EQ(optimizer.partition().owned_bytes, std::vector<int64_t>(4, 4 * 32 * 8 * 4));
+    EXPECT_TRUE(optimizer.state().empty());
+  });
+}
+
+TEST(Oss, OneGiantParameterAndMoreRanksThanParameters) {
+  on_ranks(5, [&](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, {{700, 800}, {3}}), reference = make_parameters(1, {{700, 800}, {3}});
+    OSS<Adam> sharded(own, AdamOptions(1e-2), comm);
+    Adam whole(reference, AdamOptions(1e-2));
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    expect_equal(own, reference);
+  });
+}
+
+TEST(Oss, GroupsKeepTheirOptionsAndLearningRatesMayChange) {
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, kShapes), reference = make_parameters(1, kShapes);
+    auto groups_of = [](std::vector<at::Tensor>& all) {
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      groups.emplace_back(std::vector<at::Tensor>(all.begin(), all.begin() + 3));
+      groups.emplace_back(std::vector<at::Tensor>(all.begin() + 3, all.begin() + 6),
+                          std::make_unique<AdamOptions>(AdamOptions(0.5).weight_decay(0.1)));
+      return groups;
+    };
+    OSS<Adam> sharded(groups_of(own), AdamOptions(1e-2), comm);
+    Adam whole(groups_of(reference), AdamOptions(1e-2));
+    torch::optim::StepLR sharded_schedule(sharded, 2, 0.1), whole_schedule(whole, 2, 0.1);
+    for (int step = 0; step < 6; ++step) {
+      if (step == 2) {  // a group more: by OSS's own function, and through the base class
+        const std::vector<at::Tensor> more(own.begin() + 6, own.end());
+        if (comm->size() == 3) sharded.add_param_group(more);
+        whole.add_param_group(std::vector<at::Tensor>(reference.begin() + 6, reference.end()));
+      }
+      if (step == 4) {
+        sharded.param_groups()[0].options().set_lr(0.03);
+        whole.param_groups()[0].options().set_lr(0.03);
+      }
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+      sharded_schedule.step();
+      whole_schedule.step();
+    }
+    expect_equal(own, reference);
+  });
+}
+
+TEST(Oss, GroupsAddedThroughTheBaseClassAreTaken) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, {{4}, {5}}), reference = make_parameters(1, {{4}, {5}});
+    OSS<Adam> sharded({own[0]}, AdamOptions(1e-2), comm);
+    Adam whole({reference[0]}, AdamOptions(1e-2));
+    static_cast<torch::optim::Optimizer&>(sharded).add_param_group(std::vector<at::Tensor>{own[1]});
+    whole.add_param_group(std::vector<at::Tensor>{reference[1]});
+    for (int step = 0; step < 2; ++step) {
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    expect_equal(own, reference);
+  });
+}
+
+TEST(Oss, ClosuresRunOnceAndTheirLossComesBack) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, {{4}, {5}});
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    int calls = 0;
+    at::NoGradGuard no_grad;
+    const at::Tensor loss = optimizer.step([&] {
+      ++calls;
+      optimizer.zero_grad();
+      at::Tensor sum = (parameters[0] * parameters[0]).sum() + parameters[1].sum();
+      sum.backward();
+      return sum;
+    });
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(loss.defined());
+  });
+}
+
+TEST(Oss, FrozenTiedTransposedAndSixteenBitParametersAreOrdinary) {
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    auto make = [] {
+      auto all = make_parameters(1, {{6, 4}, {9}, {3}, {600, 500}});
+      all[1].set_requires_grad(false);
+      all[0] = all[0].detach().t().requires_grad_();
+      all[2] = all[2].detach().to(torch::kBFloat16).requires_grad_();
+      all[3] = all[3].detach().t().requires_grad_();
+      return all;
+    };
+    auto own = make(), reference = make();
+    auto twice = own;
+    twice.push_back(own[0]);
+    OSS<torch::optim::SGD> sharded(twice, torch::optim::SGDOptions(0.1), comm);
+    torch::optim::SGD whole(reference, torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < 3; ++step) {
+      if (step == 2) {
+        own[1].set_requires_grad(true);
+        reference[1].set_requires_grad(true);
+      }
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    expect_equal(own, reference);
+    EXPECT_EQ(own[0].strides(), reference[0].strides());
+  });
+}
+
+TEST(Oss, BroadcastInSixteenBitsKeepsTheOwnersValues) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto own = make_parameters(1, {{50}, {60}, {600, 500}}), reference = make_parameters(1, {{50}, {60}, {600, 500}});
+    OSS<Adam> sharded(own, AdamOptions(1e-2), comm, {.broadcast_dtype = torch::kBFloat16});
+    Adam whole(reference, AdamOptions(1e-2));
+    const auto before = comm->traffic();
+    for (int step = 0; step < 4; ++step) {
+      set_gradients(own, step);
+      set_gradients(reference, step);
+      sharded.step();
+      whole.step();
+    }
+    for (size_t i = 0; i < own.size(); ++i) {
+      const at::Tensor exact = reference[i].detach();
+      EXPECT_TRUE(torch::equal(own[i].detach(), sharded.owns(own[i]) ? exact : exact.to(torch::kBFloat16).to(torch::kFloat)));
+    }
+    int64_t owned_numel = 0;
+    for (const auto& parameter : own) owned_numel += sharded.owns(parameter) ? parameter.numel() : 0;
+    EXPECT_LT(comm->traffic().sent_bytes - before.sent_bytes, 4 * owned_numel * 2 + 2000);
+  });
+}
+
+TEST(Oss, ClippingCountsEachParameterOnce) {
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    const std::vector<std::vector<int64_t>> shapes = {{5, 3}, {7}, {}, {300, 2}, {1}};  // torch's own wants elements
+    auto own = make_parameters(1, shapes), reference = make_parameters(1, shapes);
+    OSS<Adam> sharded(own, AdamOptions(1e-2), comm);
+    for (double norm_type : {2.0, 1.0, std::numeric_limits<double>::infinity()}) {
+      set_gradients(own, 1);
+      set_gradients(reference, 1);
+      const double expected = torch::nn::utils::clip_grad_norm_(reference, 0.5, norm_type);
+      EXPECT_NEAR(sharded.clip_grad_norm_(0.5, norm_type), expected, 1e-4 * expected);
+      for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(torch::allclose(own[i].grad(), reference[i].grad(), 1e-5, 1e-7));
+    }
+  });
+}
+
+TEST(OssState, ConsolidatedStateTrainsOnInAnotherWorldAndInOneProcess) {
+  OptimizerStateDict saved;
+  std::vector<at::Tensor> values;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, kShapes);
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    for (int step = 0; step < 3; ++step) {
+      set_gradients(parameters, step);
+      optimizer.step();
+    }
+    optimizer.param_groups()[0].options().set_lr(0.02);
+    optimizer.consolidate_state_dict(1);
+    if (comm->rank() != 1) {
+      EXPECT_THROW(optimizer.state_dict(), std::logic_error);
+      return;
+    }
+    saved = optimizer.state_dict();
+    for (const auto& parameter : parameters) values.push_back(parameter.detach().clone());
+  });
+  auto continued = [&](torch::optim::Optimizer& optimizer, std::vector<at::Tensor>& parameters) {
+    for (int step = 3; step < 6; ++step) {
+      set_gradients(parameters, step);
+      optimizer.step();
+    }
+  };
+  std::vector<at::Tensor> expected = make_parameters(1, kShapes);
+  Adam whole(expected, AdamOptions(1e-2));
+  for (int step = 0; step < 3; ++step) {
+    set_gradients(expected, step);
+    whole.step();
+  }
+  whole.param_groups()[0].options().set_lr(0.02);
+  continued(whole, expected);
+  for (int world : {1, 2, 5}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      std::vector<at::Tensor> parameters;
+      for (const auto& value : values) parameters.push_back(value.clone().requires_grad_());
+      OSS<Adam> optimizer(parameters, AdamOptions(1.0), comm);
+      optimizer.load_state_dict(saved);
+      continued(optimizer, parameters);
+      expect_equal(parameters, expected);
+    });
+  }
+}
+
+TEST(OssState, FilesAreThoseOfTheOptimizerItself) {
+  std::stringstream file;
+  std::vector<at::Tensor> expected = make_parameters(1, {{6}, {7}, {8}});
+  Adam whole(expected, AdamOptions(1e-2));
+  auto advance = [](torch::optim::Optimizer& optimizer, std::vector<at::Tensor>& parameters, int from, int to) {
+    for (int step = from; step < to; ++step) {
+      set_gradients(parameters, step);
+      optimizer.step();
+    }
+  };
+  advance(whole, expected, 0, 3);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, {{6}, {7}, {8}});
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    advance(optimizer, parameters, 0, 3);
+    optimizer.consolidate_state_dict(0);
+    if (comm->rank() == 0) torch::save(optimizer, file);
+  });
+  std::vector<at::Tensor> plain;
+  for (const auto& parameter : expected) plain.push_back(parameter.detach().clone().requires_grad_());
+  Adam loaded(plain, AdamOptions(1e-2));
+  torch::load(loaded, file);
+  advance(whole, expected, 3, 5);
+  advance(loaded, plain, 3, 5);
+  expect_equal(plain, expected);
+}
+
+TEST(OssState, WhatDoesNotFitIsListedAndChangesNothing) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, {{4}, {5}});
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    set_gradients(parameters, 0);
+    optimizer.step();
+    optimizer.consolidate_state_dict(-1);
+    OptimizerStateDict bad = optimizer.state_dict();
+    for (auto& [index, state] : bad.state)
+      for (auto& [name, tensor] : state.tensors) tensor = torch::zeros({9});
+    bad.groups[0].options[0].second = 0.5;
+    const std::string text = error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); });
+    expect_contains(text, "exp_avg of parameter 0 has shape [9], expected [4]");
+    expect_contains(text, "exp_avg_sq of parameter 1");
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1e-2);
+    bad = optimizer.state_dict();
+    bad.kind = "SGD";
+    bad.groups[0].parameter_count = 3;
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }), "it is of SGD, expected Adam");
+  });
+}
+
+TEST(OssMistakes, AreNamed) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, {{4}, {5}});
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      OSS<torch::optim::LBFGS>(parameters, torch::optim::LBFGSOptions(1.0), comm);
+                    }),
+                    "LBFGS searches along one direction");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { OSS<Adam>({parameters[0] * 2}, AdamOptions(1e-2), comm); }), "expected a leaf");
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<at::Tensor>{parameters[0]});
+    groups.emplace_back(parameters);
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(groups, AdamOptions(1e-2), comm); }),
+                    "is in group 0 and in group 1");
+    auto other = make_parameters(1, {{4 + comm->rank()}});
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(other, AdamOptions(1e-2), comm); }), "rank 1 has");
+    torch::nn::Linear linear(4, 4);
+    FullyShardedDataParallel fsdp(linear, comm);
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>(fsdp.parameters(), AdamOptions(1e-2), comm); }),
+                    "is a shard of FullyShardedDataParallel");
+    OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    EXPECT_THROW(optimizer.owner(torch::ones({1})), std::invalid_argument);
+  });
+}
+
+TEST(PeakMemory, CountsWhatThisThreadHasAllocatedWhoeverFreesIt) {
+  PeakMemory memory;
+  const int64_t before = memory.current_bytes();
+  {
+    const auto a = torch::empty({1000});
+    { const auto b = torch::empty({5000}); }
+    EXPECT_EQ(memory.current_bytes() - before, 4000);
+    EXPECT_EQ(memory.peak_bytes() - before, 24000);
+    memory.reset();
+    EXPECT_EQ(memory.peak_bytes(), memory.current_bytes());
+    PeakMemory inner;
+    at::Tensor given = torch::empty({700});
+    std::thread([&] {
+      PeakMemory of_another_thread;
+      const auto there = torch::empty({10});
+      EXPECT_EQ(of_another_thread.current_bytes(), 40);
+      given.reset();
+    }).join();
+    EXPECT_EQ(inner.current_bytes() - before, 4000);
+    EXPECT_EQ(inner.peak_bytes() - before, 6800);
+    EXPECT_EQ(memory.peak_bytes() - before, 6800);
+  }
+  EXPECT_EQ(memory.current_bytes(), before);
+}
+
+}  // namespace
+}  // namespace tessera

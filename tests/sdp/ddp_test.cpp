@@ -1,0 +1,169 @@
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+at::Tensor input(int seed) {
+  return seeded(500 + seed, [] { return torch::randn({3, 6}); });
+}
+
+torch::nn::Sequential make_model() {
+  return seeded(1, [] {
+    return torch::nn::Sequential(torch::nn::Linear(6, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9), torch::nn::Tanh(),
+                                 torch::nn::Linear(9, 2));
+  });
+}
+
+// Gradients of two steps with these options; equal to the reference's within `tolerance` (0: bits).
+void expect_gradients(int world, DdpOptions options, double tolerance) {
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    auto reference = make_model();
+    DistributedDataParallel ddp(make_model(), comm, options);
+    for (int step = 0; step < 3; ++step) {
+      ddp.zero_grad();
+      reference->zero_grad();
+      call(ddp, input(10 * step + comm->rank())).square().mean().backward();
+      reference_backward(reference, world, [&](int part) { return reference->forward(input(10 * step + part)).square().mean(); });
+      const auto expected = reference->parameters();
+      const auto got = ddp.parameters();
+      for (size_t i = 0; i < got.size(); ++i) {
+        if (tolerance == 0) {
+          EXPECT_TRUE(torch::equal(got[i].grad(), expected[i].grad())) << "parameter " << i << " step " << step;
+        } else {
+          EXPECT_TRUE(torch::allclose(got[i].grad(), expected[i].grad(), tolerance, tolerance)) << "parameter " << i;
+        }
+      }
+    }
+  });
+}
+
+TEST(Ddp, GradientsAreAveragesInRankOrderWithAnyOptions) {
+  for (int world : {1, 2, 3, 5}) {
+    expect_gradients(world, {}, 0);
+    expect_gradients(world, {.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5}, 0);
+    expect_gradients(world, {.find_unused_parameters = true}, 0);
+    expect_gradients(world, {.gradient_as_bucket_view = false}, 0);
+    expect_gradients(world, {.bucket_cap_mb = 1e-4, .static_graph = true}, 0);
+    expect_gradients(world, {.backend_all_reduce = true}, 1e-5);
+    expect_gradients(world, {.compression = GradientCompression::kBf16}, 1e-2);
+    expect_gradients(world, {.bucket_cap_mb = 1e-4, .compression = GradientCompression::kFp16}, 2e-3);
+  }
+}
+
+TEST(Ddp, CompressionHalvesTheBytes) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    int64_t bytes[2];
+    for (bool compressed : {false, true}) {
+      torch::nn::Linear linear(200, 200);
+      DistributedDataParallel ddp(
+          linear, comm, {.compression = compressed ? GradientCompression::kFp16 : GradientCompression::kNone});
+      for (int step = 0; step < 3; ++step) {
+        const int64_t before = comm->traffic().sent_bytes;
+        ddp(torch::ones({2, 200})).sum().backward();
+        bytes[compressed] = comm->traffic().sent_bytes - before;
+      }
+    }
+    EXPECT_EQ(bytes[0], 200 * 201 * 4);
+    EXPECT_EQ(bytes[1], 200 * 201 * 2);
+  });
+}
+
+struct TwoHeadsImpl : torch::nn::Module {
+  TwoHeadsImpl() {
+    trunk = register_module("trunk", torch::nn::Linear(6, 4));
+    left = register_module("left", torch::nn::Linear(4, 2));
+    right = register_module("right", torch::nn::Linear(4, 2));
+    norm = register_module("norm", torch::nn::BatchNorm1d(4));
+  }
+  std::tuple<at::Tensor, std::vector<at::Tensor>> forward(const at::Tensor& x, bool use_left) {
+    const auto h = norm(trunk(x));
+    return {use_left ? left(h) : right(h), {h}};
+  }
+  torch::nn::Linear trunk = nullptr, left = nullptr, right = nullptr;
+  torch::nn::BatchNorm1d norm = nullptr;
+};
+TORCH_MODULE(TwoHeads);
+
+TEST(Ddp, UnusedParametersCountAsZeroWhereOthersUsedThemAndBuffersFollowRankZero) {
+  on_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(2, [] { return TwoHeads(); });
+    DistributedDataParallel ddp(model, comm, {.find_unused_parameters = true});
+    const auto [y, hidden] = ddp(input(comm->rank()), comm->rank() == 0);
+    y.sum().backward();
+    EXPECT_TRUE(model->left->bias.grad().defined());
+    EXPECT_TRUE(torch::allclose(model->left->bias.grad(), torch::full({2}, 1.0f)));
+    EXPECT_TRUE(torch::allclose(model->right->bias.grad(), torch::full({2}, 2.0f)));
+    at::NoGradGuard no_grad;
+    model->eval();
+    ddp(input(7), true);  // the ranks' own statistics give way to rank 0's
+    const auto means = model->norm->running_mean.clone();
+    auto all = torch::empty({3 * 4});
+    comm->all_gather(all, means.contiguous()).wait();
+    EXPECT_TRUE(torch::equal(all.narrow(0, 0, 4), all.narrow(0, 4, 4)));
+    EXPECT_TRUE(torch::equal(all.narrow(0, 0, 4), all.narrow(0, 8, 4)));
+  });
+}
+
+TEST(Ddp, AnUnusedParameterIsAnErrorWithoutTheOption) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    DistributedDataParallel ddp(TwoHeads(), comm);
+    std::get<0>(ddp(input(1), true)).sum().backward();
+    EXPECT_ANY_THROW(ddp(input(1), true));
+  });
+}
+
+struct Opaque {
+  at::Tensor hidden_somewhere;
+};
+struct OpaqueNetImpl : torch::nn::Module {
+  OpaqueNetImpl() { linear = register_module("linear", torch::nn::Linear(6, 2)); }
+  Opaque forward(const at::Tensor& x) { return {linear(x)}; }
+  torch::nn::Linear linear = nullptr;
+};
+TORCH_MODULE(OpaqueNet);
+
+TEST(Ddp, OutputsThatHideTheirTensorsWorkUntilTheyMustBeFound) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    DistributedDataParallel ddp(OpaqueNet(), comm);
+    ddp(input(1)).hidden_somewhere.sum().backward();
+    DistributedDataParallel looking(OpaqueNet(), comm, {.find_unused_parameters = true});
+    expect_contains(error_of<std::invalid_argument>([&] { looking(input(1)); }), "whose tensors cannot be found");
+  });
+}
+
+TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    PeakMemory memory;
+    torch::nn::Linear linear(500, 500);
+    const int64_t model_bytes = memory.current_bytes();
+    DistributedDataParallel ddp(linear, comm);
+    EXPECT_LT(memory.current_bytes(), model_bytes + 10000);
+    ddp(torch::ones({1, 500})).sum().backward();
+    EXPECT_EQ(ddp.memory().grad_bytes, 500 * 501 * 4);
+    torch::nn::Linear other(4, 4 + comm->rank());
+    expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(other, comm); }),
+                    "the module given to DistributedDataParallel");
+    EXPECT_THROW(DistributedDataParallel(linear, comm, {.bucket_cap_mb = 0}), std::invalid_argument);
+    torch::nn::Linear sharded(4, 4);
+    FullyShardedDataParallel fsdp(sharded, comm);
+    expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(sharded, comm); }), "sharded by another");
+  });
+}
+
+TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
+  const std::string text = error_of<std::runtime_error>([] {
+    on_ranks(3, [](std::shared_ptr<Communicator> comm) {
+      DistributedDataParallel ddp(make_model(), comm);
+      call(ddp, input(1)).sum().backward();
+      if (comm->rank() == 1) throw std::runtime_error("rank 1 has had enough");
+      call(ddp, input(1)).sum().backward();
+      call(ddp, input(1)).sum().backward();
+    });
+  });
+  expect_contains(text, "rank 1 has had enough");
+}
+
+}  // namespace
+}  // namespace tessera
