@@ -1,0 +1,70 @@
+// Runs zero_recipe and stages as a user does.
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "tests/support/child_process.h"
+
+namespace {
+
+using tessera::testing::ChildProcess;
+
+std::string run(const std::vector<std::string>& command, int expected_code = 0) {
+  ChildProcess child(command);
+  EXPECT_EQ(child.wait(std::chrono::seconds(200)), expected_code) << child.output();
+  return child.output();
+}
+
+TEST(ZeroRecipe, AllStagesTrainAlikeAndNeedLessAndLess) {
+  std::map<std::string, nlohmann::json> lines;
+  std::istringstream output(run({ZERO_RECIPE_EXECUTABLE, "--json"}));
+  for (std::string line; std::getline(output, line);) {
+    const auto figures = nlohmann::json::parse(line);
+    lines[figures["wrapper"]] = figures;
+  }
+  ASSERT_EQ(lines.size(), 4u);
+  const int64_t model_bytes = 20 * (2000 * 2000 + 2000) * 4;
+  for (const auto& [wrapper, figures] : lines) {
+    EXPECT_EQ(figures["after_model_bytes"], model_bytes) << wrapper;
+    EXPECT_LT(figures["after_wrap_bytes"].get<double>(), 1.1 * model_bytes) << wrapper << ": no second copy of the model";
+    EXPECT_EQ(figures["param_sum"], lines["adam"]["param_sum"]) << wrapper;
+    for (const auto& sum : figures["param_sums"]) EXPECT_EQ(sum, figures["param_sum"]) << wrapper;
+  }
+  // The states alone are 1281, 961, 800 and 640 MB.
+  EXPECT_LE(lines["adam"]["after_step_bytes"], 1400000000);
+  EXPECT_LE(lines["oss"]["after_step_bytes"], 1020000000);
+  EXPECT_LE(lines["sdp"]["after_step_bytes"], 860000000);
+  EXPECT_LE(lines["fsdp"]["after_step_bytes"], 700000000);
+  EXPECT_LT(lines["sdp"]["before_step_bytes"], lines["oss"]["before_step_bytes"]);
+  EXPECT_LT(lines["fsdp"]["before_step_bytes"], lines["sdp"]["before_step_bytes"]);
+}
+
+std::string losses(const std::string& output) {
+  std::istringstream lines(output);
+  std::string steps;
+  for (std::string line; std::getline(lines, line);)
+    if (line.starts_with("step ")) steps += line + "\n";
+  return steps;
+}
+
+TEST(Stages, HaveTheSameLossesAndPredictSharded) {
+  for (const char* ranks : {"1", "2", "3"}) {
+    const auto expected = losses(run({STAGES_EXECUTABLE, "--ranks", ranks, "--stage", "0"}));
+    EXPECT_NE(expected.find("step  20"), std::string::npos) << expected;
+    for (const char* stage : {"1", "2", "3"}) {
+      const auto output = run({STAGES_EXECUTABLE, "--ranks", ranks, "--stage", stage});
+      EXPECT_EQ(losses(output), expected) << "stage " << stage << ", ranks " << ranks;
+      EXPECT_NE(output.find("100.0 % of 200"), std::string::npos) << output;
+    }
+  }
+}
+
+TEST(Examples, MistakesEndWithAMessage) {
+  EXPECT_NE(run({STAGES_EXECUTABLE, "--stage", "4"}, 2).find("--stage must be 0 to 3"), std::string::npos);
+  EXPECT_NE(run({ZERO_RECIPE_EXECUTABLE, "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"), std::string::npos);
+}
+
+}  // namespace
