@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,8 +15,10 @@
 #include "tessera/fsdp/gradient_reducer.h"
 #include "tessera/fsdp/memory_report.h"
 #include "tessera/fsdp/options.h"
+#include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/prefetch_order.h"
 #include "tessera/fsdp/residency.h"
+#include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
 
 namespace tessera {
@@ -55,12 +58,14 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   MemoryReport memory() const;
   void reset_peak_memory();
   std::string describe() const;
-  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  const std::shared_ptr<Communicator>& comm() const { return groups_.world; }
+  const MixedPrecision& precision() const { return options_.mixed_precision; }
 
  private:
   FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
   void broadcast_buffers();
+  void cast_buffers();
   void name_shards();
   void install_hooks(Unit& unit);
 
@@ -71,19 +76,22 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   void release(Unit& unit);
   void release_all();
 
+  void describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order) const;
   void enter_backward();
   void end_backward();
   void abandon_backward();
   void require_outside_backward(const char* call) const;
 
   mutable std::mutex mutex_;
-  const std::shared_ptr<Communicator> comm_;
   const FsdpOptions options_;
+  const ShardingGroups groups_;
   const std::shared_ptr<torch::nn::Module> module_;
   BufferPool gathered_;
+  OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;
   std::vector<NamedShard> named_shards_;
+  std::map<std::string, at::ScalarType> cast_buffers_;  // their dtype before, by name
 
   std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
   std::vector<Unit*> current_;  // of the last operator that came here

@@ -1,6 +1,7 @@
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 
 #include <exception>
+#include <stdexcept>
 
 #include "tessera/fsdp/fsdp_runtime.h"
 
@@ -23,6 +24,19 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
     : runtime_(FsdpRuntime::wrap(module, std::move(comm), options)) {}
 
 void FullyShardedModule::begin_forward() { runtime_->begin_forward(); }
+
+std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
+  const MixedPrecision& precision = runtime_->precision();
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
+
+std::optional<at::ScalarType> FullyShardedModule::output_dtype() const { return runtime_->precision().output_dtype; }
+
+void FullyShardedModule::refuse_output_dtype() {
+  throw std::invalid_argument(
+      "FsdpOptions::mixed_precision.output_dtype is set, but what the module's forward() returns is of a type in which "
+      "no tensors are looked for: expected a tensor, or vectors, tuples, optionals or maps of tensors");
+}
 
 std::vector<at::Tensor> FullyShardedModule::parameters() const {
   std::vector<at::Tensor> shards;

@@ -5,12 +5,16 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/visit_tensors.h"
 #include "tessera/fsdp/memory_report.h"
 #include "tessera/fsdp/options.h"
 
@@ -96,6 +100,18 @@ class FullyShardedModule : public ModelShards {
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void begin_forward();
+  // Floating-point tensors become of this type on their way into forward, and out of it.
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const;
+
+  [[noreturn]] static void refuse_output_dtype();
+
+  template <class Value>
+  static void convert_floating(Value& value, at::ScalarType dtype) {
+    visit_tensors(value, [&](at::Tensor& tensor) {
+      if (tensor.defined() && at::isFloatingType(tensor.scalar_type())) tensor = tensor.to(dtype);
+    });
+  }
 
  private:
   std::shared_ptr<FsdpRuntime> runtime_;
@@ -130,11 +146,26 @@ class FullyShardedDataParallel : public FullyShardedModule {
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // What module->forward(args...) returns. Gathered parameters that changed since are refreshed.
+  // What module->forward(args...) returns, with tensors converted on the way in and out as
+  // FsdpOptions::mixed_precision says. Gathered parameters that changed since are refreshed.
+  // Throws std::invalid_argument if output_dtype is set and the result's type is none in which
+  // tensors are looked for (flat/visit_tensors.h).
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     begin_forward();
-    return module_->forward(std::forward<Args>(args)...);
+    if constexpr ((... || kHoldsTensors<Args>)) {
+      if (input_dtype()) {
+        std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;
+        return std::apply(
+            [&](auto&... copy) -> decltype(auto) {
+              return finished([&]() -> decltype(auto) {
+                return module_->forward(with_input_dtype(std::forward<Args>(args), copy)...);
+              });
+            },
+            copies);
+      }
+    }
+    return finished([&]() -> decltype(auto) { return module_->forward(std::forward<Args>(args)...); });
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
@@ -144,6 +175,32 @@ class FullyShardedDataParallel : public FullyShardedModule {
   const Holder& module() const { return module_; }
 
  private:
+  struct Opaque {};  // stands for the copy of an argument that needs none
+
+  template <class Value, class Copy>
+  decltype(auto) with_input_dtype(Value&& value, Copy& copy) {
+    if constexpr (kHoldsTensors<Value>) {
+      copy = value;
+      convert_floating(copy, *input_dtype());
+      return static_cast<Value&&>(copy);
+    } else {
+      return static_cast<Value&&>(value);
+    }
+  }
+
+  template <class Call>
+  decltype(auto) finished(Call call) {
+    using Result = decltype(call());
+    if constexpr (std::is_void_v<Result> || !kHoldsTensors<Result>) {
+      if (output_dtype()) refuse_output_dtype();
+      return call();
+    } else {
+      std::decay_t<Result> result = call();
+      if (output_dtype()) convert_floating(result, *output_dtype());
+      return result;
+    }
+  }
+
   Holder module_;
 };
 
