@@ -4,5 +4,10 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
+#include "tessera/comm/uneven_data.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/optim/fused_adam.h"
+#include "tessera/optim/lamb.h"
+#include "tessera/optim/parameter_groups.h"
+#include "tessera/optim/sharded_grad_scaler.h"
