@@ -6,6 +6,7 @@
 #include "tessera/comm/launch.h"
 #include "tessera/comm/uneven_data.h"
 #include "tessera/flat/checkpointed.h"
+#include "tessera/flat/deferred.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 #include "tessera/optim/fused_adam.h"

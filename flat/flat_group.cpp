@@ -57,6 +57,7 @@ FlatGroup::FlatGroup(std::string name, std::vector<PlannedParameter> parameters,
       rank_(comm.rank()) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync, options.replicas);
+  for (PlannedParameter& parameter : parameters_) parameter.values.reset();
   make_parameter_shards();
 }
 
@@ -66,7 +67,8 @@ void FlatGroup::make_shard(Communicator& comm, bool sync, Communicator* replicas
   at::Tensor full;
   if (!sync || (comm.rank() == 0 && first_copy)) {
     full = at::zeros({layout_.full_numel()}, options);
-    for (size_t i = 0; i < parameters_.size(); ++i) view_in(full, i).copy_(parameters_[i].tensor);
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      view_in(full, i).copy_(parameters_[i].values.defined() ? parameters_[i].values : parameters_[i].tensor);
   }
   if (!sync) {
     shard_ = full.narrow(0, layout_.shard(comm.rank()).begin, layout_.shard_numel()).clone();

@@ -51,6 +51,7 @@ class FlatGroup {
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
   bool is_cast() const { return gather_dtype_ != dtype_; }
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
+  int64_t exact_full_bytes() const { return bytes(layout_.full_numel(), dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
@@ -98,7 +99,7 @@ class FlatGroup {
   bool grads_are_ours_alone() const;
 
   const std::string name_;
-  const std::vector<PlannedParameter> parameters_;
+  std::vector<PlannedParameter> parameters_;
   const std::vector<ParameterGeometry> geometries_;
   const at::ScalarType dtype_;
   const at::ScalarType gather_dtype_;

@@ -41,6 +41,7 @@ struct PlannedParameter {
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;                 // the module's own: same TensorImpl
   bool full_precision = false;       // a policy says that it is never cast
+  at::Tensor values = {};            // where a deferred parameter's values are; else undefined
 };
 
 struct PlannedUnit {

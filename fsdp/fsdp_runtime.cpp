@@ -11,8 +11,11 @@
 #include <map>
 #include <sstream>
 #include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/flat/deferred.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/unit_plan.h"
 
@@ -51,6 +54,8 @@ void check_parameter(const PlannedParameter& parameter, const Communicator& comm
     problem << "is sharded already by another wrapper";
   } else if (tensor.layout() != at::kStrided) {
     problem << "has layout " << tensor.layout() << ", expected a dense one";
+  } else if (is_deferred(tensor)) {
+    // Filled when its unit is made.
   } else if (tensor.device() != comm.device()) {
     problem << "is on " << tensor.device() << ", expected the communicator's device, " << comm.device();
   } else if (!tensor.is_leaf()) {
@@ -114,17 +119,51 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
   for (const PlannedUnit& unit : plan)
     for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *groups_.world);
   check_agreement(plan);
-  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get()};
-  for (PlannedUnit& planned : plan) {
-    units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), planned, *groups_.shard, group_options,
-                                            gathered_, this, log_, options_.sync_module_states));
-    planned.parameters.clear();
-  }
+  make_units(plan);
   if (options_.sync_module_states) broadcast_buffers();
   if (precision.buffer_dtype) cast_buffers();
   reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
                                                ReducerChecks{options_.refuse_uneven_use, options_.check_finite});
   name_shards();
+}
+
+// A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is
+// the same on all ranks, and so the order. Deferred tensors that are in no unit (buffers, ignored
+// parameters) are filled as they come.
+void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
+  const MixedPrecision& precision = options_.mixed_precision;
+  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get()};
+  units_.resize(plan.size());
+  auto make = [&](size_t index) {
+    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, group_options, gathered_,
+                                           this, log_, options_.sync_module_states);
+    plan[index].parameters.clear();
+  };
+  std::vector<std::vector<at::Tensor>> deferred;
+  std::vector<std::vector<PlannedParameter*>> receivers;
+  std::unordered_set<const c10::TensorImpl*> planned;
+  for (PlannedUnit& unit : plan) {
+    deferred.emplace_back();
+    receivers.emplace_back();
+    for (PlannedParameter& parameter : unit.parameters) {
+      if (!is_deferred(parameter.tensor)) continue;
+      planned.insert(parameter.tensor.unsafeGetTensorImpl());
+      deferred.back().push_back(parameter.tensor);
+      receivers.back().push_back(&parameter);
+    }
+  }
+  std::vector<at::Tensor> others;
+  for (const auto& list : {module_->parameters(), module_->buffers()})
+    for (const at::Tensor& tensor : list)
+      if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
+  for (const at::Tensor& tensor : others) deferred.push_back({tensor});
+
+  // Without deferred parameters in it, a group is ready at once: the loop over the plan, in order.
+  replay_deferred(deferred, [&](size_t group, const std::vector<at::Tensor>& values) {
+    if (group >= plan.size()) return fill_deferred(deferred[group][0], values[0].to(groups_.world->device()));
+    for (size_t i = 0; i < values.size(); ++i) receivers[group][i]->values = values[i];
+    make(group);
+  });
 }
 
 void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
@@ -250,6 +289,9 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
     Unit* unit = units_[page->id()].get();
     if (std::find(needed.begin(), needed.end(), unit) == needed.end()) needed.push_back(unit);
   }
+  if (summoned_elsewhere_)
+    throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " +
+                           std::to_string(groups_.world->rank()) + " while full parameters are summoned on rank 0 only");
   const bool backward = inside_backward();
   if (backward) {
     enter_backward();
@@ -384,22 +426,42 @@ void FsdpRuntime::set_sync(bool sync) {
   sync_ = sync;
 }
 
-void FsdpRuntime::summon() {
+void FsdpRuntime::summon(const SummonOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
+  if (options.rank0_only && options.writeback)
+    throw std::invalid_argument("SummonOptions::rank0_only and writeback are both true, expected writeback = false");
+  if (options.offload_to_cpu && !groups_.world->device().is_cpu())
+    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + groups_.world->device().str() + ": not built yet, expected false");
+  std::vector<Unit*> chosen;
+  for (auto& unit : units_)
+    if (options.units.empty() ||
+        std::find(options.units.begin(), options.units.end(), unit->plan_name()) != options.units.end())
+      chosen.push_back(unit.get());
+  if (!options.units.empty() && chosen.size() != options.units.size())
+    throw std::invalid_argument("SummonOptions::units names " + std::to_string(options.units.size()) + " units, of which " +
+                                std::to_string(chosen.size()) + " exist; they are: " + unit_names());
   Quiet quiet;
   if (in_backward_) abandon_backward();
   release_all();
-  for (auto& unit : units_) unit->pin();
+  summoned_elsewhere_ = options.rank0_only && groups_.world->rank() != 0;
+  for (Unit* unit : chosen) summoned_elsewhere_ ? unit->help_to_pin() : unit->pin();
   summoned_ = true;
+}
+
+std::string FsdpRuntime::unit_names() const {
+  std::string names;
+  for (const auto& unit : units_) names += (names.empty() ? "'" : ", '") + unit->plan_name() + "'";
+  return names;
 }
 
 void FsdpRuntime::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
   Quiet quiet;
-  for (auto& unit : units_) unit->unpin(writeback);
-  summoned_ = false;
+  for (auto& unit : units_)
+    if (unit->is_pinned()) unit->unpin(writeback);
+  summoned_ = summoned_elsewhere_ = false;
   release_all();
 }
 
@@ -439,37 +501,52 @@ double FsdpRuntime::clip_grad_norm(double max_norm, double norm_type, bool error
   return clip_shards_by_norm(gradients, max_norm, norm_type, error_if_nonfinite, *groups_.shard);
 }
 
-torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(bool rank0_only) {
+void FsdpRuntime::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   Quiet quiet;
-  const bool keep = !rank0_only || groups_.world->rank() == 0;
-  std::map<std::string, at::Tensor> by_name;
+  const bool keep = !options.rank0_only || groups_.world->rank() == 0;
+  std::unordered_set<std::string> sharded;
+  auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
+    if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+  };
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) {
       const FlatGroup& flat = group->flat;
-      at::Tensor bytes = gathered_.take(flat.layout().full_numel() * static_cast<int64_t>(c10::elementSize(flat.dtype())));
+      at::Tensor bytes = gathered_.take(flat.exact_full_bytes());
       const at::Tensor full = bytes.view(flat.dtype());
+      log_.add("all-gather", flat.name(), full.numel());
       flat.gather(full, *groups_.shard).wait();
-      for (size_t i = 0; keep && i < flat.parameters().size(); ++i) {
-        const at::Tensor copy = flat.view_in(full, i).clone();
-        by_name[flat.parameters()[i].fqn] = copy;
-        for (const std::string& alias : flat.parameters()[i].aliases) by_name[alias] = copy;
+      for (size_t i = 0; i < flat.parameters().size(); ++i) {
+        const PlannedParameter& parameter = flat.parameters()[i];
+        sharded.insert(parameter.fqn);
+        sharded.insert(parameter.aliases.begin(), parameter.aliases.end());
+        show(parameter.fqn, flat.view_in(full, i), parameter.aliases);
       }
       gathered_.give(bytes);
     }
   }
-  torch::OrderedDict<std::string, at::Tensor> state;
-  if (!keep) return state;
-  for (const auto& parameter : module_->named_parameters()) {
-    const auto sharded = by_name.find(parameter.key());  // not there: ignored
-    state.insert(parameter.key(), sharded == by_name.end() ? parameter.value().detach().clone() : sharded->second);
-  }
+  for (const auto& parameter : module_->named_parameters())
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
   for (const auto& buffer : named_buffers()) {
     const auto cast = cast_buffers_.find(buffer.key());
-    const auto dtype = cast == cast_buffers_.end() ? buffer.value().scalar_type() : cast->second;
-    state.insert(buffer.key(), buffer.value().detach().to(dtype, /*non_blocking=*/false, /*copy=*/true));
+    show(buffer.key(), cast == cast_buffers_.end() ? buffer.value().detach() : buffer.value().detach().to(cast->second));
   }
+}
+
+torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(const StateDictOptions& options) {
+  std::unordered_map<std::string, at::Tensor> by_name;
+  visit_full_state(
+      [&](const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor) {
+        by_name[name] = tensor.clone();
+        for (const std::string& alias : aliases) by_name[alias] = by_name[name];
+      },
+      options);
+  torch::OrderedDict<std::string, at::Tensor> state;
+  if (by_name.empty()) return state;
+  // In the module's order, as state dictionaries are.
+  for (const auto& parameter : module_->named_parameters()) state.insert(parameter.key(), by_name.at(parameter.key()));
+  for (const auto& buffer : named_buffers()) state.insert(buffer.key(), by_name.at(buffer.key()));
   return state;
 }
 

@@ -61,12 +61,22 @@ FsdpScope FullyShardedModule::no_sync() {
 }
 
 FsdpScope FullyShardedModule::summon_full_params(SummonOptions options) {
-  runtime_->summon();
-  return FsdpScope([runtime = runtime_, options] { runtime->dismiss(options.writeback); });
+  runtime_->summon(options);
+  return FsdpScope([runtime = runtime_, writeback = options.writeback] { runtime->dismiss(writeback); });
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(StateDictOptions options) {
-  return runtime_->full_state_dict(options.rank0_only);
+  return runtime_->full_state_dict(options);
+}
+
+void FullyShardedModule::visit_full_state(const std::function<void(const std::string&, const at::Tensor&)>& visit,
+                                          StateDictOptions options) {
+  runtime_->visit_full_state(
+      [&](const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor) {
+        visit(name, tensor);
+        for (const std::string& alias : aliases) visit(alias, tensor);
+      },
+      options);
 }
 
 void FullyShardedModule::zero_grad(bool set_to_none) {

@@ -15,6 +15,7 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/visit_tensors.h"
+#include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/memory_report.h"
 #include "tessera/fsdp/options.h"
 
@@ -38,15 +39,6 @@ class [[nodiscard]] FsdpScope {
 
  private:
   std::function<void()> leave_;
-};
-
-struct SummonOptions {
-  bool writeback = true;  // keep what the scope changes; false: changes are lost
-};
-
-struct StateDictOptions {
-  // true: only rank 0 gets the tensors, the others an empty dictionary.
-  bool rank0_only = false;
 };
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
@@ -74,13 +66,22 @@ class FullyShardedModule : public ModelShards {
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
-  // what it sees (so change them alike on all ranks). Collective, at the beginning. Throws
-  // std::logic_error inside a backward pass and inside another such scope.
+  // what it sees (so change them alike on all ranks). In their own dtype, whatever mixed precision
+  // computes in. Collective, at the beginning. Throws std::logic_error inside a backward pass and
+  // inside another such scope, std::invalid_argument for options that do not go together and for
+  // unknown units.
   FsdpScope summon_full_params(SummonOptions options = {});
 
   // All parameters (under each of their names) and buffers by name, in full, as copies on the
-  // communicator's device. Collective. One unit at a time is gathered.
+  // communicator's device, or the host. Collective. One unit at a time is gathered.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
+
+  // Calls visit(name, tensor) for what full_state_dict() has, without keeping it: parameters in the
+  // order of units, in full, then buffers. The tensor is the visitor's for the call only. Collective;
+  // with rank0_only the other ranks are called with nothing. No rank holds more than one unit
+  // beyond its shards, so that a model of any size can be written to a file.
+  void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
+                        StateDictOptions options = {});
 
   // Clears the gradients of parameters(): optimizer.zero_grad() does it too.
   void zero_grad(bool set_to_none = true);

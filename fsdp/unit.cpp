@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/flat/deferred.h"
+
 namespace tessera {
 namespace {
 
@@ -23,7 +25,7 @@ std::string traits_of(const PlannedParameter& parameter) {
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
            Pager* pager, OrderLog& log, bool sync)
-    : index_(index), name_(label_of(plan)), comm_(comm), pool_(pool), log_(log) {
+    : index_(index), name_(label_of(plan)), plan_name_(plan.name), comm_(comm), pool_(pool), log_(log) {
   at::NoGradGuard no_grad;
   auto parts = split_into_groups(plan);
   for (auto& parameters : parts) {
@@ -80,8 +82,9 @@ void Unit::point_parameters(PagedGroup& group, const Page& page, at::ScalarType 
     const ParameterGeometry& geometry = group.flat.geometry(i);
     at::Tensor parameter = parameters[i].tensor;
     if (parameter.scalar_type() != dtype) group.accumulators[i].reset();
-    parameter.set_data(
-        page.view(dtype, geometry.sizes, geometry.strides, group.flat.layout().offset(static_cast<int64_t>(i))));
+    const at::Tensor view =
+        page.view(dtype, geometry.sizes, geometry.strides, group.flat.layout().offset(static_cast<int64_t>(i)));
+    is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
   }
 }
 
@@ -148,7 +151,7 @@ void Unit::pin() {
   for (auto& group : groups_) {
     if (!is_whole_) {
       Page& page = group->exact_page ? *group->exact_page : *group->page;
-      buffers_.push_back(pool_.take(group->flat.layout().full_numel() * static_cast<int64_t>(c10::elementSize(group->flat.dtype()))).view(group->flat.dtype()));
+      buffers_.push_back(pool_.take(group->flat.exact_full_bytes()).view(group->flat.dtype()));
       log_.add("all-gather", group->flat.name(), buffers_.back().numel());
       group->page->accept_version();
       group->flat.gather(buffers_.back(), comm_).wait();
@@ -158,6 +161,18 @@ void Unit::pin() {
     page_in_use(*group).set_writable(true);
   }
   state_ = State::kResident;
+}
+
+void Unit::help_to_pin() {
+  release();
+  if (is_whole_) return;
+  for (auto& group : groups_) {
+    const FlatGroup& flat = group->flat;
+    at::Tensor bytes = pool_.take(flat.exact_full_bytes());
+    log_.add("all-gather", flat.name(), flat.layout().full_numel());
+    flat.gather(bytes.view(flat.dtype()), comm_).wait();
+    pool_.give(std::move(bytes));
+  }
 }
 
 void Unit::unpin(bool writeback) {

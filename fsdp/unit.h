@@ -52,7 +52,8 @@ class Unit {
   Unit& operator=(const Unit&) = delete;
 
   int index() const { return index_; }
-  const std::string& name() const { return name_; }  // "unit 'blocks.3'"
+  const std::string& name() const { return name_; }            // "unit 'blocks.3'"
+  const std::string& plan_name() const { return plan_name_; }  // "blocks.3"
   State state() const { return state_; }
   std::vector<std::unique_ptr<PagedGroup>>& groups() { return groups_; }
   const std::vector<std::unique_ptr<PagedGroup>>& groups() const { return groups_; }
@@ -71,6 +72,8 @@ class Unit {
   // collective. Unpinning with `writeback` copies this rank's part of the full parameters into the
   // shards; release() follows.
   void pin();
+  // Takes part in the other ranks' pin() without keeping what is gathered.
+  void help_to_pin();
   void unpin(bool writeback);
   bool is_pinned() const { return is_pinned_; }
 
@@ -88,6 +91,7 @@ class Unit {
 
   const int index_;
   const std::string name_;
+  const std::string plan_name_;
   Communicator& comm_;
   BufferPool& pool_;
   OrderLog& log_;
