@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
@@ -65,7 +66,7 @@ Pending Communicator::all_gather(at::Tensor full, at::Tensor shard, std::vector<
   full = checked(full, "all-gather", "the full tensor");
   shard = checked(shard, "all-gather", "the shard");
   counts = checked(std::move(counts), full, shard, "all-gather");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   if (size_ > 1) return start_all_gather(std::move(full), std::move(shard), std::move(counts), std::string(what));
   copy_bytes(full, shard);
   return {};
@@ -76,7 +77,7 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
   full = checked(full, "reduce-scatter", "the full tensor");
   shard = checked(shard, "reduce-scatter", "the shard");
   counts = checked(std::move(counts), full, shard, "reduce-scatter");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   if (size_ > 1)
     return start_reduce_scatter(std::move(shard), std::move(full), op, std::move(counts), std::string(what));
   copy_bytes(shard, full);
@@ -85,21 +86,21 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
 
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
   tensor = checked(tensor, "all-reduce", "the tensor");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   return size_ > 1 ? start_all_reduce(std::move(tensor), op, std::string(what)) : Pending();
 }
 
 Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
   check_root(root, "broadcast");
   tensor = checked(tensor, "broadcast", "the tensor");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   return size_ > 1 ? start_broadcast(std::move(tensor), root, std::string(what)) : Pending();
 }
 
 Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
   check_root(root, "reduce");
   tensor = checked(tensor, "reduce", "the tensor");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   return size_ > 1 ? start_reduce(std::move(tensor), root, op, std::string(what)) : Pending();
 }
 
@@ -109,7 +110,7 @@ Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::
   shard = checked(shard, "scatter", "the shard");
   full = rank_ == root ? checked(full, "scatter", "the full tensor") : at::Tensor();
   counts = checked(std::move(counts), full, shard, "scatter");
-  ++collectives_;
+  count(&Counters::collectives, 1);
   if (size_ > 1) return start_scatter(std::move(shard), std::move(full), root, std::move(counts), std::string(what));
   copy_bytes(shard, full);
   return {};
@@ -123,8 +124,51 @@ void Communicator::barrier(std::string_view what) {
   if (device_.is_cuda()) arrived.cpu();  // the host, too, must not pass before the others arrive
 }
 
+std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  c10::InferenceMode quiet;
+  at::Tensor own = at::empty({2}, at::kLong);
+  own.data_ptr<int64_t>()[0] = color;
+  own.data_ptr<int64_t>()[1] = key;
+  own = own.to(device_);
+  at::Tensor all = at::empty({2 * size_}, own.options());
+  all_gather(all, own, {}, "the colors of a split").wait();
+  all = all.cpu();
+  const auto* pairs = all.const_data_ptr<int64_t>();
+  std::vector<int> members;
+  for (int rank = 0; rank < size_; ++rank)
+    if (pairs[2 * rank] == color) members.push_back(rank);
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return pairs[2 * a + 1] < pairs[2 * b + 1]; });
+
+  std::unique_lock lock(parts_mutex_);
+  const int64_t number = splits_++;
+  lock.unlock();
+  if (color < 0) return nullptr;
+  const auto self = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
+  auto part = make_part("split" + std::to_string(number) + "/" + std::to_string(color), self,
+                        static_cast<int>(members.size()));
+  std::ostringstream label;
+  for (int member : members) label << (label.str().empty() ? "ranks " : ", ") << member;
+  label << " of " << size_ << (label_.empty() ? "" : ", in ") << label_;
+  part->label_ = label.str();
+  part->counters_.insert(part->counters_.end(), counters_.begin(), counters_.end());
+  lock.lock();
+  parts_.push_back(part);
+  return part;
+}
+
+void Communicator::abort(const std::string& reason) noexcept {
+  abort_this(reason);
+  std::vector<std::shared_ptr<Communicator>> parts;
+  {
+    std::lock_guard lock(parts_mutex_);
+    parts = parts_;
+  }
+  for (const auto& part : parts) part->abort(reason);
+}
+
 Traffic Communicator::traffic() const noexcept {
-  return {sent_bytes_.load(), collectives_.load(), static_cast<double>(wait_ns_.load()) * 1e-9};
+  const Counters& own = *counters_.front();
+  return {own.sent_bytes.load(), own.collectives.load(), static_cast<double>(own.wait_ns.load()) * 1e-9};
 }
 
 }  // namespace tessera

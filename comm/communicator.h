@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -77,9 +78,21 @@ class Communicator {
   // Returns when all ranks have called it.
   void barrier(std::string_view what = {});
 
+  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank
+  // here (MPI_Comm_split): what hybrid sharding is made of. It has this group's backend, device and
+  // timeout, lives as long as this one (so that a rank that fails can still say why to those who
+  // wait for it there), and what it moves counts in this group's traffic() too.
+  // Its errors number ranks as the new group does, and list who they are here. Null where color
+  // is negative. Collective over this group; throws as the operations do.
+  std::shared_ptr<Communicator> split(int color, int key = 0);
+
+  // "" for the group of all ranks, else who its members are: "ranks 0, 2 of 4".
+  const std::string& label() const noexcept { return label_; }
+
   // Ends the group because this rank cannot go on: every operation of every rank then fails soon,
-  // with `reason` in its error. Not collective; safe from any thread, and more than once.
-  virtual void abort(const std::string& reason) noexcept = 0;
+  // with `reason` in its error. So do the groups split from it. Not collective; safe from any
+  // thread, and more than once.
+  void abort(const std::string& reason) noexcept;
 
   Traffic traffic() const noexcept;
 
@@ -98,21 +111,38 @@ class Communicator {
   virtual Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) = 0;
   virtual Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) = 0;
 
-  void count_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
-  void count_wait(std::chrono::nanoseconds duration) noexcept { wait_ns_ += duration.count(); }
+  // abort(), and split() once it is known who is in the group: `name` is the same on its ranks and
+  // no other group's.
+  virtual void abort_this(const std::string& reason) noexcept = 0;
+  virtual std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) = 0;
+
+  void count_sent(int64_t bytes) noexcept { count(&Counters::sent_bytes, bytes); }
+  void count_wait(std::chrono::nanoseconds duration) noexcept { count(&Counters::wait_ns, duration.count()); }
 
  private:
   at::Tensor checked(const at::Tensor& tensor, const char* operation, const char* argument) const;
   Counts checked(Counts counts, const at::Tensor& full, const at::Tensor& shard, const char* operation) const;
   void check_root(int root, const char* operation) const;
 
+  struct Counters {
+    std::atomic<int64_t> sent_bytes = 0;
+    std::atomic<int64_t> collectives = 0;
+    std::atomic<int64_t> wait_ns = 0;
+  };
+  void count(std::atomic<int64_t> Counters::* what, int64_t amount) noexcept {
+    for (const auto& counters : counters_) *counters.*what += amount;
+  }
+
   const int rank_;
   const int size_;
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
-  std::atomic<int64_t> sent_bytes_ = 0;
-  std::atomic<int64_t> collectives_ = 0;
-  std::atomic<int64_t> wait_ns_ = 0;
+  std::string label_;
+  // This group's own, then those of the groups that it was split from.
+  std::vector<std::shared_ptr<Counters>> counters_{std::make_shared<Counters>()};
+  std::mutex parts_mutex_;  // guards the next two
+  std::vector<std::shared_ptr<Communicator>> parts_;
+  int64_t splits_ = 0;
 };
 
 }  // namespace tessera

@@ -6,6 +6,7 @@
 // rank order when the operation is waited for. Each message carries a tag made of the operation's
 // number and a hash of what it is for, so that ranks which have diverged never mix up data: they
 // stall, and StallWatch says why.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <csignal>
@@ -81,15 +82,17 @@ class GlooCommunicator : public Communicator,
                          public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroupGloo> group, c10::intrusive_ptr<c10d::Store> store, int rank,
-                   int size, std::chrono::milliseconds timeout)
+                   int size, std::string address, std::chrono::milliseconds timeout)
       : Communicator(rank, size, at::kCPU, timeout),
+        store_(std::move(store)),
+        address_(std::move(address)),
         group_(std::move(group)),
         staging_(at::kCPU),
-        watch_(std::move(store), rank, size, [this] { interrupt(); }) {}
+        watch_(store_, rank, size, [this] { interrupt(); }) {}
 
   ~GlooCommunicator() override { close(); }
 
-  void abort(const std::string& reason) noexcept override {
+  void abort_this(const std::string& reason) noexcept override {
     watch_.publish_failure(reason);
     std::lock_guard lock(mutex_);
     if (!broken_) broken_ = "this rank left the group: " + reason;
@@ -107,6 +110,9 @@ class GlooCommunicator : public Communicator,
   }
 
  protected:
+  std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
+    return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, address_, timeout());
+  }
   Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override;
   Pending start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, Counts counts,
                                std::string what) override;
@@ -136,6 +142,8 @@ class GlooCommunicator : public Communicator,
   void close_locked() noexcept;
   [[noreturn]] void fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause);
 
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string address_;
   std::mutex mutex_;  // guards the next six
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null once the group is broken
   std::optional<std::string> broken_;
@@ -189,6 +197,7 @@ std::string GlooOperation::description() const {
   text << name_;
   if (!what_.empty()) text << " of " << what_;
   text << " (" << numel_ << " elements)";
+  if (!comm_->label().empty()) text << " in the group of " << comm_->label();
   return text.str();
 }
 
@@ -479,7 +488,7 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
       throw CommError(text.str());
     }
   }
-  return std::make_shared<GlooCommunicator>(std::move(group), std::move(store), rank, size, timeout);
+  return std::make_shared<GlooCommunicator>(std::move(group), std::move(store), rank, size, address, timeout);
 }
 
 }  // namespace tessera

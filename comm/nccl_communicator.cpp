@@ -59,11 +59,14 @@ class NcclCommunicator : public Communicator, public BackendCollectives {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 
-  NcclCommunicator(Group gathers, Group reductions, int rank, int size, at::Device device,
-                   std::chrono::milliseconds timeout)
-      : Communicator(rank, size, device, timeout), gathers_(std::move(gathers)), reductions_(std::move(reductions)) {}
+  NcclCommunicator(c10::intrusive_ptr<c10d::Store> store, Group gathers, Group reductions, int rank, int size,
+                   at::Device device, std::chrono::milliseconds timeout)
+      : Communicator(rank, size, device, timeout),
+        store_(std::move(store)),
+        gathers_(std::move(gathers)),
+        reductions_(std::move(reductions)) {}
 
-  void abort(const std::string&) noexcept override {
+  void abort_this(const std::string&) noexcept override {
     try {
       gathers_->abort();
       reductions_->abort();
@@ -77,6 +80,12 @@ class NcclCommunicator : public Communicator, public BackendCollectives {
   }
 
  protected:
+  // Tessera starts operations of the group and of its parts in one order on all ranks, which NCCL
+  // needs of communicators that are used at the same time.
+  std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
+    return make_nccl_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, device(), timeout());
+  }
+
   Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override {
     count_sent(static_cast<int64_t>(shard.nbytes()) * (size() - 1));
     return start("all-gather", what, {full, shard}, [&] {
@@ -152,7 +161,8 @@ class NcclCommunicator : public Communicator, public BackendCollectives {
   template <class Launch>
   Pending start(const char* name, const std::string& what, std::vector<at::Tensor> tensors, Launch launch) {
     std::ostringstream description;
-    description << name << (what.empty() ? "" : " of ") << what << " on rank " << rank() << " of " << size();
+    description << name << (what.empty() ? "" : " of ") << what << " on rank " << rank() << " of " << size()
+                << (label().empty() ? "" : " in the group of ") << label();
     c10::DeviceGuard guard(device());
     try {
       return Pending(std::make_unique<NcclOperation>(launch(), description.str(), std::move(tensors)));
@@ -161,6 +171,7 @@ class NcclCommunicator : public Communicator, public BackendCollectives {
     }
   }
 
+  const c10::intrusive_ptr<c10d::Store> store_;
   const Group gathers_;
   const Group reductions_;
 };
@@ -180,7 +191,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::St
                                                        options);
   };
   try {
-    return std::make_shared<NcclCommunicator>(make("gathers"), make("reductions"), rank, size, device, timeout);
+    return std::make_shared<NcclCommunicator>(store, make("gathers"), make("reductions"), rank, size, device, timeout);
   } catch (const std::exception& error) {
     std::ostringstream text;
     text << "rank " << rank << " of " << size << " on " << device << " could not join the NCCL group: " << error.what();

@@ -38,33 +38,47 @@ std::vector<int64_t> numels_of(const std::vector<PlannedParameter>& parameters) 
   return numels;
 }
 
+// What `chosen` comes to for these parameters, whose own dtype it leaves alone where a cast makes no sense.
+at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
+  const at::ScalarType own = parameter.tensor.scalar_type();
+  return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
+}
+
 }  // namespace
 
-FlatGroup::FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync)
+FlatGroup::FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync,
+                     const FlatGroupOptions& options)
     : name_(std::move(name)),
       parameters_(std::move(parameters)),
       geometries_(geometries_of(parameters_)),
       dtype_(parameters_.at(0).tensor.scalar_type()),
-      layout_(numels_of(parameters_), comm.size(), kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype_))),
+      gather_dtype_(cast_of(parameters_[0], options.gather_dtype)),
+      reduce_dtype_(cast_of(parameters_[0], options.reduce_dtype ? options.reduce_dtype : options.gather_dtype)),
+      layout_(numels_of(parameters_), comm.size(),
+              kAlignmentBytes / std::min(bytes(1, dtype_), bytes(1, gather_dtype_))),
       rank_(comm.rank()) {
   at::NoGradGuard no_grad;
-  make_shard(comm, sync);
+  make_shard(comm, sync, options.replicas);
+  for (PlannedParameter& parameter : parameters_) parameter.values.reset();
   make_parameter_shards();
 }
 
-void FlatGroup::make_shard(Communicator& comm, bool sync) {
+void FlatGroup::make_shard(Communicator& comm, bool sync, Communicator* replicas) {
   const auto options = at::TensorOptions().dtype(dtype_).device(comm.device());
+  const bool first_copy = replicas == nullptr || replicas->rank() == 0;
   at::Tensor full;
-  if (!sync || comm.rank() == 0) {
+  if (!sync || (comm.rank() == 0 && first_copy)) {
     full = at::zeros({layout_.full_numel()}, options);
-    for (size_t i = 0; i < parameters_.size(); ++i) view_in(full, i).copy_(parameters_[i].tensor);
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      view_in(full, i).copy_(parameters_[i].values.defined() ? parameters_[i].values : parameters_[i].tensor);
   }
   if (!sync) {
     shard_ = full.narrow(0, layout_.shard(comm.rank()).begin, layout_.shard_numel()).clone();
     return;
   }
   shard_ = at::empty({layout_.shard_numel()}, options);
-  comm.scatter(shard_, full, 0, {}, name_).wait();
+  if (first_copy) comm.scatter(shard_, full, 0, {}, name_).wait();
+  if (replicas != nullptr) replicas->broadcast(shard_, 0, name_).wait();
 }
 
 void FlatGroup::make_parameter_shards() {
@@ -98,13 +112,20 @@ void FlatGroup::clear_padding(const at::Tensor& full) const {
 }
 
 Pending FlatGroup::gather(const at::Tensor& full, Communicator& comm) const {
-  return comm.all_gather(full, shard_, {}, name_);
+  if (full.scalar_type() == dtype_) return comm.all_gather(full, shard_, {}, name_);
+  const at::Tensor own = full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
+  own.copy_(shard_);
+  return comm.all_gather(full, own, {}, name_);
 }
 
-at::Tensor FlatGroup::gradient_destination() {
+at::Tensor FlatGroup::gradient_destination(bool busy) {
+  return reduce_dtype_ == dtype_ ? own_dtype_destination(busy) : at::empty_like(shard_, shard_.options().dtype(reduce_dtype_));
+}
+
+at::Tensor FlatGroup::own_dtype_destination(bool busy) {
   const bool any_defined = std::any_of(parameter_shards_.begin(), parameter_shards_.end(),
                                        [](const at::Tensor& shard) { return shard.grad().defined(); });
-  if (any_defined) return at::empty_like(shard_);
+  if (busy || any_defined) return at::empty_like(shard_);
   if (!grad_.defined() || !grads_are_ours_alone()) {
     grad_ = at::empty_like(shard_);
     grad_views_.clear();
@@ -121,6 +142,11 @@ bool FlatGroup::grads_are_ours_alone() const {
 }
 
 void FlatGroup::accept_gradient(const at::Tensor& reduced, const std::vector<bool>& used) {
+  if (reduced.scalar_type() != dtype_) {
+    const at::Tensor exact = own_dtype_destination(/*busy=*/false);
+    exact.copy_(reduced);
+    return accept_gradient(exact, used);
+  }
   const bool in_place = reduced.is_same(grad_);
   if (!in_place && std::all_of(used.begin(), used.end(), [](bool is_used) { return is_used; }) &&
       whole_gradient().defined()) {
@@ -159,7 +185,8 @@ std::vector<std::vector<PlannedParameter>> split_into_groups(const PlannedUnit& 
   for (const PlannedParameter& parameter : unit.parameters) {
     auto alike = [&](const std::vector<PlannedParameter>& group) {
       return group[0].tensor.scalar_type() == parameter.tensor.scalar_type() &&
-             group[0].tensor.requires_grad() == parameter.tensor.requires_grad();
+             group[0].tensor.requires_grad() == parameter.tensor.requires_grad() &&
+             group[0].full_precision == parameter.full_precision;
     };
     auto group = std::find_if(groups.begin(), groups.end(), alike);
     if (group == groups.end()) group = groups.insert(groups.end(), std::vector<PlannedParameter>());

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,18 @@ struct ParameterGeometry {
   std::vector<int64_t> strides;  // the parameter's own where it is dense, else row-major
 };
 
+// In what a group of floating-point parameters differs from plain sharding over all ranks.
+struct FlatGroupOptions {
+  // Gathered parameters, and so what is computed with them and their gradients, are of this type;
+  // the shards stay in the parameters' own. Ignored for full_precision parameters and integers.
+  std::optional<at::ScalarType> gather_dtype;
+  // Gradients are reduced in this type. Empty: gather_dtype.
+  std::optional<at::ScalarType> reduce_dtype;
+  // The ranks that hold the same part in the other copies of the model, this one among them. With
+  // `sync`, values come from the first rank of the first copy. Outlives the constructor only.
+  Communicator* replicas = nullptr;
+};
+
 // The parameters of a unit that have one dtype and are all trainable or all frozen: one flat
 // buffer, of which this rank keeps an even part, and the same of gradients.
 //
@@ -26,16 +39,22 @@ class FlatGroup {
  public:
   // Takes this rank's part of the parameters' values: rank 0's if `sync`, else its own. Collective
   // if `sync`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
-  FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync);
+  FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync,
+            const FlatGroupOptions& options = {});
 
   const std::string& name() const { return name_; }
   const std::vector<PlannedParameter>& parameters() const { return parameters_; }
   const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
   const FlatLayout& layout() const { return layout_; }
-  at::ScalarType dtype() const { return dtype_; }
-  int64_t element_bytes() const { return static_cast<int64_t>(c10::elementSize(dtype_)); }
-  int64_t full_bytes() const { return layout_.full_numel() * element_bytes(); }
-  int64_t shard_bytes() const { return layout_.shard_numel() * element_bytes(); }
+  at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
+  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of the parameters in use
+  at::ScalarType reduce_dtype() const { return reduce_dtype_; }
+  bool is_cast() const { return gather_dtype_ != dtype_; }
+  int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
+  int64_t exact_full_bytes() const { return bytes(layout_.full_numel(), dtype_); }
+  int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
+  int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
+  int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
   // This rank's part of the flat buffer, [layout().shard_numel()].
   const at::Tensor& shard() const { return shard_; }
@@ -48,14 +67,15 @@ class FlatGroup {
   // Sets the elements of a full buffer that belong to no parameter to 0.
   void clear_padding(const at::Tensor& full) const;
 
-  // Starts filling `full` with every rank's shard.
+  // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
 
   // ---- gradients of the shard
 
   // Where the next reduced gradient goes: straight into the gradient, or, where some parameter
-  // has one already, into a buffer that is added to it. [layout().shard_numel()].
-  at::Tensor gradient_destination();
+  // has one already, into a buffer that is added to it; `busy` says that the last destination is
+  // still in use. [layout().shard_numel()] of reduce_dtype().
+  at::Tensor gradient_destination(bool busy = false);
 
   // Makes `reduced`, what gradient_destination() gave and a reduce-scatter filled, the gradient
   // of each parameter that `used` names, or adds it to what is there.
@@ -69,15 +89,21 @@ class FlatGroup {
   void drop_unused_gradient();
 
  private:
-  void make_shard(Communicator& comm, bool sync);
+  static int64_t bytes(int64_t numel, at::ScalarType dtype) {
+    return numel * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  void make_shard(Communicator& comm, bool sync, Communicator* replicas);
+  at::Tensor own_dtype_destination(bool busy);
   void make_parameter_shards();
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
   bool grads_are_ours_alone() const;
 
   const std::string name_;
-  const std::vector<PlannedParameter> parameters_;
+  std::vector<PlannedParameter> parameters_;
   const std::vector<ParameterGeometry> geometries_;
   const at::ScalarType dtype_;
+  const at::ScalarType gather_dtype_;
+  const at::ScalarType reduce_dtype_;
   const FlatLayout layout_;
   const int rank_;
   at::Tensor shard_;
@@ -86,8 +112,8 @@ class FlatGroup {
   std::vector<at::Tensor> grad_views_;
 };
 
-// Splits a unit's parameters into groups: by dtype, and frozen from trainable, so that frozen
-// parameters cost no gradient memory. In order of first appearance.
+// Splits a unit's parameters into groups: by dtype, those of full precision from those that are
+// cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_groups(const PlannedUnit& unit);
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/tensor.h>
 
 #include <cmath>
 #include <limits>
@@ -53,6 +54,23 @@ double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_nor
   if (scale < 1.0)  // false for NaN, as torch's clamp
     for (const at::Tensor& shard : shards) shard.mul_(scale);
   return norm;
+}
+
+std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
+  std::vector<double> squares;
+  for (const at::Tensor& part : parts) {
+    const double norm =
+        part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).item<double>() : 0.0;
+    squares.push_back(norm * norm);
+  }
+  if (comm != nullptr && !squares.empty()) {
+    at::Tensor sum = at::tensor(squares, at::kDouble).to(comm->device());
+    comm->all_reduce(sum, ReduceOp::kSum, "the norms of parameters").wait();
+    sum = sum.cpu();
+    squares.assign(sum.const_data_ptr<double>(), sum.const_data_ptr<double>() + sum.numel());
+  }
+  for (double& value : squares) value = std::sqrt(value);
+  return squares;
 }
 
 }  // namespace tessera

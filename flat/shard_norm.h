@@ -17,4 +17,10 @@ namespace tessera {
 double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
                            bool error_if_nonfinite, Communicator& comm);
 
+// The 2-norm of each of a list of tensors of which this rank holds parts: what layer-wise optimizers
+// (LAMB, LARS, Adafactor) need of whole parameters. An undefined or empty part counts as 0. All
+// norms travel in one all-reduce, summed in double. Collective, the same number of parts on all
+// ranks; null for tensors that are whole.
+std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
+
 }  // namespace tessera

@@ -7,13 +7,20 @@
 namespace tessera {
 namespace {
 
+std::string join(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "." + name;
+}
+
 // Walks the module tree three times: in order of registration to see where each parameter is met
 // first, bottom-up to ask the policy, and in order again to hand the parameters out.
 class Planner {
  public:
   explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
 
-  std::vector<PlannedUnit> plan(const torch::nn::Module& root) {
+  std::vector<PlannedUnit> plan(const torch::nn::Module& root, const ParameterPolicies& policies) {
+    full_precision_ = modules_below(root, policies.full_precision);
+    for (const torch::nn::Module* module : modules_below(root, policies.ignored))
+      for (const auto& parameter : module->parameters(/*recurse=*/false)) ignored_.insert(parameter.unsafeGetTensorImpl());
     find_owners(root);
     claim(root, "", true);
     units_.push_back({"(root)", {}});
@@ -23,9 +30,7 @@ class Planner {
   }
 
  private:
-  static std::string join(const std::string& prefix, const std::string& name) {
-    return prefix.empty() ? name : prefix + "." + name;
-  }
+  bool is_ignored(const at::Tensor& parameter) const { return ignored_.contains(parameter.unsafeGetTensorImpl()); }
 
   void find_owners(const torch::nn::Module& module) {
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
@@ -40,7 +45,8 @@ class Planner {
     for (const auto& child : module.named_children())
       unclaimed_numel += claim(*child.value(), join(fqn, child.key()), false);
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
-      if (owners_.at(parameter.value().unsafeGetTensorImpl()) == &module) unclaimed_numel += parameter.value().numel();
+      if (!is_ignored(parameter.value()) && owners_.at(parameter.value().unsafeGetTensorImpl()) == &module)
+        unclaimed_numel += parameter.value().numel();
     if (is_root || !policy_ || !policy_(fqn, module, unclaimed_numel)) return unclaimed_numel;
     claimed_.insert(&module);
     return 0;
@@ -54,11 +60,11 @@ class Planner {
     }
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = entry.value();
-      if (!tensor.defined()) continue;
+      if (!tensor.defined() || is_ignored(tensor)) continue;
       const std::string name = join(fqn, entry.key());
       const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), Place{unit, units_[unit].parameters.size()});
       if (is_new) {
-        units_[unit].parameters.push_back({name, {}, tensor});
+        units_[unit].parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
       } else {
         units_[known->second.unit].parameters[known->second.index].aliases.push_back(name);
       }
@@ -72,6 +78,8 @@ class Planner {
   };
 
   const WrapPolicy& policy_;
+  std::unordered_set<const torch::nn::Module*> full_precision_;
+  std::unordered_set<const c10::TensorImpl*> ignored_;
   std::unordered_set<const torch::nn::Module*> asked_;
   std::unordered_set<const torch::nn::Module*> claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
@@ -96,8 +104,25 @@ WrapPolicy wrap_if(std::function<bool(const std::string&, const torch::nn::Modul
   };
 }
 
-std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy) {
-  return Planner(policy).plan(root);
+std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
+                                    const ParameterPolicies& parameters) {
+  return Planner(policy).plan(root, parameters);
+}
+
+std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy) {
+  std::unordered_set<const torch::nn::Module*> found;
+  if (!policy) return found;
+  auto walk = [&](auto& self, const torch::nn::Module& module, const std::string& fqn, bool inside) -> void {
+    if (!inside && &module != &root) {
+      int64_t numel = 0;
+      for (const auto& parameter : module.parameters()) numel += parameter.numel();
+      inside = policy(fqn, module, numel);
+    }
+    if (inside) found.insert(&module);
+    for (const auto& child : module.named_children()) self(self, *child.value(), join(fqn, child.key()), inside);
+  };
+  walk(walk, root, "", false);
+  return found;
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace tessera {
@@ -39,6 +40,8 @@ struct PlannedParameter {
   std::string fqn;
   std::vector<std::string> aliases;  // further names of the same tensor (tied weights)
   at::Tensor tensor;                 // the module's own: same TensorImpl
+  bool full_precision = false;       // a policy says that it is never cast
+  at::Tensor values = {};            // where a deferred parameter's values are; else undefined
 };
 
 struct PlannedUnit {
@@ -46,10 +49,21 @@ struct PlannedUnit {
   std::vector<PlannedParameter> parameters;
 };
 
+// Which parameters are treated in another way than the rest: those at or below the modules that a
+// policy names (as for units, never the root). An empty policy names none.
+struct ParameterPolicies {
+  WrapPolicy ignored;         // are no part of the plan, under any name
+  WrapPolicy full_precision;  // are marked, if that is where they are met first
+};
+
 // The parameters of `root` in units, each parameter once, in order of registration; units in the
 // order of their first module, the root's unit first if it has parameters. Units without
 // parameters are left out. A tied parameter goes to the unit that meets it first. Pure: allocates
 // no tensor, changes nothing.
-std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy);
+std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
+                                    const ParameterPolicies& parameters = {});
+
+// The modules that the policy names, with all modules below them.
+std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy);
 
 }  // namespace tessera

@@ -11,12 +11,18 @@
 #include <map>
 #include <sstream>
 #include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/flat/deferred.h"
 #include "tessera/flat/shard_norm.h"
+#include "tessera/flat/unit_plan.h"
 
 namespace tessera {
 namespace {
+
+std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "own"; }
 
 // The fallback may run under InferenceMode or in a recorded forward; what the runtime does to its
 // own tensors must be neither inference tensors nor recorded.
@@ -48,6 +54,8 @@ void check_parameter(const PlannedParameter& parameter, const Communicator& comm
     problem << "is sharded already by another wrapper";
   } else if (tensor.layout() != at::kStrided) {
     problem << "has layout " << tensor.layout() << ", expected a dense one";
+  } else if (is_deferred(tensor)) {
+    // Filled when its unit is made.
   } else if (tensor.device() != comm.device()) {
     problem << "is on " << tensor.device() << ", expected the communicator's device, " << comm.device();
   } else if (!tensor.is_leaf()) {
@@ -58,12 +66,31 @@ void check_parameter(const PlannedParameter& parameter, const Communicator& comm
                                 problem.str());
 }
 
+void check_dtype(const char* field, std::optional<at::ScalarType> dtype) {
+  if (dtype && !at::isFloatingType(*dtype))
+    throw std::invalid_argument(std::string("FsdpOptions::mixed_precision.") + field + " is " + c10::toString(*dtype) +
+                                ", expected a floating-point type");
+}
+
 void check_options(const FsdpOptions& options) {
+  check_dtype("param_dtype", options.mixed_precision.param_dtype);
+  check_dtype("reduce_dtype", options.mixed_precision.reduce_dtype);
+  check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
+  check_dtype("output_dtype", options.mixed_precision.output_dtype);
+  if (options.offload.params || options.offload.grads)
+    throw std::invalid_argument(std::string("FsdpOptions::offload.") + (options.offload.params ? "params" : "grads") +
+                                " is true: offload to host memory is not built yet, expected false");
   if (options.prefetch < 0)
     throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) + ", expected 0 or more");
   if (options.keep_recent < 1)
     throw std::invalid_argument("FsdpOptions::keep_recent is " + std::to_string(options.keep_recent) +
                                 ", expected 1 or more");
+}
+
+// The groups are made before the plan is known, and differ where the ranks do not agree on them.
+std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
+  require_agreement(*comm, "FsdpOptions::hybrid", {"ranks_per_copy=" + std::to_string(options.hybrid.ranks_per_copy)});
+  return comm;
 }
 
 }  // namespace
@@ -80,28 +107,74 @@ std::shared_ptr<FsdpRuntime> FsdpRuntime::wrap(torch::nn::Module& module, std::s
 }
 
 FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : comm_(std::move(comm)), options_(options), module_(module.shared_from_this()), gathered_(comm_->device()) {
+    : options_((check_options(options), options)),
+      groups_(make_sharding_groups(agreed(std::move(comm), options), options.hybrid.ranks_per_copy)),
+      module_(module.shared_from_this()),
+      gathered_(groups_.world->device()) {
   Quiet quiet;
-  check_options(options_);
-  auto plan = plan_units(module, options_.auto_wrap);
+  const MixedPrecision& precision = options_.mixed_precision;
+  const bool casts = precision.param_dtype || precision.reduce_dtype;
+  auto plan = plan_units(module, options_.auto_wrap,
+                         {options_.ignored_modules, casts ? precision.full_precision : WrapPolicy()});
   for (const PlannedUnit& unit : plan)
-    for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *comm_);
+    for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *groups_.world);
   check_agreement(plan);
-  for (PlannedUnit& planned : plan) {
-    units_.push_back(std::make_unique<Unit>(static_cast<int>(units_.size()), planned, *comm_, gathered_, this,
-                                            options_.sync_module_states));
-    planned.parameters.clear();
-  }
+  make_units(plan);
   if (options_.sync_module_states) broadcast_buffers();
-  reducer_ = std::make_unique<GradientReducer>(*comm_, units_);
+  if (precision.buffer_dtype) cast_buffers();
+  reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
+                                               ReducerChecks{options_.refuse_uneven_use, options_.check_finite});
   name_shards();
+}
+
+// A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is
+// the same on all ranks, and so the order. Deferred tensors that are in no unit (buffers, ignored
+// parameters) are filled as they come.
+void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
+  const MixedPrecision& precision = options_.mixed_precision;
+  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get()};
+  units_.resize(plan.size());
+  auto make = [&](size_t index) {
+    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, group_options, gathered_,
+                                           this, log_, options_.sync_module_states);
+    plan[index].parameters.clear();
+  };
+  std::vector<std::vector<at::Tensor>> deferred;
+  std::vector<std::vector<PlannedParameter*>> receivers;
+  std::unordered_set<const c10::TensorImpl*> planned;
+  for (PlannedUnit& unit : plan) {
+    deferred.emplace_back();
+    receivers.emplace_back();
+    for (PlannedParameter& parameter : unit.parameters) {
+      if (!is_deferred(parameter.tensor)) continue;
+      planned.insert(parameter.tensor.unsafeGetTensorImpl());
+      deferred.back().push_back(parameter.tensor);
+      receivers.back().push_back(&parameter);
+    }
+  }
+  std::vector<at::Tensor> others;
+  for (const auto& list : {module_->parameters(), module_->buffers()})
+    for (const at::Tensor& tensor : list)
+      if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
+  for (const at::Tensor& tensor : others) deferred.push_back({tensor});
+
+  // Without deferred parameters in it, a group is ready at once: the loop over the plan, in order.
+  replay_deferred(deferred, [&](size_t group, const std::vector<at::Tensor>& values) {
+    if (group >= plan.size()) return fill_deferred(deferred[group][0], values[0].to(groups_.world->device()));
+    for (size_t i = 0; i < values.size(); ++i) receivers[group][i]->values = values[i];
+    make(group);
+  });
 }
 
 void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
   std::vector<std::string> lines;
   std::ostringstream options;
   options << "options: reshard_after_forward=" << options_.reshard_after_forward << " prefetch=" << options_.prefetch
-          << " keep_recent=" << options_.keep_recent << " sync_module_states=" << options_.sync_module_states;
+          << " keep_recent=" << options_.keep_recent << " sync_module_states=" << options_.sync_module_states
+          << " param_dtype=" << name_of(options_.mixed_precision.param_dtype)
+          << " reduce_dtype=" << name_of(options_.mixed_precision.reduce_dtype)
+          << " buffer_dtype=" << name_of(options_.mixed_precision.buffer_dtype)
+          << " refuse_uneven_use=" << options_.refuse_uneven_use << " check_finite=" << options_.check_finite;
   lines.push_back(options.str());
   for (const PlannedUnit& unit : plan) {
     for (const PlannedParameter& parameter : unit.parameters) {
@@ -109,7 +182,7 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
       std::ostringstream line;
       line << "unit '" << unit.name << "': parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " "
            << tensor.sizes() << (tensor.is_contiguous() ? "" : " not contiguous")
-           << (tensor.requires_grad() ? "" : " frozen");
+           << (tensor.requires_grad() ? "" : " frozen") << (parameter.full_precision ? " full precision" : "");
       for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
       lines.push_back(line.str());
     }
@@ -120,7 +193,7 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
     if (buffer.value().defined()) line << buffer.value().scalar_type() << " " << buffer.value().sizes();
     lines.push_back(line.str());
   }
-  require_agreement(*comm_, "the module to shard", lines);
+  require_agreement(*groups_.world, "the module to shard", lines);
 }
 
 // Coalesced by dtype: batch norms bring many small ones.
@@ -131,14 +204,30 @@ void FsdpRuntime::broadcast_buffers() {
       by_dtype[buffer.value().scalar_type()].push_back(buffer.value());
   for (auto& [dtype, buffers] : by_dtype) {
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& buffer : buffers) pieces.push_back(buffer.detach().reshape({-1}).to(comm_->device()));
+    for (const at::Tensor& buffer : buffers) pieces.push_back(buffer.detach().reshape({-1}).to(groups_.world->device()));
     at::Tensor flat = at::cat(pieces);
     // Bytes travel, so that bool and complex buffers do too.
-    comm_->broadcast(flat.view(at::kByte), 0, "the module's buffers").wait();
+    groups_.world->broadcast(flat.view(at::kByte), 0, "the module's buffers").wait();
     int64_t offset = 0;
     for (at::Tensor& buffer : buffers) {
       buffer.detach().copy_(flat.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
       offset += buffer.numel();
+    }
+  }
+}
+
+// In place: the module's members are these very tensors.
+void FsdpRuntime::cast_buffers() {
+  const auto exempt = modules_below(*module_, options_.mixed_precision.full_precision);
+  const auto ignored = modules_below(*module_, options_.ignored_modules);
+  for (const auto& module : module_->named_modules()) {
+    if (exempt.contains(module.value().get()) || ignored.contains(module.value().get())) continue;
+    for (const auto& entry : module.value()->named_buffers(/*recurse=*/false)) {
+      at::Tensor buffer = entry.value();
+      if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
+      const std::string name = module.key().empty() ? entry.key() : module.key() + "." + entry.key();
+      cast_buffers_.emplace(name, buffer.scalar_type());
+      buffer.set_data(buffer.to(*options_.mixed_precision.buffer_dtype));
     }
   }
 }
@@ -154,8 +243,10 @@ void FsdpRuntime::name_shards() {
                                   parameter.aliases,
                                   flat.geometry(i).sizes,
                                   flat.geometry(i).strides,
-                                  flat.layout().owned(static_cast<int64_t>(i), comm_->rank()),
-                                  flat.parameter_shards()[i]};
+                                  flat.layout().owned(static_cast<int64_t>(i), groups_.shard->rank()),
+                                  flat.parameter_shards()[i],
+                                  groups_.copy(),
+                                  groups_.copies()};
       }
     }
   }
@@ -187,7 +278,7 @@ void FsdpRuntime::install_hooks(Unit& unit) {
 
 void FsdpRuntime::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
-  const bool recording = c10::GradMode::is_enabled();
+  const Page::Use mode = mode_of_use();
   Quiet quiet;
   std::vector<Unit*> needed;
   for (Page* page : pages) {
@@ -198,6 +289,9 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
     Unit* unit = units_[page->id()].get();
     if (std::find(needed.begin(), needed.end(), unit) == needed.end()) needed.push_back(unit);
   }
+  if (summoned_elsewhere_)
+    throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " +
+                           std::to_string(groups_.world->rank()) + " while full parameters are summoned on rank 0 only");
   const bool backward = inside_backward();
   if (backward) {
     enter_backward();
@@ -207,7 +301,7 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
     for (Unit* unit : needed)
       if (unit->inspect_parameters()) install_hooks(*unit);
   }
-  if (recording)
+  if (mode == Page::Use::kRecording)
     for (Unit* unit : needed) reducer_->expect(*unit);
 
   PrefetchOrder& order = backward ? backward_order_ : forward_order_;
@@ -217,7 +311,7 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
 
   for (Unit* unit : current_) unit->set_current(Page::Use::kNone);
   current_ = needed;
-  for (Unit* unit : needed) unit->set_current(recording ? Page::Use::kRecording : Page::Use::kNotRecording);
+  for (Unit* unit : needed) unit->set_current(mode);
 }
 
 void FsdpRuntime::make_resident(const std::vector<Unit*>& needed) {
@@ -283,10 +377,17 @@ void FsdpRuntime::end_backward() {
   Quiet quiet;
   in_backward_ = false;
   forward_is_new_ = true;
-  if (sync_) {
-    reducer_->finish();
-  } else {
+  if (!sync_) {
     reducer_->end_without_reducing();
+    return release_all();
+  }
+  try {
+    reducer_->finish();
+  } catch (const CommError&) {
+    throw;  // nothing can be waited for any more
+  } catch (const std::exception&) {
+    release_all();
+    throw;
   }
   release_all();
 }
@@ -325,26 +426,42 @@ void FsdpRuntime::set_sync(bool sync) {
   sync_ = sync;
 }
 
-void FsdpRuntime::summon() {
+void FsdpRuntime::summon(const SummonOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
+  if (options.rank0_only && options.writeback)
+    throw std::invalid_argument("SummonOptions::rank0_only and writeback are both true, expected writeback = false");
+  if (options.offload_to_cpu && !groups_.world->device().is_cpu())
+    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + groups_.world->device().str() + ": not built yet, expected false");
+  std::vector<Unit*> chosen;
+  for (auto& unit : units_)
+    if (options.units.empty() ||
+        std::find(options.units.begin(), options.units.end(), unit->plan_name()) != options.units.end())
+      chosen.push_back(unit.get());
+  if (!options.units.empty() && chosen.size() != options.units.size())
+    throw std::invalid_argument("SummonOptions::units names " + std::to_string(options.units.size()) + " units, of which " +
+                                std::to_string(chosen.size()) + " exist; they are: " + unit_names());
   Quiet quiet;
   if (in_backward_) abandon_backward();
   release_all();
-  for (auto& unit : units_) {
-    unit->start_gather();
-    unit->finish_gather();
-    unit->pin();
-  }
+  summoned_elsewhere_ = options.rank0_only && groups_.world->rank() != 0;
+  for (Unit* unit : chosen) summoned_elsewhere_ ? unit->help_to_pin() : unit->pin();
   summoned_ = true;
+}
+
+std::string FsdpRuntime::unit_names() const {
+  std::string names;
+  for (const auto& unit : units_) names += (names.empty() ? "'" : ", '") + unit->plan_name() + "'";
+  return names;
 }
 
 void FsdpRuntime::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
   Quiet quiet;
-  for (auto& unit : units_) unit->unpin(writeback);
-  summoned_ = false;
+  for (auto& unit : units_)
+    if (unit->is_pinned()) unit->unpin(writeback);
+  summoned_ = summoned_elsewhere_ = false;
   release_all();
 }
 
@@ -360,7 +477,7 @@ void FsdpRuntime::refuse(const Page& page, const at::Tensor& view, const std::st
     }
   }
   throw std::logic_error(operation + " would change " + parameter + " of " + page.name() + " on rank " +
-                         std::to_string(comm_->rank()) +
+                         std::to_string(groups_.world->rank()) +
                          ", which is sharded: change it inside summon_full_params(), or change the shards, "
                          "fsdp.parameters()");
 }
@@ -381,34 +498,55 @@ double FsdpRuntime::clip_grad_norm(double max_norm, double norm_type, bool error
         if (shard.grad().defined()) gradients.push_back(shard.grad());
     }
   }
-  return clip_shards_by_norm(gradients, max_norm, norm_type, error_if_nonfinite, *comm_);
+  return clip_shards_by_norm(gradients, max_norm, norm_type, error_if_nonfinite, *groups_.shard);
 }
 
-torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(bool rank0_only) {
+void FsdpRuntime::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   Quiet quiet;
-  const bool keep = !rank0_only || comm_->rank() == 0;
-  std::map<std::string, at::Tensor> by_name;
+  const bool keep = !options.rank0_only || groups_.world->rank() == 0;
+  std::unordered_set<std::string> sharded;
+  auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
+    if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+  };
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) {
       const FlatGroup& flat = group->flat;
-      at::Tensor bytes = gathered_.take(flat.full_bytes());
+      at::Tensor bytes = gathered_.take(flat.exact_full_bytes());
       const at::Tensor full = bytes.view(flat.dtype());
-      flat.gather(full, *comm_).wait();
-      for (size_t i = 0; keep && i < flat.parameters().size(); ++i) {
-        const at::Tensor copy = flat.view_in(full, i).clone();
-        by_name[flat.parameters()[i].fqn] = copy;
-        for (const std::string& alias : flat.parameters()[i].aliases) by_name[alias] = copy;
+      log_.add("all-gather", flat.name(), full.numel());
+      flat.gather(full, *groups_.shard).wait();
+      for (size_t i = 0; i < flat.parameters().size(); ++i) {
+        const PlannedParameter& parameter = flat.parameters()[i];
+        sharded.insert(parameter.fqn);
+        sharded.insert(parameter.aliases.begin(), parameter.aliases.end());
+        show(parameter.fqn, flat.view_in(full, i), parameter.aliases);
       }
       gathered_.give(bytes);
     }
   }
-  torch::OrderedDict<std::string, at::Tensor> state;
-  if (!keep) return state;
   for (const auto& parameter : module_->named_parameters())
-    if (by_name.contains(parameter.key())) state.insert(parameter.key(), by_name.at(parameter.key()));
-  for (const auto& buffer : named_buffers()) state.insert(buffer.key(), buffer.value().detach().clone());
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
+  for (const auto& buffer : named_buffers()) {
+    const auto cast = cast_buffers_.find(buffer.key());
+    show(buffer.key(), cast == cast_buffers_.end() ? buffer.value().detach() : buffer.value().detach().to(cast->second));
+  }
+}
+
+torch::OrderedDict<std::string, at::Tensor> FsdpRuntime::full_state_dict(const StateDictOptions& options) {
+  std::unordered_map<std::string, at::Tensor> by_name;
+  visit_full_state(
+      [&](const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor) {
+        by_name[name] = tensor.clone();
+        for (const std::string& alias : aliases) by_name[alias] = by_name[name];
+      },
+      options);
+  torch::OrderedDict<std::string, at::Tensor> state;
+  if (by_name.empty()) return state;
+  // In the module's order, as state dictionaries are.
+  for (const auto& parameter : module_->named_parameters()) state.insert(parameter.key(), by_name.at(parameter.key()));
+  for (const auto& buffer : named_buffers()) state.insert(buffer.key(), by_name.at(buffer.key()));
   return state;
 }
 
@@ -427,7 +565,7 @@ MemoryReport FsdpRuntime::memory() const {
     for (const auto& group : unit->groups()) {
       report.shard_bytes += group->flat.shard_bytes();
       report.grad_bytes += group->flat.grad_bytes();
-      report.unsharded_bytes += group->flat.layout().parameters_numel() * group->flat.element_bytes();
+      report.unsharded_bytes += group->flat.unsharded_bytes();
     }
   }
   report.gathered_bytes = gathered_.lent_bytes();
@@ -443,18 +581,35 @@ void FsdpRuntime::reset_peak_memory() {
   reducer_->reset_peak();
 }
 
+// The last pass that used units.
+void FsdpRuntime::describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order) const {
+  const auto& seen = order.seen().empty() ? order.expected() : order.seen();
+  if (seen.empty()) return;
+  text << "  order seen in " << pass << ":";
+  for (int unit : seen) text << (unit == seen.front() ? " " : ", ") << units_[unit]->name();
+  text << "\n";
+}
+
 std::string FsdpRuntime::describe() const {
   std::lock_guard lock(mutex_);
   std::ostringstream text;
-  text << units_.size() << " units over " << comm_->size() << " ranks\n";
+  text << units_.size() << " units over " << groups_.shard->size() << " ranks";
+  if (groups_.replicas) text << ", " << groups_.copies() << " copies";
+  text << "\n";
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {
       const FlatGroup& flat = group->flat;
       text << "  " << flat.name() << ": " << flat.parameters().size() << " parameters, "
            << flat.layout().parameters_numel() << " elements of " << c10::toString(flat.dtype()) << ", "
-           << flat.full_bytes() << " bytes gathered, " << flat.shard_bytes() << " bytes on each rank\n";
+           << flat.full_bytes() << " bytes gathered";
+      if (flat.is_cast()) text << " as " << c10::toString(flat.gather_dtype());
+      text << ", " << flat.shard_bytes() << " bytes on each rank";
+      if (flat.reduce_dtype() != flat.dtype()) text << ", gradients reduced as " << c10::toString(flat.reduce_dtype());
+      text << "\n";
     }
   }
+  describe_order(text, "forward", forward_order_);
+  describe_order(text, "backward", backward_order_);
   return text.str();
 }
 

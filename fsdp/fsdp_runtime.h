@@ -3,6 +3,8 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -11,11 +13,14 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/gradient_reducer.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
+#include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/prefetch_order.h"
 #include "tessera/fsdp/residency.h"
+#include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
 
 namespace tessera {
@@ -45,22 +50,27 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   void begin_forward();
   void set_sync(bool sync);
   bool sync() const { return sync_; }
-  void summon();
+  void summon(const SummonOptions& options);
   void dismiss(bool writeback);
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
-  torch::OrderedDict<std::string, at::Tensor> full_state_dict(bool rank0_only);
+  using VisitState = std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
+  void visit_full_state(const VisitState& visit, const StateDictOptions& options);
+  torch::OrderedDict<std::string, at::Tensor> full_state_dict(const StateDictOptions& options);
   MemoryReport memory() const;
   void reset_peak_memory();
   std::string describe() const;
-  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  const std::shared_ptr<Communicator>& comm() const { return groups_.world; }
+  const MixedPrecision& precision() const { return options_.mixed_precision; }
 
  private:
   FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
+  void make_units(std::vector<PlannedUnit>& plan);
   void broadcast_buffers();
+  void cast_buffers();
   void name_shards();
   void install_hooks(Unit& unit);
 
@@ -71,19 +81,23 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   void release(Unit& unit);
   void release_all();
 
+  std::string unit_names() const;
+  void describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order) const;
   void enter_backward();
   void end_backward();
   void abandon_backward();
   void require_outside_backward(const char* call) const;
 
   mutable std::mutex mutex_;
-  const std::shared_ptr<Communicator> comm_;
   const FsdpOptions options_;
+  const ShardingGroups groups_;
   const std::shared_ptr<torch::nn::Module> module_;
   BufferPool gathered_;
+  OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;
   std::vector<NamedShard> named_shards_;
+  std::map<std::string, at::ScalarType> cast_buffers_;  // their dtype before, by name
 
   std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
   std::vector<Unit*> current_;  // of the last operator that came here
@@ -93,6 +107,7 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   bool forward_is_new_ = true;  // no unit was used since the last backward
   bool sync_ = true;
   bool summoned_ = false;
+  bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another
 };
 
 }  // namespace tessera

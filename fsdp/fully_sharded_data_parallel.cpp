@@ -1,5 +1,7 @@
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 
+#include <stdexcept>
+
 #include "tessera/fsdp/fsdp_runtime.h"
 
 namespace tessera {
@@ -9,6 +11,19 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
     : runtime_(FsdpRuntime::wrap(module, std::move(comm), options)) {}
 
 void FullyShardedModule::begin_forward() { runtime_->begin_forward(); }
+
+std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
+  const MixedPrecision& precision = runtime_->precision();
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
+
+std::optional<at::ScalarType> FullyShardedModule::output_dtype() const { return runtime_->precision().output_dtype; }
+
+void FullyShardedModule::refuse_output_dtype() {
+  throw std::invalid_argument(
+      "FsdpOptions::mixed_precision.output_dtype is set, but what the module's forward() returns is of a type in which "
+      "no tensors are looked for: expected a tensor, or vectors, tuples, optionals or maps of tensors");
+}
 
 std::vector<at::Tensor> FullyShardedModule::parameters() const {
   std::vector<at::Tensor> shards;
@@ -33,12 +48,22 @@ Scope FullyShardedModule::no_sync() {
 }
 
 Scope FullyShardedModule::summon_full_params(SummonOptions options) {
-  runtime_->summon();
-  return Scope([runtime = runtime_, options] { runtime->dismiss(options.writeback); });
+  runtime_->summon(options);
+  return Scope([runtime = runtime_, writeback = options.writeback] { runtime->dismiss(writeback); });
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(StateDictOptions options) {
-  return runtime_->full_state_dict(options.rank0_only);
+  return runtime_->full_state_dict(options);
+}
+
+void FullyShardedModule::visit_full_state(const std::function<void(const std::string&, const at::Tensor&)>& visit,
+                                          StateDictOptions options) {
+  runtime_->visit_full_state(
+      [&](const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor) {
+        visit(name, tensor);
+        for (const std::string& alias : aliases) visit(alias, tensor);
+      },
+      options);
 }
 
 void FullyShardedModule::zero_grad(bool set_to_none) {

@@ -5,28 +5,24 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
-#include "tessera/flat/scope.h"
 #include "tessera/flat/memory_report.h"
+#include "tessera/flat/scope.h"
+#include "tessera/flat/visit_tensors.h"
+#include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/options.h"
 
 namespace tessera {
 
 class FsdpRuntime;
-
-struct SummonOptions {
-  bool writeback = true;  // keep what the scope changes; false: changes are lost
-};
-
-struct StateDictOptions {
-  // true: only rank 0 gets the tensors, the others an empty dictionary.
-  bool rank0_only = false;
-};
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
 class FullyShardedModule : public ModelShards {
@@ -53,13 +49,22 @@ class FullyShardedModule : public ModelShards {
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
-  // what it sees (so change them alike on all ranks). Collective, at the beginning. Throws
-  // std::logic_error inside a backward pass and inside another such scope.
+  // what it sees (so change them alike on all ranks). In their own dtype, whatever mixed precision
+  // computes in. Collective, at the beginning. Throws std::logic_error inside a backward pass and
+  // inside another such scope, std::invalid_argument for options that do not go together and for
+  // unknown units.
   Scope summon_full_params(SummonOptions options = {});
 
   // All parameters (under each of their names) and buffers by name, in full, as copies on the
-  // communicator's device. Collective. One unit at a time is gathered.
+  // communicator's device, or the host. Collective. One unit at a time is gathered.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(StateDictOptions options = {});
+
+  // Calls visit(name, tensor) for what full_state_dict() has, without keeping it: parameters in the
+  // order of units, in full, then buffers. The tensor is the visitor's for the call only. Collective;
+  // with rank0_only the other ranks are called with nothing. No rank holds more than one unit
+  // beyond its shards, so that a model of any size can be written to a file.
+  void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
+                        StateDictOptions options = {});
 
   // Clears the gradients of parameters(): optimizer.zero_grad() does it too.
   void zero_grad(bool set_to_none = true);
@@ -79,6 +84,18 @@ class FullyShardedModule : public ModelShards {
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void begin_forward();
+  // Floating-point tensors become of this type on their way into forward, and out of it.
+  std::optional<at::ScalarType> input_dtype() const;
+  std::optional<at::ScalarType> output_dtype() const;
+
+  [[noreturn]] static void refuse_output_dtype();
+
+  template <class Value>
+  static void convert_floating(Value& value, at::ScalarType dtype) {
+    visit_tensors(value, [&](at::Tensor& tensor) {
+      if (tensor.defined() && at::isFloatingType(tensor.scalar_type())) tensor = tensor.to(dtype);
+    });
+  }
 
  private:
   std::shared_ptr<FsdpRuntime> runtime_;
@@ -113,11 +130,26 @@ class FullyShardedDataParallel : public FullyShardedModule {
   FullyShardedDataParallel(Holder module, std::shared_ptr<Communicator> comm, FsdpOptions options = {})
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // What module->forward(args...) returns. Gathered parameters that changed since are refreshed.
+  // What module->forward(args...) returns, with tensors converted on the way in and out as
+  // FsdpOptions::mixed_precision says. Gathered parameters that changed since are refreshed.
+  // Throws std::invalid_argument if output_dtype is set and the result's type is none in which
+  // tensors are looked for (flat/visit_tensors.h).
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     begin_forward();
-    return module_->forward(std::forward<Args>(args)...);
+    if constexpr ((... || kHoldsTensors<Args>)) {
+      if (input_dtype()) {
+        std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;
+        return std::apply(
+            [&](auto&... copy) -> decltype(auto) {
+              return finished([&]() -> decltype(auto) {
+                return module_->forward(with_input_dtype(std::forward<Args>(args), copy)...);
+              });
+            },
+            copies);
+      }
+    }
+    return finished([&]() -> decltype(auto) { return module_->forward(std::forward<Args>(args)...); });
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
@@ -127,6 +159,32 @@ class FullyShardedDataParallel : public FullyShardedModule {
   const Holder& module() const { return module_; }
 
  private:
+  struct Opaque {};  // stands for the copy of an argument that needs none
+
+  template <class Value, class Copy>
+  decltype(auto) with_input_dtype(Value&& value, Copy& copy) {
+    if constexpr (kHoldsTensors<Value>) {
+      copy = value;
+      convert_floating(copy, *input_dtype());
+      return static_cast<Value&&>(copy);
+    } else {
+      return static_cast<Value&&>(value);
+    }
+  }
+
+  template <class Call>
+  decltype(auto) finished(Call call) {
+    using Result = decltype(call());
+    if constexpr (std::is_void_v<Result> || !kHoldsTensors<Result>) {
+      if (output_dtype()) refuse_output_dtype();
+      return call();
+    } else {
+      std::decay_t<Result> result = call();
+      if (output_dtype()) convert_floating(result, *output_dtype());
+      return result;
+    }
+  }
+
   Holder module_;
 };
 

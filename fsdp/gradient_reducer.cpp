@@ -1,13 +1,15 @@
 #include "tessera/fsdp/gradient_reducer.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/comm/fingerprint.h"
 
 namespace tessera {
 namespace {
@@ -18,10 +20,18 @@ constexpr int64_t kFingerprintBytes = 8;
 
 }  // namespace
 
-GradientReducer::GradientReducer(Communicator& comm, std::vector<std::unique_ptr<Unit>>& units)
-    : comm_(comm), units_(units), pool_(comm.device()), states_(units.size()) {
+GradientReducer::GradientReducer(const ShardingGroups& groups, std::vector<std::unique_ptr<Unit>>& units, OrderLog& log,
+                                 ReducerChecks checks)
+    : groups_(groups),
+      log_(log),
+      checks_(checks),
+      units_(units),
+      pool_(groups.world->device()),
+      states_(units.size()),
+      reduced_(units.size()) {
   size_t parameters = 0;
   for (auto& unit : units_) {
+    reduced_[unit->index()].assign(unit->groups().size(), false);
     for (auto& group : unit->groups()) {
       GroupState state;
       state.filled.assign(group->flat.parameters().size(), false);
@@ -76,7 +86,7 @@ bool GradientReducer::add(Unit& unit, size_t group, size_t parameter, const at::
     state.complete = false;
   }
   if (gradient.defined()) {
-    if (!bucket.bucket.defined()) bucket.bucket = pool_.take(flat.full_bytes()).view(flat.dtype());
+    if (!bucket.bucket.defined()) bucket.bucket = pool_.take(flat.bucket_bytes()).view(flat.reduce_dtype());
     at::Tensor place = flat.view_in(bucket.bucket, parameter);
     const at::Tensor values = gradient.is_sparse() ? gradient.to_dense() : gradient;
     if (bucket.filled[parameter]) {
@@ -109,13 +119,16 @@ void GradientReducer::start_reduce(Unit& unit) {
     const bool trainable = std::any_of(parameters.begin(), parameters.end(),
                                        [](const PlannedParameter& p) { return p.tensor.requires_grad(); });
     if (!trainable && !group.bucket.defined()) continue;
-    if (!group.bucket.defined()) group.bucket = pool_.take(flat.full_bytes()).view(flat.dtype());
+    if (!group.bucket.defined()) group.bucket = pool_.take(flat.bucket_bytes()).view(flat.reduce_dtype());
     flat.clear_padding(group.bucket);
     for (size_t p = 0; p < parameters.size(); ++p)
       if (!group.filled[p]) flat.view_in(group.bucket, p).zero_();
-    InFlight flight{&unit, i, std::exchange(group.bucket, at::Tensor()), flat.gradient_destination(), group.filled, {}};
+    InFlight flight{&unit, i, std::exchange(group.bucket, at::Tensor()), flat.gradient_destination(is_busy(unit, i)),
+                    group.filled, {}};
     std::fill(group.filled.begin(), group.filled.end(), false);
-    flight.pending = comm_.reduce_scatter(flight.reduced, flight.bucket, ReduceOp::kAverage, {}, flat.name());
+    reduced_[unit.index()][i] = true;
+    log_.add("reduce-scatter", flat.name(), flight.bucket.numel());
+    flight.pending = groups_.shard->reduce_scatter(flight.reduced, flight.bucket, ReduceOp::kAverage, {}, flat.name());
     in_flight_.push_back(std::move(flight));
   }
   while (in_flight_.size() > kMaxInFlight) finish_oldest();
@@ -126,21 +139,52 @@ void GradientReducer::finish_oldest(bool accept) {
   in_flight_.erase(in_flight_.begin());
   flight.pending.wait();
   pool_.give(flight.bucket.view(at::kByte));
+  if (!groups_.replicas) {
+    if (accept) this->accept(std::move(flight));
+    return;
+  }
   if (!accept) return;
+  flight.bucket.reset();
+  flight.pending = groups_.replicas->all_reduce(flight.reduced, ReduceOp::kAverage,
+                                                flight.unit->groups()[flight.group]->flat.name());
+  crossing_.push_back(std::move(flight));
+  while (crossing_.size() > kMaxInFlight) finish_oldest_crossing();
+}
+
+void GradientReducer::finish_oldest_crossing(bool accept) {
+  InFlight flight = std::move(crossing_.front());
+  crossing_.erase(crossing_.begin());
+  flight.pending.wait();
+  if (accept) this->accept(std::move(flight));
+}
+
+void GradientReducer::accept(InFlight flight) {
+  const bool waits = std::any_of(undecided_.begin(), undecided_.end(), [&](const Undecided& other) {
+    return other.unit == flight.unit && other.group == flight.group;
+  });
   const bool all_used = std::all_of(flight.filled.begin(), flight.filled.end(), [](bool filled) { return filled; });
-  if (all_used) {
+  if (all_used && !waits) {
     flight.unit->groups()[flight.group]->flat.accept_gradient(flight.reduced, flight.filled);
   } else {
     undecided_.push_back({flight.unit, flight.group, flight.reduced});
   }
 }
 
+// Whether a reduction of the group is under way: a backward within this one has brought it more.
+bool GradientReducer::is_busy(const Unit& unit, size_t group) const {
+  auto same = [&](const auto& other) { return other.unit == &unit && other.group == group; };
+  return std::any_of(in_flight_.begin(), in_flight_.end(), same) ||
+         std::any_of(crossing_.begin(), crossing_.end(), same) ||
+         std::any_of(undecided_.begin(), undecided_.end(), same);
+}
+
 void GradientReducer::finish() {
   while (started_ < queue_.size()) start_reduce(*units_[queue_[started_++]]);
   const at::Tensor own = own_report();
-  at::Tensor reports = at::empty({comm_.size() * own.numel()}, own.options());
-  Pending exchange = comm_.all_gather(reports, own, {}, "the end of backward");
+  at::Tensor reports = at::empty({groups_.world->size() * own.numel()}, own.options());
+  Pending exchange = groups_.world->all_gather(reports, own, {}, "the end of backward");
   while (!in_flight_.empty()) finish_oldest();
+  while (!crossing_.empty()) finish_oldest_crossing();
   exchange.wait();
   check_reports(reports);
   for (const Undecided& entry : undecided_) {
@@ -151,39 +195,91 @@ void GradientReducer::finish() {
     flat.drop_unused_gradient();
   }
   reset_expectations();
+  if (checks_.finite) check_finite();
 }
 
-// The fingerprint of what was reduced in which order, then a bit for each parameter.
+// The fingerprint of what was exchanged in which order, then a bit for each parameter.
 at::Tensor GradientReducer::own_report() const {
-  Fingerprint order;
-  for (int index : queue_) order.add(units_[index]->name()).add(units_[index]->full_bytes());
   std::vector<uint8_t> bytes(kFingerprintBytes + (used_.size() + 7) / 8, 0);
-  const uint64_t value = order.value();
+  const uint64_t value = log_.fingerprint();
   std::memcpy(bytes.data(), &value, sizeof(value));
   for (size_t i = 0; i < used_.size(); ++i)
     if (used_[i]) bytes[kFingerprintBytes + i / 8] |= static_cast<uint8_t>(1U << (i % 8));
   at::Tensor report = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
   std::memcpy(report.mutable_data_ptr(), bytes.data(), bytes.size());
-  return report.to(comm_.device());
+  return report.to(groups_.world->device());
 }
 
 void GradientReducer::check_reports(const at::Tensor& reports) {
-  const at::Tensor table = reports.cpu().view({comm_.size(), -1});
+  const at::Tensor table = reports.cpu().view({groups_.world->size(), -1});
   bool agreed = true;
-  for (int rank = 0; rank < comm_.size(); ++rank) {
+  for (int rank = 0; rank < groups_.world->size(); ++rank) {
     const auto* report = table[rank].const_data_ptr<uint8_t>();
     agreed = agreed && std::memcmp(report, table.const_data_ptr<uint8_t>(), kFingerprintBytes) == 0;
     for (size_t i = 0; i < used_.size(); ++i)
       if ((report[kFingerprintBytes + i / 8] >> (i % 8) & 1) != 0) used_[i] = true;
   }
-  if (agreed) return;
-  std::vector<std::string> lines;
-  for (int index : queue_) lines.push_back(units_[index]->name());
-  require_agreement(comm_, "the units whose gradients were reduced in this backward", lines);
+  if (!agreed)
+    require_agreement(*groups_.world, "what was gathered and reduced since the last backward", log_.lines());
+  log_.clear();
+  if (checks_.uneven_use) check_uneven_use(table);
+}
+
+void GradientReducer::check_uneven_use(const at::Tensor& table) {
+  for (const auto& unit : units_) {
+    for (size_t g = 0; g < unit->groups().size(); ++g) {
+      const auto& parameters = unit->groups()[g]->flat.parameters();
+      for (size_t p = 0; p < parameters.size(); ++p) {
+        const size_t bit = states_[unit->index()].groups[g].first_parameter + p;
+        if (!used_[bit]) continue;
+        for (int rank = 0; rank < groups_.world->size(); ++rank) {
+          if ((table[rank].const_data_ptr<uint8_t>()[kFingerprintBytes + bit / 8] >> (bit % 8) & 1) != 0) continue;
+          reset_expectations();
+          throw std::invalid_argument("parameter '" + parameters[p].fqn + "' of " + unit->name() +
+                                      " had no gradient on rank " + std::to_string(rank) +
+                                      ", but had one on others (FsdpOptions::refuse_uneven_use)");
+        }
+      }
+    }
+  }
+}
+
+// Groups in which some rank's part of the reduced gradient is not finite: a row of bits a rank.
+void GradientReducer::check_finite() {
+  std::vector<const FlatGroup*> groups;
+  for (const auto& unit : units_)
+    for (const auto& group : unit->groups()) groups.push_back(&group->flat);
+  at::Tensor own = at::zeros({static_cast<int64_t>(groups.size())}, at::kByte);
+  size_t index = 0;
+  for (auto& unit : units_) {
+    for (size_t g = 0; g < unit->groups().size(); ++g, ++index) {
+      if (!reduced_[unit->index()][g]) continue;
+      reduced_[unit->index()][g] = false;
+      for (const at::Tensor& shard : unit->groups()[g]->flat.parameter_shards())
+        if (shard.grad().defined() && !at::isfinite(shard.grad()).all().item<bool>())
+          own.mutable_data_ptr<uint8_t>()[index] = 1;
+    }
+  }
+  const int world = groups_.world->size();
+  own = own.to(groups_.world->device());
+  at::Tensor all = at::empty({world * own.numel()}, own.options());
+  groups_.world->all_gather(all, own, {}, "the check for finite gradients").wait();
+  all = all.cpu();
+  std::string found;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    std::string ranks;
+    for (int rank = 0; rank < world; ++rank)
+      if (all.const_data_ptr<uint8_t>()[rank * groups.size() + i] != 0)
+        ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    if (!ranks.empty()) found += (found.empty() ? "" : "; ") + groups[i]->name() + " in the parts of ranks " + ranks;
+  }
+  if (!found.empty())
+    throw std::runtime_error("reduced gradients are infinite or NaN (FsdpOptions::check_finite): " + found);
 }
 
 void GradientReducer::abandon() {
   while (!in_flight_.empty()) finish_oldest(/*accept=*/false);
+  while (!crossing_.empty()) finish_oldest_crossing(/*accept=*/false);
   for (UnitState& state : states_) {
     for (GroupState& group : state.groups) {
       if (group.bucket.defined()) pool_.give(std::exchange(group.bucket, at::Tensor()).view(at::kByte));

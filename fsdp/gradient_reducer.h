@@ -6,9 +6,17 @@
 
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/fsdp/order_log.h"
+#include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
 
 namespace tessera {
+
+// What is looked at beyond the need, at a cost; see FsdpOptions.
+struct ReducerChecks {
+  bool uneven_use = false;
+  bool finite = false;
+};
 
 // Takes full gradients as autograd produces them, and leaves each rank with the average of its part.
 //
@@ -19,12 +27,17 @@ namespace tessera {
 // those before it; what is incomplete when backward ends (parameters that this rank did not use)
 // is completed with zeros. Then the ranks tell each other, in one small all-gather, which
 // parameters had a gradient at all, so that those without one anywhere keep none, and a
-// fingerprint of the order, which must be the same.
+// fingerprint of everything that the wrapper exchanged since the last backward, which must be the
+// same.
+//
+// Where the model is replicated, each reduced part is averaged with its counterparts in the other
+// copies as soon as the reduce-scatter has ended.
 //
 // Used by one thread at a time.
 class GradientReducer {
  public:
-  GradientReducer(Communicator& comm, std::vector<std::unique_ptr<Unit>>& units);
+  GradientReducer(const ShardingGroups& groups, std::vector<std::unique_ptr<Unit>>& units, OrderLog& log,
+                  ReducerChecks checks = {});
 
   // Forward used this unit with autograd recording: backward will have gradients for it.
   void expect(Unit& unit);
@@ -34,8 +47,9 @@ class GradientReducer {
   // unit's gradients are complete. `reduce` is false under no_sync: the bucket then waits for a
   // later backward.
   bool add(Unit& unit, size_t group, size_t parameter, const at::Tensor& gradient, bool reduce);
-  // Ends backward: afterwards each shard has its gradient. Collective. Throws CommError, and
-  // std::invalid_argument if the ranks reduced different units.
+  // Ends backward: afterwards each shard has its gradient. Collective. Throws CommError,
+  // std::invalid_argument if the ranks reduced different units, and, on all ranks, what the
+  // checks find.
   void finish();
   // Ends a backward under no_sync: the buckets stay.
   void end_without_reducing();
@@ -77,13 +91,21 @@ class GradientReducer {
   void enqueue(Unit& unit);
   void start_complete_ones();
   void start_reduce(Unit& unit);
-  // Waits for the oldest reduce-scatter; `accept` makes its result the shards' gradient.
+  // Waits for the oldest reduce-scatter; `accept` makes its result the shards' gradient, after the
+  // exchange with the other copies.
   void finish_oldest(bool accept = true);
+  void finish_oldest_crossing(bool accept = true);
+  void accept(InFlight flight);
+  bool is_busy(const Unit& unit, size_t group) const;
+  void check_uneven_use(const at::Tensor& table);
+  void check_finite();
   at::Tensor own_report() const;
   void check_reports(const at::Tensor& reports);
   void reset_expectations();
 
-  Communicator& comm_;
+  const ShardingGroups& groups_;
+  OrderLog& log_;
+  const ReducerChecks checks_;
   std::vector<std::unique_ptr<Unit>>& units_;
   BufferPool pool_;
   std::vector<UnitState> states_;     // by unit
@@ -91,6 +113,8 @@ class GradientReducer {
   std::vector<int> queue_;            // units in the order in which they are reduced
   size_t started_ = 0;                // how many of queue_ are
   std::vector<InFlight> in_flight_;   // oldest first
+  std::vector<InFlight> crossing_;    // reduced in this copy; being averaged over copies, oldest first
+  std::vector<std::vector<bool>> reduced_;  // by unit and group: in this backward
   std::vector<Undecided> undecided_;
   std::vector<bool> used_;            // by parameter of all units: had a gradient here
 };

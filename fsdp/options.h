@@ -1,10 +1,51 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
+#include <optional>
 
 #include "tessera/flat/unit_plan.h"
 
 namespace tessera {
+
+// Which dtype each part of a step is in; what is empty stays in the parameters' own. Optimizers,
+// checkpoints and state dictionaries see the parameters' own dtype always (FSDP2's
+// MixedPrecisionPolicy, with FSDP1's buffers).
+struct MixedPrecision {
+  // All-gathers and computation of floating-point parameters: kBFloat16 or kHalf halve both the
+  // bytes sent and the gathered memory of fp32 parameters, whose shards are cast before they travel.
+  std::optional<at::ScalarType> param_dtype;
+  // Reduction of their gradients; param_dtype if empty. kFloat costs twice the bytes of 16 bit and
+  // rounds once instead of at every rank and every accumulation under no_sync.
+  std::optional<at::ScalarType> reduce_dtype;
+  // Floating-point buffers are converted to it, once, at construction.
+  std::optional<at::ScalarType> buffer_dtype;
+  // The wrapper's forward() converts floating-point tensors among its arguments (in vectors, tuples
+  // and optionals too) to param_dtype.
+  bool cast_forward_inputs = true;
+  // The wrapper's forward() converts floating-point tensors in what it returns to it.
+  std::optional<at::ScalarType> output_dtype;
+  // Modules that compute in the parameters' own dtype, norms usually: their parameters and buffers
+  // are never cast. An operator on such a parameter gets arguments of param_dtype converted up
+  // and its results converted back, in forward and in backward.
+  WrapPolicy full_precision;
+};
+
+// Where shards lie while they are not in use. Not built yet: anything but the default is refused.
+struct CpuOffload {
+  bool params = false;
+  bool grads = false;
+  bool pin_memory = true;
+};
+
+// Shard within groups of ranks, replicate across them (FSDP1's HYBRID_SHARD, a 2-D mesh in FSDP2).
+struct HybridSharding {
+  // How many ranks, consecutive ones, share one copy of the model; divides the world's size. Gathers
+  // and reduce-scatters stay within them; each rank's part of the gradients is then averaged
+  // with its counterparts in the other copies. 0: all ranks share one copy.
+  int ranks_per_copy = 0;
+};
 
 struct FsdpOptions {
   // Which modules become units (see WrapPolicy). Empty: the whole model is one unit.
@@ -15,6 +56,10 @@ struct FsdpOptions {
   // has all of the unit's gradients (ZeRO-2's traffic; memory of the whole model), and after an
   // evaluation until the next backward ends.
   bool reshard_after_forward = true;
+
+  MixedPrecision mixed_precision;
+
+  CpuOffload offload;
 
   // How many units ahead of the one in use are gathered, in forward and in backward, in the order
   // seen in the iteration before. 0: none. Costs one gathered unit of memory each.
@@ -27,6 +72,20 @@ struct FsdpOptions {
   // Take parameters and buffers from rank 0 at construction. false: the caller promises that
   // they are the same on all ranks already.
   bool sync_module_states = true;
+
+  HybridSharding hybrid;
+
+  // Modules whose parameters stay as they are: whole on every rank, not in parameters(), their
+  // gradients not reduced. For frozen parts that are used everywhere, or trained in another way.
+  WrapPolicy ignored_modules;
+
+  // true: backward throws std::invalid_argument, on all ranks, if a parameter had a gradient on
+  // some ranks only, which otherwise counts as 0 on the others.
+  bool refuse_uneven_use = false;
+
+  // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or
+  // NaN, and names units and ranks. Costs one pass over the gradient shards and one small all-reduce.
+  bool check_finite = false;
 };
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,6 +13,8 @@
 #include <string_view>
 #include <unordered_set>
 #include <utility>
+
+#include "tessera/flat/recompute.h"
 
 namespace tessera {
 
@@ -84,18 +87,51 @@ void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   for (const auto& [pager, pages] : needed) pager->use(pages);
 }
 
-void page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-  const auto mode = c10::GradMode::is_enabled() ? Page::Use::kRecording : Page::Use::kNotRecording;
+// Activations of one dtype that are to be of another.
+struct Conversion {
+  at::ScalarType from, to;
+};
+
+std::optional<Conversion> page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const auto mode = mode_of_use();
   bool all_current = true;
+  std::optional<Conversion> conversion;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
     Pager* pager = state.pager.load(std::memory_order_relaxed);
     if (pager == nullptr)
       throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
                              ", whose FullyShardedDataParallel no longer exists");
     if (is_written && !state.writable) pager->refuse(*state.page, tensor, schema.name());
+    if (state.activations && !schema.is_mutable()) conversion = {*state.activations, tensor.scalar_type()};
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale();
   });
   if (!all_current) report(schema, stack);
+  return conversion;
+}
+
+// Converts the tensors among the last `count` values; recorded by autograd. Returns whether there were any.
+bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::ScalarType to) {
+  bool any = false;
+  auto converted = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.scalar_type() != from) return tensor;
+    any = true;
+    return tensor.to(to);
+  };
+  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(count); value != stack.end(); ++value) {
+    if (value->isTensor()) {
+      *value = converted(value->toTensor());
+    } else if (value->isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value->toTensorVector()) list.push_back(converted(tensor));
+      *value = std::move(list);
+    }
+  }
+  return any;
+}
+
+bool returns_views(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(),
+                     [](const c10::Argument& result) { return result.alias_info() != nullptr; });
 }
 
 // Sees every operator that has a view of a page among its arguments, above autograd.
@@ -106,10 +142,15 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     op.redispatchBoxed(below, stack);
     return;
   }
-  page_in(op.schema(), *stack);
-  // The operator's arguments are resident until it returns: no need to look at its parts.
-  c10::impl::ExcludeDispatchKeyGuard once(kPagedKey);
-  op.redispatchBoxed(below, stack);
+  const auto conversion = page_in(op.schema(), *stack);
+  const bool converts = conversion && !returns_views(op.schema()) &&
+                        convert(*stack, op.schema().arguments().size(), conversion->from, conversion->to);
+  {
+    // The operator's arguments are resident until it returns: no need to look at its parts.
+    c10::impl::ExcludeDispatchKeyGuard once(kPagedKey);
+    op.redispatchBoxed(below, stack);
+  }
+  if (converts) convert(*stack, op.schema().returns().size(), conversion->to, conversion->from);
 }
 
 TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
@@ -117,6 +158,11 @@ TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
 }
 
 }  // namespace
+
+Page::Use mode_of_use() {
+  if (!c10::GradMode::is_enabled() && !recomputes_later()) return Page::Use::kNotRecording;
+  return torch::autograd::get_current_graph_task_id() == -1 ? Page::Use::kRecording : Page::Use::kRecomputing;
+}
 
 Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id), state_(std::make_shared<State>()) {
   state_->pager = pager;

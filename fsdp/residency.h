@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,8 +53,12 @@ class Page {
 
   // While `mode` is what the fallback sees (see Use), uses of this page's views do not reach the
   // pager: the page is lent and was the last one used. This is the path of most operators.
-  enum class Use : uint8_t { kNone, kRecording, kNotRecording };  // by autograd, when used
+  enum class Use : uint8_t { kNone, kRecording, kNotRecording, kRecomputing };  // see mode_of_use()
   void set_current(Use mode) { state_->current.store(mode, std::memory_order_relaxed); }
+
+  // Operators on views of this page get floating-point arguments of dtype `from` converted to the
+  // views' own, and their results converted back: a unit that is not cast among units that are.
+  void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Uses are reported again after the next change of `source`, a tensor whose version counter
   // tells of writes to what this page is a copy of.
@@ -68,6 +73,7 @@ class Page {
     std::string name;
     std::atomic<Use> current = Use::kNone;
     bool writable = false;
+    std::optional<at::ScalarType> activations;
     c10::intrusive_ptr<c10::TensorImpl> source;
     uint32_t seen_version = 0;
     bool is_stale() const { return source && source->version_counter().current_version() != seen_version; }
@@ -93,6 +99,11 @@ class Pager {
   // the parameter.
   [[noreturn]] virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
 };
+
+// What autograd does with an operator that is called now: records it in a forward (or will, when
+// a checkpointed part is computed again), records it inside a backward, which computes a
+// checkpointed part again, or does not record it.
+Page::Use mode_of_use();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.
 void require_residency();

@@ -2,8 +2,11 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
+
+#include "tessera/flat/deferred.h"
 
 namespace tessera {
 namespace {
@@ -12,27 +15,39 @@ std::string label_of(const PlannedUnit& plan) {
   return plan.name == "(root)" ? "the root unit" : "unit '" + plan.name + "'";
 }
 
+std::string traits_of(const PlannedParameter& parameter) {
+  return std::string(" (") + c10::toString(parameter.tensor.scalar_type()) +
+         (parameter.full_precision ? ", full precision" : "") +
+         (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
+}
+
 }  // namespace
 
-Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, BufferPool& pool, Pager* pager, bool sync)
-    : index_(index), name_(label_of(plan)), comm_(comm), pool_(pool), is_whole_(comm.size() == 1) {
+Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
+           Pager* pager, OrderLog& log, bool sync)
+    : index_(index), name_(label_of(plan)), plan_name_(plan.name), comm_(comm), pool_(pool), log_(log) {
   at::NoGradGuard no_grad;
   auto parts = split_into_groups(plan);
   for (auto& parameters : parts) {
-    std::string name = name_;
-    if (parts.size() > 1)
-      name += std::string(" (") + c10::toString(parameters[0].tensor.scalar_type()) +
-              (parameters[0].tensor.requires_grad() ? ", trainable)" : ", frozen)");
-    auto group = std::make_unique<PagedGroup>(PagedGroup{FlatGroup(name, std::move(parameters), comm, sync)});
+    const std::string name = parts.size() > 1 ? name_ + traits_of(parameters[0]) : name_;
+    const bool is_exempt = parameters[0].full_precision;
+    auto group = std::make_unique<PagedGroup>(PagedGroup{FlatGroup(name, std::move(parameters), comm, sync, options)});
+    const FlatGroup& flat = group->flat;
     group->page = std::make_unique<Page>(pager, index, name, comm.device());
     group->grad_page = std::make_unique<Page>(pager, -1, name, comm.device());
+    if (flat.is_cast()) group->exact_page = std::make_unique<Page>(pager, index, name, comm.device());
+    if (is_exempt && options.gather_dtype && *options.gather_dtype != flat.dtype() && at::isFloatingType(flat.dtype()))
+      group->page->convert_activations(*options.gather_dtype);
     adopt(*group);
+    groups_.push_back(std::move(group));
+  }
+  is_whole_ = comm.size() == 1 && std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->flat.is_cast(); });
+  for (auto& group : groups_) {
     if (is_whole_) {
       group->page->lend(group->flat.shard());
     } else {
       group->page->watch_version(group->flat.shard());
     }
-    groups_.push_back(std::move(group));
   }
   if (is_whole_) state_ = State::kResident;
 }
@@ -41,6 +56,7 @@ Unit::~Unit() {
   for (auto& group : groups_) {
     group->page->detach();
     group->grad_page->detach();
+    if (group->exact_page) group->exact_page->detach();
   }
 }
 
@@ -52,11 +68,23 @@ void Unit::adopt(PagedGroup& group) {
     const ParameterGeometry& geometry = group.flat.geometry(i);
     at::Tensor parameter = parameters[i].tensor;
     parameter.mutable_grad() = at::Tensor();
-    parameter.set_data(group.page->view(group.flat.dtype(), geometry.sizes, geometry.strides,
-                                        group.flat.layout().offset(static_cast<int64_t>(i))));
     group.grad_guards.push_back(
-        group.grad_page->view(group.flat.dtype(), geometry.sizes, geometry.strides, 0));
-    parameter.mutable_grad() = group.grad_guards.back();
+        group.grad_page->view(group.flat.gather_dtype(), geometry.sizes, geometry.strides, 0));
+  }
+  point_parameters(group, *group.page, group.flat.gather_dtype());
+  for (size_t i = 0; i < parameters.size(); ++i) at::Tensor(parameters[i].tensor).mutable_grad() = group.grad_guards[i];
+}
+
+// A change of dtype makes autograd forget a parameter's accumulator, and with it our hook.
+void Unit::point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype) {
+  const auto& parameters = group.flat.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const ParameterGeometry& geometry = group.flat.geometry(i);
+    at::Tensor parameter = parameters[i].tensor;
+    if (parameter.scalar_type() != dtype) group.accumulators[i].reset();
+    const at::Tensor view =
+        page.view(dtype, geometry.sizes, geometry.strides, group.flat.layout().offset(static_cast<int64_t>(i)));
+    is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
   }
 }
 
@@ -76,7 +104,8 @@ int64_t Unit::trainable_count() const {
 void Unit::start_gather() {
   if (state_ != State::kSharded) return;
   for (auto& group : groups_) {
-    buffers_.push_back(pool_.take(group->flat.full_bytes()).view(group->flat.dtype()));
+    buffers_.push_back(pool_.take(group->flat.full_bytes()).view(group->flat.gather_dtype()));
+    log_.add("all-gather", group->flat.name(), buffers_.back().numel());
     group->page->accept_version();
     group->gathering = group->flat.gather(buffers_.back(), comm_);
   }
@@ -109,21 +138,55 @@ bool Unit::is_stale() const {
 }
 
 void Unit::set_current(Page::Use use) {
-  for (auto& group : groups_) group->page->set_current(use);
+  for (auto& group : groups_) {
+    group->page->set_current(use);
+    if (group->exact_page) group->exact_page->set_current(use);
+  }
 }
 
 void Unit::pin() {
+  at::NoGradGuard no_grad;
+  release();
   is_pinned_ = true;
-  for (auto& group : groups_) group->page->set_writable(true);
+  for (auto& group : groups_) {
+    if (!is_whole_) {
+      Page& page = group->exact_page ? *group->exact_page : *group->page;
+      buffers_.push_back(pool_.take(group->flat.exact_full_bytes()).view(group->flat.dtype()));
+      log_.add("all-gather", group->flat.name(), buffers_.back().numel());
+      group->page->accept_version();
+      group->flat.gather(buffers_.back(), comm_).wait();
+      page.lend(buffers_.back());
+      if (group->exact_page) point_parameters(*group, page, group->flat.dtype());
+    }
+    page_in_use(*group).set_writable(true);
+  }
+  state_ = State::kResident;
+}
+
+void Unit::help_to_pin() {
+  release();
+  if (is_whole_) return;
+  for (auto& group : groups_) {
+    const FlatGroup& flat = group->flat;
+    at::Tensor bytes = pool_.take(flat.exact_full_bytes());
+    log_.add("all-gather", flat.name(), flat.layout().full_numel());
+    flat.gather(bytes.view(flat.dtype()), comm_).wait();
+    pool_.give(std::move(bytes));
+  }
 }
 
 void Unit::unpin(bool writeback) {
   at::NoGradGuard no_grad;
   for (auto& group : groups_) {
-    group->page->set_writable(false);
-    if (!writeback || is_whole_) continue;
-    const Range own = group->flat.layout().shard(comm_.rank());
-    group->flat.shard().copy_(group->page->buffer().narrow(0, own.begin, own.numel()));
+    Page& page = page_in_use(*group);
+    page.set_writable(false);
+    if (writeback && !is_whole_) {
+      const Range own = group->flat.layout().shard(comm_.rank());
+      group->flat.shard().copy_(page.buffer().narrow(0, own.begin, own.numel()));
+    }
+    if (!group->exact_page) continue;
+    page.take_back();
+    point_parameters(*group, *group->page, group->flat.gather_dtype());
   }
   is_pinned_ = false;
 }
@@ -134,7 +197,7 @@ bool Unit::inspect_parameters() {
     for (size_t i = 0; i < group->grad_guards.size(); ++i) {
       const PlannedParameter& planned = group->flat.parameters()[i];
       at::Tensor parameter = planned.tensor;
-      if (!group->page->holds(parameter))
+      if (!page_in_use(*group).holds(parameter))
         throw std::logic_error("parameter '" + planned.fqn + "' on rank " + std::to_string(comm_.rank()) +
                                " was replaced after wrapping (by module.to(), or set_data): move and convert the module "
                                "before it is wrapped");

@@ -9,6 +9,7 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
+#include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/residency.h"
 
 namespace tessera {
@@ -17,6 +18,9 @@ namespace tessera {
 struct PagedGroup {
   FlatGroup flat;
   std::unique_ptr<Page> page;
+  // Where parameters are cast for use: what the module's parameters are views of while the unit is
+  // pinned, in their own dtype. Else null.
+  std::unique_ptr<Page> exact_page;
   // Stands in for the `.grad` of the module's own parameters, whose gradients are in the shards:
   // whoever computes with it (an optimizer built before wrapping, say) gets an error.
   std::unique_ptr<Page> grad_page;
@@ -33,7 +37,7 @@ struct PagedGroup {
 //   kGathering  and a full buffer, which an all-gather is filling
 //   kResident   and a full buffer, which the module's parameters are views of
 //
-// In a world of one the shard is the full buffer: the unit is always resident and costs nothing.
+// In a world of one, unless parameters are cast for use, the shard is the full buffer: the unit is always resident and costs nothing.
 // Used by one thread at a time; who calls what when is FsdpRuntime's business.
 class Unit {
  public:
@@ -41,13 +45,15 @@ class Unit {
 
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync`.
-  Unit(int index, const PlannedUnit& plan, Communicator& comm, BufferPool& pool, Pager* pager, bool sync);
+  Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
+       Pager* pager, OrderLog& log, bool sync);
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
   int index() const { return index_; }
-  const std::string& name() const { return name_; }  // "unit 'blocks.3'"
+  const std::string& name() const { return name_; }            // "unit 'blocks.3'"
+  const std::string& plan_name() const { return plan_name_; }  // "blocks.3"
   State state() const { return state_; }
   std::vector<std::unique_ptr<PagedGroup>>& groups() { return groups_; }
   const std::vector<std::unique_ptr<PagedGroup>>& groups() const { return groups_; }
@@ -62,9 +68,12 @@ class Unit {
   bool is_stale() const;
   void set_current(Page::Use use);
 
-  // A pinned unit stays resident and may be written to by operators. Unpinning with `writeback`
-  // copies this rank's part of the full parameters into the shards.
+  // A pinned unit stays resident, in the parameters' own dtype, and may be written to by operators;
+  // collective. Unpinning with `writeback` copies this rank's part of the full parameters into the
+  // shards; release() follows.
   void pin();
+  // Takes part in the other ranks' pin() without keeping what is gathered.
+  void help_to_pin();
   void unpin(bool writeback);
   bool is_pinned() const { return is_pinned_; }
 
@@ -75,12 +84,18 @@ class Unit {
 
  private:
   void adopt(PagedGroup& group);
+  void point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype);
+  static Page& page_in_use(PagedGroup& group) {
+    return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
+  }
 
   const int index_;
   const std::string name_;
+  const std::string plan_name_;
   Communicator& comm_;
   BufferPool& pool_;
-  const bool is_whole_;  // a world of one
+  OrderLog& log_;
+  bool is_whole_ = false;  // a world of one, nothing cast
   State state_ = State::kSharded;
   bool is_pinned_ = false;
   std::vector<std::unique_ptr<PagedGroup>> groups_;

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+struct SummonOptions {
+  bool writeback = true;  // keep what the scope changes; false: changes are lost
+  // true: only rank 0 gets them; on the others using a parameter throws std::logic_error. Needs
+  // writeback = false, since the others' shards could not follow.
+  bool rank0_only = false;
+  // true: full parameters lie in host memory. Of use on an accelerator, where it is not built yet
+  // and refused; on CPUs they always do.
+  bool offload_to_cpu = false;
+  // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. The
+  // others are gathered when used, as ever.
+  std::vector<std::string> units;
+};
+
+struct StateDictOptions {
+  // true: only rank 0 gets the tensors, the others an empty dictionary.
+  bool rank0_only = false;
+  // true: the copies lie in host memory, so that an accelerator holds one unit at a time.
+  bool offload_to_cpu = false;
+};
+
+}  // namespace tessera

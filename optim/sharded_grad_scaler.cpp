@@ -1,0 +1,82 @@
+#include "tessera/optim/sharded_grad_scaler.h"
+
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+
+ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
+    : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {
+  auto require = [](bool holds, const char* field, double value, const char* expected) {
+    if (!holds)
+      throw std::invalid_argument(std::string("GradScalerOptions::") + field + " is " + std::to_string(value) + ", expected " + expected);
+  };
+  if (!comm_) throw std::invalid_argument("ShardedGradScaler: the communicator is null");
+  require(options.initial_scale > 0, "initial_scale", options.initial_scale, "more than 0");
+  require(options.growth_factor >= 1, "growth_factor", options.growth_factor, "1 or more");
+  require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor", options.backoff_factor, "between 0 and 1");
+  require(options.growth_interval >= 1, "growth_interval", static_cast<double>(options.growth_interval), "1 or more");
+}
+
+at::Tensor ShardedGradScaler::scale(const at::Tensor& loss) const { return loss * scale_; }
+
+void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
+  const auto [entry, is_new] = seen_.try_emplace(&optimizer);
+  if (!is_new) throw std::logic_error("ShardedGradScaler::unscale_ twice for one optimizer without update() between");
+  at::NoGradGuard no_grad;
+  // One call for all gradients of a kind; views of one buffer several times are several tensors here.
+  std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
+  for (auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined() && parameter.grad().numel() > 0)
+        kinds[{parameter.grad().scalar_type(), parameter.grad().device().index()}].push_back(parameter.grad());
+  at::Tensor found = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(comm_->device()));
+  for (auto& [kind, gradients] : kinds) {
+    const auto on_device = at::TensorOptions().dtype(at::kFloat).device(gradients[0].device());
+    at::Tensor found_here = at::zeros({1}, on_device);
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
+    found.add_(found_here.to(comm_->device()));
+  }
+  comm_->all_reduce(found, ReduceOp::kSum, "whether the gradients are finite").wait();
+  entry->second.is_finite = found.item<float>() == 0;
+}
+
+bool ShardedGradScaler::step(torch::optim::Optimizer& optimizer) {
+  if (!seen_.contains(&optimizer)) unscale_(optimizer);
+  Seen& seen = seen_.at(&optimizer);
+  if (std::exchange(seen.has_stepped, true))
+    throw std::logic_error("ShardedGradScaler::step twice for one optimizer without update() between");
+  if (seen.is_finite) optimizer.step();
+  return seen.is_finite;
+}
+
+void ShardedGradScaler::update() {
+  if (seen_.empty()) throw std::logic_error("ShardedGradScaler::update without a step before it");
+  const bool all_finite = std::all_of(seen_.begin(), seen_.end(), [](const auto& entry) { return entry.second.is_finite; });
+  seen_.clear();
+  if (!all_finite) {
+    scale_ *= options_.backoff_factor;
+    finite_steps_ = 0;
+  } else if (++finite_steps_ == options_.growth_interval) {
+    scale_ *= options_.growth_factor;
+    finite_steps_ = 0;
+  }
+}
+
+void ShardedGradScaler::load_state(State state) {
+  if (!(state.scale > 0)) throw std::invalid_argument("ShardedGradScaler::load_state: scale is " + std::to_string(state.scale) + ", expected more than 0");
+  scale_ = state.scale;
+  finite_steps_ = state.finite_steps;
+  seen_.clear();
+}
+
+}  // namespace tessera

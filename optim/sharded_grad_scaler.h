@@ -1,0 +1,77 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+struct GradScalerOptions {
+  double initial_scale = 65536.0;
+  double growth_factor = 2.0;    // after growth_interval steps in a row with finite gradients; >= 1
+  double backoff_factor = 0.5;   // after a step without; between 0 and 1
+  int64_t growth_interval = 2000;
+};
+
+// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler): gradients that fp16 could
+// not represent are computed from a scaled loss, and divided again before the step. A step with
+// infinite or NaN gradients is left out, on all ranks together, whichever rank's part they are in.
+//
+//   tessera::ShardedGradScaler scaler(comm);
+//   scaler.scale(loss).backward();
+//   scaler.unscale_(optimizer);       // only if the gradients are looked at before the step:
+//   fsdp.clip_grad_norm_(1.0);
+//   scaler.step(optimizer);           // instead of optimizer.step()
+//   scaler.update();
+//
+// For FullyShardedDataParallel, OSS and ShardedDataParallel, whose ranks see different parts of the
+// gradients, and for DistributedDataParallel; any torch::optim optimizer. Used by one thread.
+class ShardedGradScaler {
+ public:
+  // Throws std::invalid_argument for factors out of range.
+  explicit ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options = {});
+
+  // loss * get_scale(), recorded by autograd.
+  at::Tensor scale(const at::Tensor& loss) const;
+
+  // Divides the gradients of the optimizer's parameters by the scale, and finds out whether they are
+  // finite on all ranks. Collective: one all-reduce of one number. At most once a step; throws
+  // std::logic_error otherwise.
+  void unscale_(torch::optim::Optimizer& optimizer);
+
+  // unscale_(), unless that was done, and optimizer.step() if all gradients were finite. Returns
+  // whether it stepped; the same on all ranks.
+  bool step(torch::optim::Optimizer& optimizer);
+
+  // Ends the step: the scale grows or backs off.
+  void update();
+
+  double get_scale() const { return scale_; }
+
+  // What a checkpoint needs; load between update() and scale().
+  struct State {
+    double scale = 0;
+    int64_t finite_steps = 0;  // in a row
+  };
+  State state() const { return {scale_, finite_steps_}; }
+  void load_state(State state);
+
+ private:
+  struct Seen {
+    bool is_finite = true;
+    bool has_stepped = false;
+  };
+
+  const std::shared_ptr<Communicator> comm_;
+  const GradScalerOptions options_;
+  double scale_;
+  int64_t finite_steps_ = 0;
+  std::unordered_map<torch::optim::Optimizer*, Seen> seen_;  // unscaled since the last update()
+};
+
+}  // namespace tessera

@@ -1,0 +1,185 @@
+// Models built without memory: the values, and the bytes.
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <atomic>
+
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+torch::nn::Sequential everything() {
+  return torch::nn::Sequential(
+      torch::nn::Linear(40, 30), torch::nn::BatchNorm1d(30), torch::nn::Linear(30, 20),
+      torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(20, 4)),
+      torch::nn::Embedding(torch::nn::EmbeddingOptions(50, 20).padding_idx(0)), torch::nn::LSTM(20, 20),
+      torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::PReLU());
+}
+
+// Draws by operators that take no generator, and values computed from values.
+struct PeculiarImpl : torch::nn::Module {
+  PeculiarImpl() {
+    a = register_parameter("a", torch::randn({4, 4}) * 0.02 + torch::rand({4}));
+    b = register_parameter("b", torch::linspace(0, 1, 5) * 2);
+    register_buffer("e", torch::ones({2}, a.options()));
+    register_buffer("f", torch::tensor({1.0, 2.0}));
+    c = register_parameter("c", torch::cat({torch::zeros({2}), torch::randint(10, {3}).to(at::kFloat)}));
+    d = register_buffer("d", torch::tril(torch::ones({3, 3}, at::kLong)));
+    torch::NoGradGuard no_grad;
+    a.mul_(outside);
+    torch::nn::init::orthogonal_(a);
+    b[0] = 7;
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::matmul(x, a); }
+  at::Tensor outside = torch::full({4, 4}, 3.0);
+  at::Tensor a, b, c, d;
+};
+TORCH_MODULE(Peculiar);
+
+template <class Build>
+void expect_same_values(Build build) {
+  auto expected = seeded(7, build);
+  auto model = seeded(7, [&] { return deferred(build); });
+  for (const auto& parameter : model->parameters()) EXPECT_TRUE(is_deferred(parameter));
+  const at::Tensor between = seeded(8, [] { return torch::rand({2}); });
+  at::Tensor after;
+  {
+    std::lock_guard lock(generator_mutex);
+    torch::manual_seed(8);
+    materialize(*model);
+    after = torch::rand({2});
+  }
+  EXPECT_TRUE(torch::equal(between, after));  // the generator was not disturbed
+  for (const auto& entry : expected->named_parameters()) {
+    const at::Tensor got = model->named_parameters()[entry.key()];
+    EXPECT_TRUE(torch::equal(got, entry.value())) << entry.key();
+    EXPECT_EQ(got.requires_grad(), entry.value().requires_grad());
+    EXPECT_EQ(got.strides(), entry.value().strides()) << entry.key();
+  }
+  for (const auto& entry : expected->named_buffers())
+    EXPECT_TRUE(torch::equal(model->named_buffers()[entry.key()], entry.value())) << entry.key();
+}
+
+TEST(Deferred, ValuesAreThoseOfAnOrdinaryBuild) {
+  expect_same_values(everything);
+  expect_same_values([] { return Peculiar(); });
+  for (unsigned kind = 0; kind < 10; ++kind) expect_same_values([&] { return RandomNet(kind); });
+}
+
+TEST(Deferred, FsdpFillsUnitByUnitWithTheSameValues) {
+  for (int world : {1, 2, 3, 4, 5}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (unsigned kind = 0; kind < 4; ++kind) {
+        for (const bool sync : {true, false}) {
+          auto build = [&] { return RandomNet(200 + kind); };
+          auto reference = seeded(3, build);
+          auto model = seeded(sync && comm->rank() > 0 ? 4 : 3, [&] { return deferred(build); });
+          FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(60), .sync_module_states = sync});
+          expect_same_parameters(fsdp, *reference, "tree " + std::to_string(kind));
+          auto state = fsdp.full_state_dict();
+          for (const auto& entry : reference->named_buffers())
+            EXPECT_TRUE(torch::equal(state[entry.key()], entry.value())) << entry.key();
+          torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(unique_parameters(*reference), 0.1);
+          auto loss = [](auto& net, int rank) {
+            return call(net, seeded(rank, [] { return torch::randn({4, testing_support::kWidth}); })).square().mean();
+          };
+          at::Tensor own = loss(fsdp, comm->rank());
+          if (own.requires_grad()) own.backward();
+          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+          sharded.step();
+          whole.step();
+          expect_same_parameters(fsdp, *reference, "trained");
+          if (testing::Test::HasFailure()) return;
+        }
+      }
+    });
+  }
+}
+
+// Bytes that libtorch's CPU allocator has given out.
+class Counting : public c10::Allocator {
+ public:
+  explicit Counting(c10::Allocator* below) : below_(below) {}
+  c10::DataPtr allocate(size_t bytes) override {
+    const int64_t now = live += static_cast<int64_t>(bytes);
+    for (int64_t seen = peak; seen < now && !peak.compare_exchange_weak(seen, now);) continue;
+    auto* block = new Block{below_->allocate(bytes), this, static_cast<int64_t>(bytes)};
+    void* data = block->data.get();
+    return {data, block, &release, at::kCPU};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+  std::atomic<int64_t> live = 0, peak = 0;
+
+ private:
+  struct Block {
+    c10::DataPtr data;
+    Counting* counter;
+    int64_t bytes;
+  };
+  static void release(void* context) {
+    auto* block = static_cast<Block*>(context);
+    block->counter->live -= block->bytes;
+    delete block;
+  }
+  c10::Allocator* below_;
+};
+
+TEST(Deferred, TakesTheShardsAndOneUnit) {
+  static Counting counting(c10::GetCPUAllocator());  // blocks may outlive the test
+  c10::SetCPUAllocator(&counting, /*priority=*/1);
+  constexpr int64_t kUnitBytes = (256 * 256 + 256) * 4, kUnits = 16;
+  auto build = [] {
+    torch::nn::Sequential model;
+    for (int i = 0; i < kUnits; ++i) model->push_back(torch::nn::Linear(256, 256));
+    return model;
+  };
+  for (const bool is_deferred_build : {false, true}) {
+    at::manual_seed(1);
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      if (comm->rank() == 0) counting.peak = counting.live.load();
+      comm->barrier();
+      const int64_t before = counting.live;
+      auto model = is_deferred_build ? deferred(build) : build();
+      EXPECT_LT(counting.live - before, is_deferred_build ? 100'000 : kUnits * kUnitBytes * 3);  // generator states
+      FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      comm->barrier();
+      // Both ranks' shards are one model; and each rank has a unit's values and its flat copy, and
+      // what is in transit.
+      const int64_t peak = counting.peak - before;
+      if (is_deferred_build) {
+        EXPECT_LT(peak, kUnits * kUnitBytes + 2 * 3 * kUnitBytes);
+      } else {
+        EXPECT_GT(peak, 2 * kUnits * kUnitBytes);
+      }
+      comm->barrier();
+    });
+  }
+}
+
+TEST(Deferred, MistakesAreNamed) {
+  expect_contains(error_of<std::logic_error>([] { deferred([] { return deferred(everything); }); }), "inside");
+  EXPECT_NE(error_of<std::exception>([] {
+              deferred([] { return torch::nn::Linear(static_cast<int64_t>(torch::ones({1}).item<float>()), 2); });
+            }),
+            "");
+  EXPECT_NE(error_of<std::exception>([] {
+              deferred([] {
+                torch::nn::Linear made(2, 2);
+                made->register_buffer("list", torch::tensor(std::vector<double>{1.0, 2.0}));
+                return made;
+              });
+            }),
+            "");
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential model(torch::nn::Linear(2, 2));
+    model->register_parameter("extra", torch::empty({2}, at::kMeta));
+    expect_contains(error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(model, comm); }), "is on meta");
+  });
+}
+
+}  // namespace
+}  // namespace tessera

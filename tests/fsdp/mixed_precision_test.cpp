@@ -1,0 +1,257 @@
+// Mixed precision against a loop that does by hand what the options say: fp32 master weights, a
+// model in 16 bit, gradients summed in the reduce dtype. Bit for bit.
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+constexpr int64_t kWidth = 24;
+
+// Two linear layers around a norm with a buffer of its own.
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    register_module("in", in);
+    register_module("norm", norm);
+    register_module("out", out);
+    scale = register_buffer("scale", torch::full({kWidth}, 1.5));
+    position = register_buffer("position", torch::arange(kWidth));
+  }
+  at::Tensor forward(at::Tensor x) {
+    x = torch::gelu(in(x)) * scale;
+    // In the reference alone the norm's input is of another type than its weight.
+    x = exact_norm ? norm(x.to(at::kFloat)).to(x.scalar_type()) : norm(x);
+    return out(x);
+  }
+  torch::nn::Linear in{kWidth, kWidth}, out{kWidth, kWidth};
+  torch::nn::LayerNorm norm{torch::nn::LayerNormOptions({kWidth})};
+  at::Tensor scale, position;
+  bool exact_norm = false;
+};
+TORCH_MODULE(Net);
+
+Net build() {
+  return seeded(3, [] { return Net(); });
+}
+at::Tensor input(int rank) {
+  return seeded(70 + rank, [&] { return torch::randn({4, kWidth}); });
+}
+
+// The specification.
+class ByHand {
+ public:
+  ByHand(int world, at::ScalarType compute, at::ScalarType reduce, bool exact_norm)
+      : world_(world), reduce_(reduce), model_(build()), masters_(build()) {
+    model_->to(compute);
+    model_->position = build()->position;
+    model_->exact_norm = exact_norm;
+    if (exact_norm) model_->norm->to(at::kFloat);
+    adam_ = std::make_unique<torch::optim::Adam>(masters_->parameters(), 1e-2);
+  }
+  void backward(const std::function<at::Tensor(Net&, int)>& loss) {
+    torch::NoGradGuard no_grad;
+    auto masters = masters_->parameters(), own = model_->parameters();
+    for (size_t i = 0; i < own.size(); ++i) own[i].copy_(masters[i]);
+    std::vector<at::Tensor> sums(own.size());
+    for (int rank = 0; rank < world_; ++rank) {
+      model_->zero_grad();
+      {
+        torch::AutoGradMode on(true);
+        loss(model_, rank).backward();
+      }
+      for (size_t i = 0; i < own.size(); ++i) {
+        const bool exact = own[i].scalar_type() == at::kFloat;
+        const at::Tensor sent = own[i].grad().to(exact ? at::kFloat : reduce_).to(at::kFloat);
+        sums[i] = rank == 0 ? sent : sums[i] + sent;
+      }
+    }
+    for (size_t i = 0; i < own.size(); ++i) {
+      const bool exact = own[i].scalar_type() == at::kFloat;
+      const at::Tensor mean = (sums[i] / world_).to(exact ? at::kFloat : reduce_).to(at::kFloat);
+      masters[i].mutable_grad() = masters[i].grad().defined() ? masters[i].grad() + mean : mean;
+    }
+  }
+  void step() {
+    adam_->step();
+    adam_->zero_grad();
+  }
+  Net& masters() { return masters_; }
+  Net& model() { return model_; }
+
+ private:
+  const int world_;
+  const at::ScalarType reduce_;
+  Net model_, masters_;
+  std::unique_ptr<torch::optim::Adam> adam_;
+};
+
+FsdpOptions options_of(at::ScalarType compute, std::optional<at::ScalarType> reduce, bool exact_norm) {
+  FsdpOptions options;
+  options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+  options.mixed_precision.param_dtype = compute;
+  options.mixed_precision.reduce_dtype = reduce;
+  options.mixed_precision.buffer_dtype = compute;
+  options.mixed_precision.output_dtype = at::kFloat;
+  if (exact_norm) options.mixed_precision.full_precision = wrap_modules<torch::nn::LayerNormImpl>();
+  return options;
+}
+
+template <class Model>
+at::Tensor loss_of(Model& net, int rank) {
+  return call(net, input(rank)).to(at::kFloat).square().mean();
+}
+
+class MixedPrecisionParity : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, MixedPrecisionParity, testing::Values(1, 2, 3, 4, 5));
+
+TEST_P(MixedPrecisionParity, EqualsTheLoopByHand) {
+  const int world = GetParam();
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    for (const auto compute : {at::kBFloat16, at::kHalf}) {
+      for (const std::optional<at::ScalarType> reduce : {std::optional<at::ScalarType>(), std::optional(at::kFloat)}) {
+        for (const bool exact_norm : {false, true}) {
+          ByHand reference(world, compute, reduce.value_or(compute), exact_norm);
+          FullyShardedDataParallel fsdp(build(), comm, options_of(compute, reduce, exact_norm));
+          torch::optim::Adam adam(fsdp.parameters(), 1e-2);
+          for (int step = 0; step < 4; ++step) {
+            // Sharded accumulation in every second step: two backwards, each reduced.
+            for (int micro = 0; micro <= step % 2; ++micro) {
+              loss_of(fsdp, comm->rank() + 10 * micro).backward();
+              reference.backward([&](Net& net, int rank) {
+                return net(input(rank + 10 * micro).to(compute)).to(at::kFloat).square().mean();
+              });
+            }
+            adam.step();
+            adam.zero_grad();
+            reference.step();
+          }
+          expect_same_parameters(fsdp, *reference.masters(), "world " + std::to_string(world));
+          if (testing::Test::HasFailure()) return;
+        }
+      }
+    }
+  });
+}
+
+TEST(MixedPrecision, ShardsAndStateStayExactWhatIsUsedIsNot) {
+  for (int world : {1, 2}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      auto net = build();
+      FullyShardedDataParallel fsdp(net, comm, options_of(at::kBFloat16, {}, true));
+      for (const auto& entry : fsdp.named_parameters()) EXPECT_EQ(entry.value().scalar_type(), at::kFloat);
+      EXPECT_EQ(net->in->weight.scalar_type(), at::kBFloat16);
+      EXPECT_EQ(net->norm->weight.scalar_type(), at::kFloat);
+      EXPECT_EQ(net->scale.scalar_type(), at::kBFloat16);
+      EXPECT_EQ(net->position.scalar_type(), at::kLong);
+      auto state = fsdp.full_state_dict();
+      auto expected = build();
+      for (const auto& entry : expected->named_parameters()) EXPECT_TRUE(torch::equal(state[entry.key()], entry.value()));
+      for (const auto& entry : expected->named_buffers()) EXPECT_TRUE(torch::equal(state[entry.key()], entry.value()));
+      const at::Tensor y = fsdp(input(0));
+      EXPECT_EQ(y.scalar_type(), at::kFloat);
+      y.sum().backward();
+      for (const auto& shard : fsdp.parameters()) EXPECT_EQ(shard.grad().scalar_type(), at::kFloat);
+    });
+  }
+}
+
+TEST(MixedPrecision, FullParametersAreExactAndMayBeChanged) {
+  for (int world : {1, 3}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      auto net = build();
+      auto expected = build();
+      FullyShardedDataParallel fsdp(net, comm, options_of(at::kBFloat16, {}, false));
+      const at::Tensor before = fsdp(input(0)).detach();
+      {
+        auto guard = fsdp.summon_full_params();
+        for (const auto& entry : expected->named_parameters())
+          EXPECT_TRUE(torch::equal(net->named_parameters()[entry.key()], entry.value())) << entry.key();
+        torch::NoGradGuard no_grad;
+        net->out->bias.add_(1e-4);
+        expected->out->bias.add_(1e-4);
+      }
+      EXPECT_EQ(net->out->bias.scalar_type(), at::kBFloat16);
+      expect_same_parameters(fsdp, *expected, "after writing");
+      // Hooks are there again: gradients come.
+      fsdp(input(0)).sum().backward();
+      for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+      EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
+    });
+  }
+}
+
+TEST(MixedPrecision, HalvesTheBytesGatheredAndInUse) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto sent_by = [&](std::optional<at::ScalarType> compute, std::optional<at::ScalarType> reduce) {
+      FsdpOptions options;
+      options.mixed_precision.param_dtype = compute;
+      options.mixed_precision.reduce_dtype = reduce;
+      auto model = torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false));
+      FullyShardedDataParallel fsdp(model, comm, options);
+      fsdp(torch::ones({2, 64})).sum().backward();
+      const auto before = comm->traffic().sent_bytes;
+      fsdp(torch::ones({2, 64}));
+      const auto gathered = comm->traffic().sent_bytes - before;
+      EXPECT_EQ(fsdp.memory().gathered_bytes, 2 * gathered);
+      EXPECT_EQ(fsdp.memory().shard_bytes, 64 * 64 * 4 / 2);
+      return std::pair{gathered, fsdp.memory().peak_bucket_bytes};
+    };
+    EXPECT_EQ(sent_by({}, {}), (std::pair<int64_t, int64_t>{64 * 64 * 2, 64 * 64 * 4}));
+    EXPECT_EQ(sent_by(at::kBFloat16, {}), (std::pair<int64_t, int64_t>{64 * 64, 64 * 64 * 2}));
+    EXPECT_EQ(sent_by(at::kBFloat16, at::kFloat), (std::pair<int64_t, int64_t>{64 * 64, 64 * 64 * 4}));
+    EXPECT_EQ(sent_by({}, at::kBFloat16), (std::pair<int64_t, int64_t>{64 * 64 * 2, 64 * 64 * 2}));
+  });
+}
+
+struct ManyImpl : torch::nn::Module {
+  ManyImpl() { register_module("linear", linear); }
+  std::tuple<at::Tensor, int> forward(const std::vector<at::Tensor>& xs, std::optional<at::Tensor> y, at::Tensor& ids) {
+    EXPECT_EQ(ids.scalar_type(), at::kLong);
+    EXPECT_EQ(xs[0].scalar_type(), expected);
+    EXPECT_EQ(y->scalar_type(), expected);
+    return {linear(xs[0].to(at::kBFloat16) + y->to(at::kBFloat16)), 3};
+  }
+  at::ScalarType expected = at::kBFloat16;
+  torch::nn::Linear linear{8, 8};
+};
+TORCH_MODULE(Many);
+
+TEST(MixedPrecision, InputsOfManyTypesAreCastOnlyIfAsked) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (const bool cast : {true, false}) {
+      Many model;
+      model->expected = cast ? at::kBFloat16 : at::kFloat;
+      FullyShardedDataParallel fsdp(
+          model, comm, {.mixed_precision = {.param_dtype = at::kBFloat16, .cast_forward_inputs = cast, .output_dtype = at::kDouble}});
+      at::Tensor ids = torch::arange(3);
+      const std::vector<at::Tensor> xs{torch::ones({1, 8})};
+      auto [y, number] = fsdp(xs, std::optional<at::Tensor>(torch::ones({1, 8})), ids);
+      EXPECT_EQ(number, 3);
+      EXPECT_EQ(y.scalar_type(), at::kDouble);
+      EXPECT_EQ(xs[0].scalar_type(), at::kFloat);
+    }
+  });
+}
+
+struct NoTensorsImpl : torch::nn::Module {
+  NoTensorsImpl() { register_module("linear", linear); }
+  int forward(at::Tensor) { return 1; }
+  torch::nn::Linear linear{2, 2};
+};
+TORCH_MODULE(NoTensors);
+
+TEST(MixedPrecision, MistakesAreNamed) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto wrap = [&](FsdpOptions options) { FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, options); };
+    expect_contains(error_of<std::invalid_argument>([&] { wrap({.mixed_precision = {.param_dtype = at::kLong}}); }),
+                    "param_dtype is Long");
+    expect_contains(error_of<std::invalid_argument>([&] { wrap({.offload = {.params = true}}); }), "offload.params");
+    expect_contains(error_of<std::invalid_argument>([&] { wrap({.offload = {.grads = true}}); }), "offload.grads");
+    FullyShardedDataParallel fsdp(NoTensors(), comm, {.mixed_precision = {.output_dtype = at::kFloat}});
+    expect_contains(error_of<std::invalid_argument>([&] { fsdp(torch::ones({1})); }), "output_dtype");
+  });
+}
+
+}  // namespace
+}  // namespace tessera

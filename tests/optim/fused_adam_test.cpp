@@ -1,0 +1,109 @@
+// Fused Adam and AdamW against torch's own.
+#include <sstream>
+
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+// Parameters of every kind, and gradients whose strides are not the parameters'.
+std::vector<at::Tensor> parameters(at::ScalarType dtype) {
+  std::vector<at::Tensor> made{torch::randn({3, 5}), torch::randn({1}), torch::randn({0}), torch::randn({}),
+                               torch::randn({4, 6}).t(), torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)};
+  for (auto& tensor : made) tensor = tensor.to(dtype).detach().set_requires_grad(true);
+  return made;
+}
+
+template <class Fused, class Plain, class Options>
+void expect_same_steps(Options options, at::ScalarType dtype, double tolerance) {
+  auto own = seeded(1, [&] { return parameters(dtype); }), expected = seeded(1, [&] { return parameters(dtype); });
+  Fused fused(own, options);
+  Plain plain(expected, options);
+  for (int step = 0; step < 12; ++step) {
+    for (size_t i = 0; i < own.size(); ++i) {
+      if ((step + i) % 4 == 0) {  // not all have a gradient each time
+        own[i].mutable_grad() = expected[i].mutable_grad() = at::Tensor();
+        continue;
+      }
+      at::Tensor gradient = seeded(100 * step + i, [&] { return torch::randn(own[i].sizes()); }).to(dtype);
+      if (own[i].dim() == 2 && step % 2 == 0) gradient = gradient.t().contiguous().t();
+      own[i].mutable_grad() = gradient;
+      expected[i].mutable_grad() = gradient.clone();
+    }
+    fused.step();
+    plain.step();
+  }
+  for (size_t i = 0; i < own.size(); ++i)
+    EXPECT_TRUE(torch::allclose(own[i], expected[i], tolerance, tolerance)) << i << " " << own[i] - expected[i];
+}
+
+TEST(FusedAdam, EqualsTorchsToRounding) {
+  for (const auto& [dtype, tolerance] : {std::pair{at::kFloat, 1e-5}, {at::kDouble, 1e-6}, {at::kBFloat16, 3e-2}}) {
+    for (const bool amsgrad : {false, true}) {
+      for (const double decay : {0.0, 0.1}) {
+        expect_same_steps<Adam, torch::optim::Adam>(
+            torch::optim::AdamOptions(1e-2).betas({0.8, 0.95}).amsgrad(amsgrad).weight_decay(decay), dtype, tolerance);
+        expect_same_steps<AdamW, torch::optim::AdamW>(
+            torch::optim::AdamWOptions(1e-2).betas({0.8, 0.95}).amsgrad(amsgrad).weight_decay(decay), dtype, tolerance);
+      }
+    }
+  }
+}
+
+TEST(FusedAdam, TrainsUnderFsdpInGroups) {
+  for (int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto model = seeded(7, [] { return RandomNet(11); }), reference = seeded(7, [] { return RandomNet(11); });
+      FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(60)});
+      auto grouped = [](const std::vector<at::Tensor>& all) {
+        std::vector<torch::optim::OptimizerParamGroup> groups(2, torch::optim::OptimizerParamGroup({}));
+        for (size_t i = 0; i < all.size(); ++i) groups[i % 2].params().push_back(all[i]);
+        groups[1].set_options(std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(0.2)));
+        return groups;
+      };
+      AdamW sharded(grouped(fsdp.parameters()), torch::optim::AdamWOptions(1e-2));
+      torch::optim::AdamW whole(grouped(unique_parameters(*reference)), torch::optim::AdamWOptions(1e-2));
+      auto loss = [](auto& net, int rank) {
+        return net(seeded(rank, [] { return torch::randn({4, testing_support::kWidth}); })).square().mean();
+      };
+      for (int step = 0; step < 5; ++step) {
+        sharded.zero_grad();
+        whole.zero_grad();
+        loss(fsdp, comm->rank()).backward();
+        reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+        sharded.step();
+        whole.step();
+      }
+      auto state = fsdp.full_state_dict();
+      for (const auto& entry : reference->named_parameters())
+        EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-4, 1e-4)) << entry.key();
+    });
+  }
+}
+
+TEST(FusedAdam, ArchivesAreTorchs) {
+  auto own = seeded(1, [] { return parameters(at::kFloat); });
+  for (auto& parameter : own) parameter.mutable_grad() = torch::ones_like(parameter).detach();
+  AdamW fused(own, torch::optim::AdamWOptions(1e-2));
+  fused.step();
+  std::stringstream file;
+  torch::save(fused, file);
+  torch::optim::AdamW plain(own, torch::optim::AdamWOptions(5e-1));
+  torch::load(plain, file);
+  const auto& state = static_cast<torch::optim::AdamWParamState&>(*plain.state().at(own[0].unsafeGetTensorImpl()));
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_TRUE(torch::allclose(state.exp_avg(), torch::full({3, 5}, 0.1)));
+}
+
+TEST(FusedAdam, MistakesAreNamed) {
+  auto weight = torch::ones({3, 2}).set_requires_grad(true);
+  weight.mutable_grad() = torch::ones({3, 2}).to_sparse();
+  Adam adam({weight}, 1e-2);
+  expect_contains(error_of<std::invalid_argument>([&] { adam.step(); }), "layout");
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,101 @@
+// Loss scaling: what one rank's overflow does to all.
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+TEST(GradScaler, TrainsAsWithoutScaling) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    std::vector<at::Tensor> results;
+    for (const bool scaled : {false, true}) {
+      auto model = seeded(1, [] { return torch::nn::Linear(8, 8); });
+      FullyShardedDataParallel fsdp(model, comm);
+      torch::optim::SGD sgd(fsdp.parameters(), 0.1);
+      ShardedGradScaler scaler(comm, {.initial_scale = 1024, .growth_interval = 2});
+      for (int step = 0; step < 4; ++step) {
+        sgd.zero_grad();
+        at::Tensor loss = fsdp(seeded(comm->rank(), [] { return torch::randn({4, 8}); })).square().mean();
+        if (scaled) {
+          scaler.scale(loss).backward();
+          if (step % 2 == 1) scaler.unscale_(sgd);
+          if (step % 2 == 1) fsdp.clip_grad_norm_(0.1);
+          EXPECT_TRUE(scaler.step(sgd));
+          scaler.update();
+        } else {
+          loss.backward();
+          if (step % 2 == 1) fsdp.clip_grad_norm_(0.1);
+          sgd.step();
+        }
+      }
+      EXPECT_EQ(scaler.get_scale(), scaled ? 4096 : 1024);  // it grew twice
+      results.push_back(fsdp.full_state_dict()["weight"]);
+    }
+    EXPECT_TRUE(torch::allclose(results[0], results[1], 1e-6, 1e-7));
+  });
+}
+
+// The overflow is in a part of the gradient that one rank alone holds.
+TEST(GradScaler, AllRanksLeaveAStepOutTogether) {
+  for (int world : {1, 2, 3}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      auto model = seeded(1, [] { return torch::nn::Linear(8, 8); });
+      FullyShardedDataParallel fsdp(model, comm);
+      Adam adam(fsdp.parameters(), 0.1);
+      ShardedGradScaler scaler(comm, {.initial_scale = 8});
+      auto bias = fsdp.named_parameters()["bias"];
+      const at::Tensor before = fsdp.full_state_dict()["weight"];
+      fsdp(torch::ones({1, 8})).sum().backward();
+      if (bias.numel() > 0) bias.mutable_grad()[0] = INFINITY;
+      EXPECT_FALSE(scaler.step(adam));
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 4);
+      EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["weight"], before));
+      EXPECT_TRUE(adam.state().empty());
+      adam.zero_grad();
+      scaler.scale(fsdp(torch::ones({1, 8})).sum()).backward();
+      EXPECT_TRUE(scaler.step(adam));
+      scaler.update();
+      EXPECT_FALSE(torch::equal(fsdp.full_state_dict()["weight"], before));
+    });
+  }
+}
+
+// A loss of 2^-20: its fp16 gradients vanish without scaling.
+TEST(GradScaler, SavesSmallGradientsInHalf) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (const bool scaled : {false, true}) {
+      auto model = seeded(1, [] { return torch::nn::Linear(8, 8); });
+      FullyShardedDataParallel fsdp(model, comm, {.mixed_precision = {.param_dtype = at::kHalf}});
+      torch::optim::SGD sgd(fsdp.parameters(), 1.0);
+      ShardedGradScaler scaler(comm, {.initial_scale = scaled ? 65536.0 : 1.0});
+      auto loss = fsdp(torch::ones({1, 8})).to(at::kFloat).sum() * std::pow(2.0, -26);
+      scaler.scale(loss).backward();
+      scaler.unscale_(sgd);
+      const double norm = fsdp.clip_grad_norm_(1e9);
+      EXPECT_NEAR(norm, scaled ? std::sqrt(72.0) * std::pow(2.0, -26) : 0.0, 1e-10);
+    }
+  });
+}
+
+TEST(GradScaler, MistakesAreNamed) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto weight = torch::ones({1}).set_requires_grad(true);
+    torch::optim::SGD sgd({weight}, 0.1);
+    ShardedGradScaler scaler(comm);
+    EXPECT_THROW(scaler.update(), std::logic_error);
+    scaler.unscale_(sgd);
+    EXPECT_THROW(scaler.unscale_(sgd), std::logic_error);
+    scaler.step(sgd);
+    EXPECT_THROW(scaler.step(sgd), std::logic_error);
+    expect_contains(error_of<std::invalid_argument>([&] { ShardedGradScaler other(comm, {.backoff_factor = 1}); }), "backoff_factor");
+    EXPECT_THROW(ShardedGradScaler(nullptr), std::invalid_argument);
+    scaler.load_state({.scale = 2, .finite_steps = 5});
+    EXPECT_EQ(scaler.get_scale(), 2);
+    EXPECT_EQ(scaler.state().finite_steps, 5);
+  });
+}
+
+}  // namespace
+}  // namespace tessera
