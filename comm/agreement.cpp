@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/text_exchange.h"
 
 namespace tessera {
 namespace {
@@ -19,24 +20,6 @@ std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const st
   comm.all_gather(all, own, {}, what).wait();
   all = all.cpu();
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + comm.size()};
-}
-
-std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what) {
-  const auto counts = gather_numbers(comm, static_cast<int64_t>(text.size()), what);
-  int64_t total = 0;
-  for (int64_t count : counts) total += count;
-  at::Tensor own = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
-  at::Tensor all = at::empty({total}, at::TensorOptions().dtype(at::kByte).device(comm.device()));
-  comm.all_gather(all, own.to(comm.device()), counts, what).wait();
-  all = all.cpu();
-  std::vector<std::string> texts;
-  const auto* begin = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>());
-  for (int64_t count : counts) {
-    texts.emplace_back(begin, begin + count);
-    begin += count;
-  }
-  return texts;
 }
 
 std::vector<std::string> split(const std::string& text) {
@@ -58,7 +41,7 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
 
   std::ostringstream text;
   for (const std::string& line : lines) text << line << '\n';
-  const auto texts = gather_texts(comm, text.str(), subject);
+  const auto texts = exchange_texts(comm, text.str(), subject);
   const auto rank = odd - hashes.begin();
   const auto expected = split(texts[0]), got = split(texts[rank]);
   size_t line = 0;
