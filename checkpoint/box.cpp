@@ -66,7 +66,10 @@ std::vector<int64_t> row_major_strides(const std::vector<int64_t>& sizes) {
 
 std::string to_string(const std::vector<int64_t>& numbers) {
   std::string text = "[";
-  for (const int64_t number : numbers) text += (text.size() > 1 ? ", " : "") + std::to_string(number);
+  for (const int64_t number : numbers) {
+    if (text.size() > 1) text += ", ";
+    text += std::to_string(number);
+  }
   return text + "]";
 }
 

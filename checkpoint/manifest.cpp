@@ -232,7 +232,8 @@ std::string format_manifest(const Manifest& manifest) {
   std::string text = "{";
   for (const char* name : {"format", "version", "sequence", "id", "world_size", "checksum", "block_bytes", "extra",
                            "optimizer", "files", "tensors", "rng"}) {
-    text += std::string(text.size() > 1 ? "," : "") + "\n\"" + name + "\": " + in_lines(fields.at(name), name);
+    if (text.size() > 1) text += ',';
+    text.append("\n\"").append(name).append("\": ").append(in_lines(fields.at(name), name));
   }
   return text + "\n}\n";
 }

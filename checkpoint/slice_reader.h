@@ -28,6 +28,9 @@ class SliceReader {
   // The whole box, row-major, as a new tensor.
   at::Tensor read(const std::string& name, const Box& box);
 
+  // Opens a file, if it is not yet open, and verifies its size and header.
+  void open(int file) { file_of(file); }
+
   // Bytes read from files so far.
   int64_t bytes_read() const { return bytes_read_; }
 

@@ -10,6 +10,10 @@ foreach(_folder comm flat fsdp checkpoint)
 endforeach()
 install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
 
+if(TESSERA_BUILD_TOOLS)
+  install(TARGETS tessera_command DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
+
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
 install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package})
 configure_package_config_file(cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
