@@ -60,7 +60,8 @@ TEST_F(Command, VerifyFindsDamage) {
   EXPECT_EQ(tessera_command({"verify", at("run")}).code, 0);  // the newest in the folder
   std::fstream file(folder_ / "run/step-1/rank-00001-0.safetensors", std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-100, std::ios::end);
-  file.put('\x77').close();
+  file.put('\x77');
+  file.close();
   const auto damaged = tessera_command({"verify", at("run/step-1")});
   EXPECT_EQ(damaged.code, 1);
   expect_contains(damaged.output, "rank-00001-0.safetensors: tensor '");
