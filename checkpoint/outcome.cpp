@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/errors.h"
-#include "tessera/comm/text_exchange.h"
+#include "tessera/comm/agreement.h"
 
 namespace tessera {
 
@@ -50,7 +50,7 @@ void throw_failures(const std::vector<Outcome>& outcomes, const std::string& wha
 
 std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what) {
   std::vector<Outcome> outcomes;
-  for (const auto& text : exchange_texts(comm, own.to_text(), what)) outcomes.push_back(Outcome::from_text(text));
+  for (const auto& text : gather_texts(comm, own.to_text(), what)) outcomes.push_back(Outcome::from_text(text));
   throw_failures(outcomes, what);
   std::vector<std::string> results;
   for (auto& outcome : outcomes) results.push_back(std::move(outcome.result));

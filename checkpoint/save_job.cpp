@@ -13,7 +13,6 @@
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/file.h"
 #include "tessera/comm/agreement.h"
-#include "tessera/comm/text_exchange.h"
 
 namespace tessera {
 namespace {
@@ -104,7 +103,7 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
     if (!before->delivered_) failure = before->failure_;
     before->delivered_ = true;
   }
-  if (const auto told = exchange_texts(*comm, comm->rank() == 0 ? failure : "", "an asynchronous save")[0]; !told.empty())
+  if (const auto told = gather_texts(*comm, comm->rank() == 0 ? failure : "", "an asynchronous save")[0]; !told.empty())
     throw CheckpointError("the asynchronous save before failed: " + told);
   require_agreement(*comm, "where to save a checkpoint",
                     {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
@@ -301,7 +300,7 @@ void SaveJob::wait() {
   if (delivered_) return;
   join();
   delivered_ = true;
-  if (const auto told = exchange_texts(*comm_, failure_, "waiting for a save")[0]; !told.empty()) throw CheckpointError(told);
+  if (const auto told = gather_texts(*comm_, failure_, "waiting for a save")[0]; !told.empty()) throw CheckpointError(told);
 }
 
 }  // namespace tessera

@@ -2,10 +2,10 @@
 # find_package(tessera), which finds libtorch again by the same rules.
 include(CMakePackageConfigHelpers)
 
-set(_targets tessera tessera_comm tessera_flat tessera_fsdp tessera_checkpoint)
+set(_targets tessera tessera_comm tessera_flat tessera_oss tessera_sdp tessera_fsdp tessera_zero tessera_checkpoint)
 install(TARGETS ${_targets} EXPORT tessera-targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-foreach(_folder comm flat fsdp checkpoint)
+foreach(_folder comm flat oss sdp fsdp zero checkpoint)
   install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera FILES_MATCHING PATTERN "*.h")
 endforeach()
 install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)

@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include "tessera/comm/fingerprint.h"
-#include "tessera/comm/text_exchange.h"
 
 namespace tessera {
 namespace {
@@ -31,6 +30,25 @@ std::vector<std::string> split(const std::string& text) {
 
 }  // namespace
 
+std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what) {
+  c10::InferenceMode quiet;
+  const auto counts = gather_numbers(comm, static_cast<int64_t>(text.size()), what);
+  int64_t total = 0;
+  for (int64_t count : counts) total += count;
+  at::Tensor own = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
+  at::Tensor all = at::empty({total}, at::TensorOptions().dtype(at::kByte).device(comm.device()));
+  comm.all_gather(all, own.to(comm.device()), counts, what).wait();
+  all = all.cpu();
+  std::vector<std::string> texts;
+  const auto* begin = reinterpret_cast<const char*>(all.const_data_ptr<uint8_t>());
+  for (int64_t count : counts) {
+    texts.emplace_back(begin, begin + count);
+    begin += count;
+  }
+  return texts;
+}
+
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines) {
   c10::InferenceMode quiet;
   Fingerprint fingerprint;
@@ -41,7 +59,7 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
 
   std::ostringstream text;
   for (const std::string& line : lines) text << line << '\n';
-  const auto texts = exchange_texts(comm, text.str(), subject);
+  const auto texts = gather_texts(comm, text.str(), subject);
   const auto rank = odd - hashes.begin();
   const auto expected = split(texts[0]), got = split(texts[rank]);
   size_t line = 0;

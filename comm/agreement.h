@@ -14,4 +14,7 @@ namespace tessera {
 // the two ranks that differ in it, the lowest first.
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 
+// Every rank's text, in rank order, on all ranks. Collective: two small collectives.
+std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what);
+
 }  // namespace tessera

@@ -22,6 +22,7 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/process_group.h"
 #include "tessera/comm/rank_order_sum.h"
 #include "tessera/comm/stall_watch.h"
 
@@ -39,7 +40,7 @@ class GlooCommunicator;
 
 struct Message {
   c10::intrusive_ptr<c10d::Work> work;  // holds the tensor
-  int peer;
+  int peer;  // -1: gloo's own collective, with all of them
   bool is_send;
 };
 
@@ -51,6 +52,7 @@ class GlooOperation : public Pending::Operation {
 
   void send(const at::Tensor& tensor, int peer);
   void receive(const at::Tensor& tensor, int peer);
+  void all_reduce_by_gloo(const at::Tensor& tensor);
   at::Tensor staging(int64_t numel, at::ScalarType dtype);  // lent until the operation is over
   void wait_for_messages();
   void next_step() { ++step_; }
@@ -74,7 +76,9 @@ class GlooOperation : public Pending::Operation {
   std::vector<at::Tensor> lent_;
 };
 
-class GlooCommunicator : public Communicator, public std::enable_shared_from_this<GlooCommunicator> {
+class GlooCommunicator : public Communicator,
+                         public BackendCollectives,
+                         public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroupGloo> group, c10::intrusive_ptr<c10d::Store> store, int rank,
                    int size, std::chrono::milliseconds timeout)
@@ -94,6 +98,12 @@ class GlooCommunicator : public Communicator, public std::enable_shared_from_thi
     } else {
       close_locked();
     }
+  }
+
+  Pending start_backend_all_reduce(at::Tensor tensor, std::string what) override {
+    auto op = start("gloo all-reduce", std::move(what), tensor.numel());
+    op->all_reduce_by_gloo(tensor);
+    return Pending(std::move(op));
   }
 
  protected:
@@ -208,6 +218,17 @@ void GlooOperation::receive(const at::Tensor& tensor, int peer) {
   }
 }
 
+void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  std::vector<at::Tensor> tensors{tensor};
+  try {
+    messages_.push_back({comm_->group_->allreduce(tensors), -1, true});
+  } catch (const std::exception& error) {
+    comm_->fail(*this, -1, true, error.what());
+  }
+  comm_->count_sent(2 * static_cast<int64_t>(tensor.nbytes()) * (comm_->size() - 1) / comm_->size());
+}
+
 at::Tensor GlooOperation::staging(int64_t numel, at::ScalarType dtype) {
   at::Tensor bytes = comm_->staging_.take(numel * static_cast<int64_t>(c10::elementSize(dtype)));
   lent_.push_back(bytes);
@@ -274,9 +295,11 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
     text << ": " << explanation;
   } else if (cause.find("imed out") != std::string::npos) {
     text << ": timed out after " << static_cast<double>(timeout().count()) * 1e-3 << " s "
-         << (is_send ? "sending to rank " : "waiting for rank ") << peer << "; " << watch_.who_waits();
+         << (peer < 0 ? "with all ranks" : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
+         << "; " << watch_.who_waits();
   } else if (!cause.empty()) {
-    text << ": the connection to rank " << peer << " is closed, so that rank has ended or failed ("
+    text << ": " << (peer < 0 ? "a connection" : "the connection to rank " + std::to_string(peer))
+         << " is closed, so that rank has ended or failed ("
          << cause.substr(0, cause.find('\n')) << ")";
   }
   watch_.publish_failure(text.str());

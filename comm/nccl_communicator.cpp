@@ -16,6 +16,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/process_group.h"
 
 namespace tessera {
 namespace {
@@ -54,7 +55,7 @@ class NcclOperation : public Pending::Operation {
   std::vector<at::Tensor> tensors_;
 };
 
-class NcclCommunicator : public Communicator {
+class NcclCommunicator : public Communicator, public BackendCollectives {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 
@@ -69,6 +70,10 @@ class NcclCommunicator : public Communicator {
     } catch (const std::exception&) {
       // It is broken already, which is what was asked for.
     }
+  }
+
+  Pending start_backend_all_reduce(at::Tensor tensor, std::string what) override {
+    return start_all_reduce(std::move(tensor), ReduceOp::kSum, std::move(what));
   }
 
  protected:

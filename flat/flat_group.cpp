@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "tessera/flat/shard_mark.h"
+
 namespace tessera {
 namespace {
 
@@ -68,6 +70,7 @@ void FlatGroup::make_shard(Communicator& comm, bool sync) {
 void FlatGroup::make_parameter_shards() {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     parameter_shards_.push_back(part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad()));
+    mark_as_shard(parameter_shards_.back());
   }
 }
 

@@ -12,7 +12,7 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/fsdp/gradient_reducer.h"
-#include "tessera/fsdp/memory_report.h"
+#include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/fsdp/prefetch_order.h"
 #include "tessera/fsdp/residency.h"

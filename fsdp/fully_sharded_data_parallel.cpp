@@ -1,22 +1,8 @@
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 
-#include <exception>
-
 #include "tessera/fsdp/fsdp_runtime.h"
 
 namespace tessera {
-
-FsdpScope::~FsdpScope() noexcept(false) {
-  if (std::uncaught_exceptions() == 0) {
-    leave();
-    return;
-  }
-  try {
-    leave();
-  } catch (const CommError&) {
-    // The exception on its way says more than this one.
-  }
-}
 
 FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                        const FsdpOptions& options)
@@ -40,15 +26,15 @@ double FullyShardedModule::clip_grad_norm_(double max_norm, double norm_type, bo
   return runtime_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
-FsdpScope FullyShardedModule::no_sync() {
+Scope FullyShardedModule::no_sync() {
   const bool before = runtime_->sync();
   runtime_->set_sync(false);
-  return FsdpScope([runtime = runtime_, before] { runtime->set_sync(before); });
+  return Scope([runtime = runtime_, before] { runtime->set_sync(before); });
 }
 
-FsdpScope FullyShardedModule::summon_full_params(SummonOptions options) {
+Scope FullyShardedModule::summon_full_params(SummonOptions options) {
   runtime_->summon();
-  return FsdpScope([runtime = runtime_, options] { runtime->dismiss(options.writeback); });
+  return Scope([runtime = runtime_, options] { runtime->dismiss(options.writeback); });
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(StateDictOptions options) {

@@ -11,30 +11,13 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
-#include "tessera/fsdp/memory_report.h"
+#include "tessera/flat/scope.h"
+#include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
 
 namespace tessera {
 
 class FsdpRuntime;
-
-// A scope that changes what the wrapper does, and ends with it: no_sync(), summon_full_params().
-// Move-only.
-class [[nodiscard]] FsdpScope {
- public:
-  explicit FsdpScope(std::function<void()> leave) : leave_(std::move(leave)) {}
-  FsdpScope(FsdpScope&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
-  FsdpScope& operator=(FsdpScope&&) = delete;
-  // Ends the scope now; throws what writing back may throw. The destructor does the same, and
-  // where an exception is already on its way swallows a CommError, since the group is broken anyway.
-  void leave() {
-    if (auto leave = std::exchange(leave_, nullptr)) leave();
-  }
-  ~FsdpScope() noexcept(false);
-
- private:
-  std::function<void()> leave_;
-};
 
 struct SummonOptions {
   bool writeback = true;  // keep what the scope changes; false: changes are lost
@@ -66,13 +49,13 @@ class FullyShardedModule : public ModelShards {
   // While the scope lives, backward adds up the full gradients on each rank without reducing them;
   // the next backward outside it reduces the sum. Costs memory for the full gradients. The scope
   // must be open, or not, in forward and backward alike on all ranks.
-  FsdpScope no_sync();
+  Scope no_sync();
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
   // what it sees (so change them alike on all ranks). Collective, at the beginning. Throws
   // std::logic_error inside a backward pass and inside another such scope.
-  FsdpScope summon_full_params(SummonOptions options = {});
+  Scope summon_full_params(SummonOptions options = {});
 
   // All parameters (under each of their names) and buffers by name, in full, as copies on the
   // communicator's device. Collective. One unit at a time is gathered.

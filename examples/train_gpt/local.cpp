@@ -2,9 +2,12 @@
 
 #include <utility>
 
+#include "optimizer.h"
+
 namespace train_gpt {
 
-LocalModel::LocalModel(Gpt model) : model_(std::move(model)) {}
+LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options)
+    : model_(std::move(model)), optimizer_(adamw_groups(model_->named_parameters(), matrix_names(*model_), options), options) {}
 
 at::Tensor LocalModel::forward(const at::Tensor& tokens) { return model_->forward(tokens); }
 
@@ -14,22 +17,21 @@ at::Tensor LocalModel::add_gradients(const Batch& batch, double scale, bool /*la
   return loss.detach();
 }
 
-torch::OrderedDict<std::string, at::Tensor> LocalModel::named_parameters() const {
-  return model_->named_parameters();
+double LocalModel::clip_grad_norm(double max_norm) {
+  return torch::nn::utils::clip_grad_norm_(model_->parameters(), max_norm);
 }
 
-double LocalModel::clip_grad_norm(double max_norm) {
-  return torch::nn::utils::clip_grad_norm_(parameters(), max_norm);
-}
+void LocalModel::step() { optimizer_.step(); }
 
 void LocalModel::zero_grad() { model_->zero_grad(); }
 
 MemoryUse LocalModel::memory() const {
   MemoryUse memory;
-  for (const auto& parameter : parameters()) {
+  for (const auto& parameter : model_->parameters()) {
     memory.parameter_bytes += static_cast<int64_t>(parameter.nbytes());
     if (parameter.grad().defined()) memory.grad_bytes += static_cast<int64_t>(parameter.grad().nbytes());
   }
+  memory.optimizer_bytes = state_bytes(optimizer_);
   return memory;
 }
 

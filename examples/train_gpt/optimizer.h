@@ -3,9 +3,9 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace train_gpt {
 
@@ -13,15 +13,18 @@ namespace train_gpt {
 // parameters into flat shards.
 std::set<std::string> matrix_names(const torch::nn::Module& module);
 
-// AdamW over `parameters`, with weight decay for those in `matrices` only: biases, and the scales
-// of norms, are not pulled towards 0.
-std::unique_ptr<torch::optim::AdamW> make_adamw(const torch::OrderedDict<std::string, at::Tensor>& parameters,
-                                                const std::set<std::string>& matrices, double lr,
-                                                double weight_decay);
+// AdamW's options, with GPT-3's betas.
+torch::optim::AdamWOptions adamw_options(double lr, double weight_decay);
 
-void set_learning_rate(torch::optim::AdamW& optimizer, double lr);
+// Two groups, with weight decay for the parameters in `matrices` only: biases, and the scales of
+// norms, are not pulled towards 0.
+std::vector<torch::optim::OptimizerParamGroup> adamw_groups(const torch::OrderedDict<std::string, at::Tensor>& parameters,
+                                                            const std::set<std::string>& matrices,
+                                                            const torch::optim::AdamWOptions& options);
 
-// Bytes of the moments that the optimizer keeps, which it makes in its first step.
-int64_t state_bytes(const torch::optim::AdamW& optimizer);
+void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
+
+// Bytes of the moments that this rank keeps, which the optimizer makes in its first step.
+int64_t state_bytes(torch::optim::Optimizer& optimizer);
 
 }  // namespace train_gpt

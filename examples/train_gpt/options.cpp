@@ -75,7 +75,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "ranks", po::value(&raw.ranks)->value_name("N"),
       "start N processes of this machine; under a launcher, the number of ranks to insist on")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
-      "local: one process; ddp: every rank holds everything; fsdp: sharded")(
+      "local: one process; ddp: every rank holds everything; split over ranks: oss optimizer state, sdp "
+      "and gradients, fsdp and parameters")(
       "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
       "reshard-after-forward", boolean(&options.reshard_after_forward),
       "fsdp: release each unit between its forward and its backward")(
@@ -133,10 +134,10 @@ po::options_description describe(TrainOptions& options, RawOptions& raw) {
 // clang-format on
 
 Wrapper parse_wrapper(const std::string& name) {
-  for (const auto wrapper : {Wrapper::kLocal, Wrapper::kDdp, Wrapper::kFsdp}) {
+  for (const auto wrapper : {Wrapper::kLocal, Wrapper::kDdp, Wrapper::kOss, Wrapper::kSdp, Wrapper::kFsdp}) {
     if (name == name_of(wrapper)) return wrapper;
   }
-  throw OptionsError("--wrapper must be local, ddp or fsdp, got '" + name + "'");
+  throw OptionsError("--wrapper must be local, ddp, oss, sdp or fsdp, got '" + name + "'");
 }
 
 bool given(const po::variables_map& values, const char* name) {
@@ -238,6 +239,10 @@ const char* name_of(Wrapper wrapper) {
       return "local";
     case Wrapper::kDdp:
       return "ddp";
+    case Wrapper::kOss:
+      return "oss";
+    case Wrapper::kSdp:
+      return "sdp";
     case Wrapper::kFsdp:
       return "fsdp";
   }

@@ -18,8 +18,9 @@ class OptionsError : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// What holds the training state: one process, every rank all of it, or each rank a part.
-enum class Wrapper { kLocal, kDdp, kFsdp };
+// What holds the training state: one process; every rank all of it; or each rank a part of the
+// optimizer state, of the gradients too, or of the parameters too.
+enum class Wrapper { kLocal, kDdp, kOss, kSdp, kFsdp };
 
 const char* name_of(Wrapper wrapper);
 

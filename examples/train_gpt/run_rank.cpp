@@ -6,15 +6,14 @@
 #include <iostream>
 #include <thread>
 
+#include "distributed.h"
 #include "local.h"
 #include "loss_plot.h"
 #include "metrics_log.h"
 #include "optimizer.h"
 #include "progress.h"
-#include "replicated.h"
 #include "report.h"
 #include "sample.h"
-#include "sharded.h"
 #include "trainer.h"
 
 namespace train_gpt {
@@ -49,20 +48,27 @@ void check_world(const TrainOptions& options, int world) {
   }
 }
 
+int stage_of(Wrapper wrapper) {
+  switch (wrapper) {
+    case Wrapper::kOss:
+      return 1;
+    case Wrapper::kSdp:
+      return 2;
+    case Wrapper::kFsdp:
+      return 3;
+    default:
+      return 0;
+  }
+}
+
 std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
                                 std::shared_ptr<tessera::Communicator> comm) {
-  switch (options.wrapper) {
-    case Wrapper::kLocal:
-      return std::make_unique<LocalModel>(std::move(model));
-    case Wrapper::kDdp:
-      return std::make_unique<ReplicatedModel>(std::move(model), std::move(comm));
-    case Wrapper::kFsdp:
-      break;
-  }
-  return std::make_unique<ShardedModel>(
-      std::move(model), std::move(comm),
-      tessera::FsdpOptions{.reshard_after_forward = options.reshard_after_forward,
-                           .prefetch = options.prefetch});
+  const auto adamw = adamw_options(options.lr, options.weight_decay);
+  if (options.wrapper == Wrapper::kLocal) return std::make_unique<LocalModel>(std::move(model), adamw);
+  tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
+  zero.fsdp.reshard_after_forward = options.reshard_after_forward;
+  zero.fsdp.prefetch = options.prefetch;
+  return std::make_unique<DistributedModel>(std::move(model), adamw, std::move(comm), std::move(zero));
 }
 
 // What rank 0 shows and writes while it trains.
@@ -154,12 +160,11 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   Gpt model(options.model);
   model->to(comm->device());
-  const auto matrices = matrix_names(*model);
   int64_t parameters_numel = 0;
   for (const auto& parameter : model->parameters()) parameters_numel += parameter.numel();
 
   const auto wrapped = wrap(std::move(model), options, comm);
-  Trainer trainer(options, job.corpus, *comm, *wrapped, matrices);
+  Trainer trainer(options, job.corpus, *comm, *wrapped);
   if (shows) {
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),

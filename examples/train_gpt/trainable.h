@@ -9,8 +9,7 @@
 
 namespace train_gpt {
 
-// What one rank holds of the training state, in bytes. The optimizer's part is not the model's to
-// know and is filled in by whoever owns the optimizer.
+// What one rank holds of the training state, in bytes.
 struct MemoryUse {
   int64_t parameter_bytes = 0;
   int64_t grad_bytes = 0;
@@ -19,8 +18,8 @@ struct MemoryUse {
   int64_t peak_bucket_bytes = 0;    // full gradients on their way to be reduced, at most
 };
 
-// A model, in whichever way its training state lies on the ranks: all that the training loop
-// knows of it. Every function but the const ones is collective.
+// A model with its optimizer, in whichever way the training state lies on the ranks: all that the
+// training loop knows of it. Every function but the const ones and optimizer() is collective.
 class Trainable {
  public:
   Trainable() = default;
@@ -35,15 +34,14 @@ class Trainable {
   // are of no use.
   virtual at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) = 0;
 
-  // What the optimizer updates here: the parameters, or this rank's part of each, by name.
-  virtual torch::OrderedDict<std::string, at::Tensor> named_parameters() const = 0;
-
   // Scales the gradients down to at most this norm; returns the norm before.
   virtual double clip_grad_norm(double max_norm) = 0;
+  virtual void step() = 0;
   virtual void zero_grad() = 0;
 
+  virtual torch::optim::Optimizer& optimizer() = 0;
   virtual MemoryUse memory() const = 0;
-  virtual std::string describe() const = 0;  // "replicated on 2 ranks"
+  virtual std::string describe() const = 0;  // "ddp: the whole state on each of 2 ranks"
 };
 
 }  // namespace train_gpt

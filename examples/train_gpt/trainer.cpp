@@ -21,7 +21,7 @@ double seconds_since(Clock::time_point start) {
 }  // namespace
 
 Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm,
-                 Trainable& model, const std::set<std::string>& matrices)
+                 Trainable& model)
     : corpus_(corpus),
       comm_(comm),
       model_(model),
@@ -33,8 +33,7 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       sampler_(static_cast<int64_t>(corpus.train().size()), context_, options.seed, shape_),
       schedule_{.peak = options.lr, .warmup = options.warmup_steps(), .steps = options.steps},
       validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
-                                           options.val_batches * shape_.global())),
-      optimizer_(make_adamw(model.named_parameters(), matrices, options.lr, options.weight_decay)) {}
+                                           options.val_batches * shape_.global())) {}
 
 void Trainer::run(const std::function<void(const StepReport&)>& on_step) {
   for (int64_t step = 0; step < steps_; ++step) {
@@ -60,8 +59,8 @@ StepReport Trainer::train_step(int64_t step) {
     loss += model_.add_gradients(batch, scale, micro + 1 == shape_.accumulation) * scale;
   }
   report.grad_norm = model_.clip_grad_norm(clip_);
-  set_learning_rate(*optimizer_, report.lr);
-  optimizer_->step();
+  set_learning_rate(model_.optimizer(), report.lr);
+  model_.step();
   report.loss = mean_over_ranks({loss.item<double>()}).front();
   report.tokens_per_s = static_cast<double>(tokens_per_step()) / seconds_since(start);
   grad_bytes_ = model_.memory().grad_bytes;
@@ -108,7 +107,6 @@ double Trainer::unigram_loss() const {
 MemoryUse Trainer::memory() const {
   auto memory = model_.memory();
   memory.grad_bytes = grad_bytes_;
-  memory.optimizer_bytes = state_bytes(*optimizer_);
   return memory;
 }
 

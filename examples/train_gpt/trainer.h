@@ -2,9 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
-#include <set>
-#include <string>
 #include <vector>
 
 #include "corpus.h"
@@ -22,9 +19,8 @@ namespace train_gpt {
 // All ranks make one with the same arguments and call the same functions.
 class Trainer {
  public:
-  // The corpus, communicator and model must outlive the trainer. `matrices`: see matrix_names().
-  Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model,
-          const std::set<std::string>& matrices);
+  // The corpus, communicator and model must outlive the trainer.
+  Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
 
   // All steps; `on_step` is called after each. Throws std::runtime_error when the loss is no
   // longer finite.
@@ -57,7 +53,6 @@ class Trainer {
   WindowSampler sampler_;
   Schedule schedule_;
   std::vector<int64_t> validation_starts_;
-  std::unique_ptr<torch::optim::AdamW> optimizer_;
   int64_t grad_bytes_ = 0;
 };
 

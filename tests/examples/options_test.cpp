@@ -141,7 +141,7 @@ TEST(Options, MistakesAreNamed) {
       {{"--seed=-1"}, "--seed"},
       {{"--clip=-1"}, "--clip"},
       {{"--lr", "nan"}, "--lr"},
-      {{"--wrapper", "zero"}, "--wrapper must be local, ddp or fsdp"},
+      {{"--wrapper", "zero"}, "--wrapper must be local, ddp, oss, sdp or fsdp"},
       {{"--width", "10", "--heads", "3"}, "does not divide"},
       {{"--steps", "10", "--warmup", "11"}, "--warmup 11"},
       {{"--wrapper", "local", "--ranks", "2"}, "--wrapper local is one process"},

@@ -87,6 +87,9 @@ TEST(TrainGpt, LossesDoNotDependOnHowTheBatchIsSpread) {
            "--wrapper local --batch 3 --accumulate 4 --val-batches 2 --sample 0",
            "--wrapper ddp --ranks 2 --batch 6 --val-batches 2 --sample 0",
            "--wrapper ddp --ranks 3 --batch 2 --accumulate 2 --val-batches 2 --sample 0",
+           "--wrapper oss --ranks 2 --batch 6 --val-batches 2 --sample 20",
+           "--wrapper sdp --ranks 3 --batch 4 --val-batches 2 --sample 20",
+           "--wrapper sdp --ranks 2 --batch 3 --accumulate 2 --val-batches 2 --sample 0",
            "--wrapper fsdp --batch 12 --val-batches 2 --sample 0",
            "--wrapper fsdp --ranks 2 --batch 6 --val-batches 2 --sample 20",
            "--wrapper fsdp --ranks 4 --batch 3 --val-batches 2 --sample 20",
@@ -96,6 +99,22 @@ TEST(TrainGpt, LossesDoNotDependOnHowTheBatchIsSpread) {
        }) {
     SCOPED_TRACE(other);
     expect_same_losses(train(other), expected);
+  }
+}
+
+TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
+  for (const char* ranks : {"--ranks 2", "--ranks 3"}) {
+    const auto expected = train(std::string("--wrapper fsdp --batch 4 --clip 0 --sample 0 ") + ranks);
+    for (const char* wrapper : {"ddp", "oss", "sdp"}) {
+      SCOPED_TRACE(std::string(wrapper) + " " + ranks);
+      const auto losses =
+          train(std::string("--wrapper ") + wrapper + " --batch 4 --clip 0 --sample 0 " + ranks);
+      ASSERT_EQ(losses.size(), expected.size());
+      for (size_t i = 0; i < losses.size(); ++i) {
+        EXPECT_EQ(losses[i]["loss"], expected[i]["loss"]) << "step " << i + 1;
+        EXPECT_EQ(losses[i].value("val_loss", 0.0), expected[i].value("val_loss", 0.0)) << "step " << i + 1;
+      }
+    }
   }
 }
 

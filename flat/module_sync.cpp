@@ -1,0 +1,77 @@
+#include "tessera/flat/module_sync.h"
+
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <map>
+#include <sstream>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+// Below this, tensors are copied together: a message's cost hardly depends on its length.
+constexpr int64_t kSmallBytes = 1 << 20;
+
+}  // namespace
+
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
+  if (comm.size() == 1) return;
+  c10::InferenceMode ordinary(false);
+  at::NoGradGuard no_grad;
+  std::map<at::ScalarType, std::vector<at::Tensor>> small;
+  std::vector<Pending> pending;
+  for (const at::Tensor& given : tensors) {
+    at::Tensor tensor = given.detach();
+    if (!tensor.defined() || tensor.numel() == 0) continue;
+    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous()) {
+      pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
+    } else {
+      small[tensor.scalar_type()].push_back(tensor);
+    }
+  }
+  for (auto& [dtype, members] : small) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& member : members) pieces.push_back(member.reshape({-1}).to(comm.device()));
+    const at::Tensor flat = at::cat(pieces);
+    comm.broadcast(flat.view(at::kByte), 0, what).wait();
+    int64_t offset = 0;
+    for (at::Tensor& member : members) {
+      member.copy_(flat.narrow(0, offset, member.numel()).view(member.sizes()));
+      offset += member.numel();
+    }
+  }
+  for (Pending& operation : pending) operation.wait();
+}
+
+std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module) {
+  auto units = plan_units(module, {});
+  return units.empty() ? std::vector<PlannedParameter>() : std::move(units[0].parameters);
+}
+
+std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters) {
+  std::vector<std::string> lines;
+  for (const PlannedParameter& parameter : parameters) {
+    const at::Tensor& tensor = parameter.tensor;
+    std::ostringstream line;
+    line << "parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " " << tensor.sizes()
+         << (tensor.is_contiguous() ? "" : " not contiguous") << (tensor.requires_grad() ? "" : " frozen");
+    for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
+    lines.push_back(line.str());
+  }
+  return lines;
+}
+
+std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
+  std::vector<std::string> lines;
+  for (const auto& buffer : module.named_buffers()) {
+    std::ostringstream line;
+    line << "buffer '" << buffer.key() << "' ";
+    if (buffer.value().defined()) line << buffer.value().scalar_type() << " " << buffer.value().sizes();
+    lines.push_back(line.str());
+  }
+  return lines;
+}
+
+}  // namespace tessera

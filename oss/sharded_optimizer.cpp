@@ -1,0 +1,344 @@
+#include "tessera/oss/sharded_optimizer.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/lbfgs.h>
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <unordered_set>
+#include <utility>
+
+#include "tessera/comm/agreement.h"
+#include "tessera/flat/shard_mark.h"
+#include "tessera/flat/shard_norm.h"
+
+namespace tessera {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+
+void check_parameter(const at::Tensor& parameter, const std::string& place, const Communicator& comm) {
+  std::ostringstream problem;
+  if (!parameter.defined()) {
+    problem << "is undefined";
+  } else if (!parameter.is_leaf()) {
+    problem << "is the result of an operation, expected a leaf";
+  } else if (parameter.layout() != at::kStrided) {
+    problem << "has layout " << parameter.layout() << ", expected a dense one";
+  } else if (parameter.device() != comm.device()) {
+    problem << "is on " << parameter.device() << ", expected the communicator's device, " << comm.device();
+  } else if (is_shard(parameter)) {
+    problem << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
+               "to the optimizer itself";
+  }
+  if (!problem.str().empty())
+    throw std::invalid_argument("OSS on rank " + std::to_string(comm.rank()) + ": parameter " + place + " " + problem.str());
+}
+
+void check_group(const OptimizerParamGroup& group, size_t index, const Communicator& comm) {
+  for (size_t i = 0; i < group.params().size(); ++i)
+    check_parameter(group.params()[i], std::to_string(i) + " of group " + std::to_string(index), comm);
+}
+
+const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups, const Communicator* comm) {
+  if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
+  for (size_t i = 0; i < groups.size(); ++i) check_group(groups[i], i, *comm);
+  return groups;
+}
+
+// One line for each state of a dictionary: what a receiver must know to make room for it.
+std::string describe_states(const std::map<int64_t, ParameterState>& states) {
+  std::ostringstream text;
+  for (const auto& [index, state] : states) {
+    for (const auto& [name, number] : state.numbers) text << "number " << index << ' ' << name << ' ' << number << '\n';
+    for (const auto& [name, tensor] : state.tensors)
+      text << "tensor " << index << ' ' << name << ' ' << static_cast<int>(tensor.scalar_type()) << '\n';
+  }
+  return text.str();
+}
+
+}  // namespace
+
+// ---- groups and owners -------------------------------------------------------------------------
+
+ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+                                   std::shared_ptr<Communicator> comm, OssOptions options)
+    : Optimizer(checked(groups, comm.get()), std::move(defaults)),
+      comm_(std::move(comm)),
+      options_(options),
+      make_(std::move(make)) {
+  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
+    throw std::invalid_argument(
+        "OSS<LBFGS>: LBFGS searches along one direction for all parameters together, so its history and its line search "
+        "cannot be split by parameters; use it unsharded");
+  if (options_.broadcast_dtype && !at::isFloatingType(*options_.broadcast_dtype))
+    throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") + c10::toString(*options_.broadcast_dtype) +
+                                ", expected a floating-point dtype");
+  if (options_.broadcast_bucket_bytes < 0)
+    throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " + std::to_string(options_.broadcast_bucket_bytes) +
+                                ", expected 0 or more");
+  adopt_groups_from(0);
+}
+
+ShardedOptimizer::~ShardedOptimizer() = default;
+
+void ShardedOptimizer::check_agreement(size_t first_group) const {
+  std::vector<std::string> lines;
+  std::ostringstream options;
+  options << "options: " << c10::demangle(typeid(*defaults_).name()) << " broadcast_dtype="
+          << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
+          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes;
+  lines.push_back(options.str());
+  for (size_t group = first_group; group < param_groups_.size(); ++group) {
+    for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
+      const at::Tensor& parameter = param_groups_[group].params()[i];
+      std::ostringstream line;
+      line << "parameter " << i << " of group " << group << ": " << parameter.scalar_type() << " " << parameter.sizes()
+           << (parameter.requires_grad() ? "" : " frozen");
+      lines.push_back(line.str());
+    }
+  }
+  require_agreement(*comm_, "the parameters of an optimizer", lines);
+}
+
+void ShardedOptimizer::adopt_groups_from(size_t first_group) {
+  std::unordered_map<const c10::TensorImpl*, size_t> group_of;
+  for (size_t group = 0; group < param_groups_.size(); ++group)
+    for (const at::Tensor& parameter : param_groups_[group].params())
+      if (const auto [known, is_new] = group_of.try_emplace(parameter.unsafeGetTensorImpl(), group);
+          !is_new && known->second != group)
+        throw std::invalid_argument("OSS on rank " + std::to_string(comm_->rank()) + ": a parameter of shape " +
+                                    c10::str(parameter.sizes()) + " is in group " + std::to_string(known->second) +
+                                    " and in group " + std::to_string(group));
+  check_agreement(first_group);
+  weigh(first_group);
+  if (!local_) {
+    Groups owned;
+    for (const auto& group : param_groups_) owned.push_back(owned_part(group));
+    local_ = make_(std::move(owned));
+  } else {
+    for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
+  }
+  std::vector<at::Tensor> parameters;
+  std::vector<int> owners;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (size_t i = first_group; i < param_groups_.size(); ++i) {
+    for (const at::Tensor& parameter : param_groups_[i].params()) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      parameters.push_back(parameter);
+      owners.push_back(owner(parameter));
+    }
+  }
+  buckets_.push_back(std::make_unique<ParameterBuckets>(std::move(parameters), std::move(owners),
+                                                        options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
+}
+
+// Trainable parameters first, by weight; frozen ones, which have no state, evenly beside them.
+void ShardedOptimizer::weigh(size_t first_group) {
+  auto index = static_cast<int64_t>(partition_.owners.size());
+  std::vector<at::Tensor> trainable, frozen;
+  for (size_t group = first_group; group < param_groups_.size(); ++group) {
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      if (places_.try_emplace(parameter.unsafeGetTensorImpl(), Place{index, 0}).second)
+        (parameter.requires_grad() ? trainable : frozen).push_back(parameter);
+      ++index;
+    }
+  }
+  auto bytes_of = [](const std::vector<at::Tensor>& parameters) {
+    std::vector<int64_t> bytes;
+    for (const at::Tensor& parameter : parameters) bytes.push_back(static_cast<int64_t>(parameter.nbytes()));
+    return bytes;
+  };
+  const Partition weighed = partition_greedily(bytes_of(trainable), comm_->size(), partition_.owned_bytes);
+  const Partition weightless = partition_greedily(bytes_of(frozen), comm_->size());
+  for (size_t i = 0; i < trainable.size(); ++i) places_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
+  for (size_t i = 0; i < frozen.size(); ++i) places_.at(frozen[i].unsafeGetTensorImpl()).owner = weightless.owners[i];
+  partition_.owned_bytes = weighed.owned_bytes;
+  for (size_t group = first_group; group < param_groups_.size(); ++group)
+    for (const at::Tensor& parameter : param_groups_[group].params()) partition_.owners.push_back(owner(parameter));
+}
+
+OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& group) const {
+  std::vector<at::Tensor> owned;
+  for (const at::Tensor& parameter : group.params()) {
+    const bool known = std::any_of(owned.begin(), owned.end(), [&](const at::Tensor& other) { return other.is_same(parameter); });
+    if (!known && owns(parameter)) owned.push_back(parameter);
+  }
+  return {std::move(owned), group.options().clone()};
+}
+
+void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
+  check_group(group, param_groups_.size(), *comm_);
+  Optimizer::add_param_group(group);
+  try {
+    adopt_groups_from(param_groups_.size() - 1);
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
+}
+
+bool ShardedOptimizer::has(const at::Tensor& parameter) const { return places_.contains(parameter.unsafeGetTensorImpl()); }
+
+int ShardedOptimizer::owner(const at::Tensor& parameter) const {
+  const auto place = places_.find(parameter.unsafeGetTensorImpl());
+  if (place == places_.end())
+    throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) + " is no parameter of this optimizer");
+  return place->second.owner;
+}
+
+std::vector<at::Tensor> ShardedOptimizer::all_parameters() const {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : param_groups_) parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  return parameters;
+}
+
+// ---- steps -------------------------------------------------------------------------------------
+
+void ShardedOptimizer::copy_options(Optimizer& to) const {
+  for (size_t i = 0; i < param_groups_.size(); ++i) to.param_groups()[i].set_options(param_groups_[i].options().clone());
+}
+
+at::Tensor ShardedOptimizer::step(LossClosure closure) {
+  if (param_groups_.size() > local_->param_groups().size())  // through the base class
+    adopt_groups_from(local_->param_groups().size());
+  if (all_parameters().size() != partition_.owners.size())
+    throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": the groups have " +
+                           std::to_string(all_parameters().size()) + " parameters, expected " +
+                           std::to_string(partition_.owners.size()) + ": add new ones by add_param_group()");
+  at::Tensor loss;
+  if (closure) {
+    at::AutoGradMode recording(true);
+    loss = closure();
+  }
+  std::erase_if(checks_, [](const std::function<bool()>& check) { return !check(); });
+  copy_options(*local_);
+  local_->step();
+  for (auto& buckets : buckets_) buckets->publish();
+  return loss;
+}
+
+void ShardedOptimizer::check_before_step(std::function<bool()> check) { checks_.push_back(std::move(check)); }
+
+std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
+  std::vector<at::Tensor> gradients;
+  for (const auto& group : local_->param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  return gradients;
+}
+
+double ShardedOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  at::NoGradGuard no_grad;
+  const double norm = clip_shards_by_norm(owned_gradients(), max_norm, norm_type, error_if_nonfinite, *comm_);
+  const double scale = max_norm / (norm + 1e-6);  // as there, for what other ranks own and this one has, too
+  if (!(scale < 1.0)) return norm;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const at::Tensor& parameter : all_parameters())
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second && !owns(parameter) && parameter.grad().defined())
+      parameter.grad().mul_(scale);
+  return norm;
+}
+
+// ---- state dictionaries ------------------------------------------------------------------------
+
+OptimizerStateDict ShardedOptimizer::local_state_dict() const {
+  OptimizerStateDict dict = describe_groups(*this);
+  for (const auto& group : local_->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto state = local_->state().find(parameter.unsafeGetTensorImpl());
+      if (state != local_->state().end())
+        dict.state[places_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second);
+    }
+  }
+  return dict;
+}
+
+// Owner by owner and tensor by tensor: beside the result, a rank holds one tensor of another's.
+void ShardedOptimizer::consolidate_state_dict(int rank) {
+  if (rank < -1 || rank >= comm_->size())
+    throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
+                                std::to_string(comm_->size() - 1));
+  at::NoGradGuard no_grad;
+  const bool keep = rank == -1 || rank == comm_->rank();
+  const OptimizerStateDict own = local_state_dict();
+  OptimizerStateDict whole = describe_groups(*this);
+  const auto parameters = all_parameters();
+  const auto texts = gather_texts(*comm_, describe_states(own.state), "the optimizer's state");
+  for (int source = 0; source < comm_->size(); ++source) {
+    std::istringstream text(texts[source]);
+    std::string what, name;
+    int64_t index = 0, value = 0;
+    while (text >> what >> index >> name >> value) {
+      if (what == "number") {
+        whole.state[index].numbers.emplace_back(name, value);
+        continue;
+      }
+      at::Tensor tensor;
+      if (source == comm_->rank()) {
+        for (const auto& [key, mine] : own.state.at(index).tensors)
+          if (key == name) tensor = mine.contiguous();
+      } else {
+        tensor = at::empty(parameters[index].sizes(), parameters[index].options().requires_grad(false).dtype(
+                                                          static_cast<at::ScalarType>(value)));
+      }
+      comm_->broadcast(tensor, source, "the optimizer's state").wait();
+      if (keep) whole.state[index].tensors.emplace_back(name, tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/source == comm_->rank()));
+    }
+  }
+  consolidated_.reset();
+  if (keep) consolidated_ = std::move(whole);
+}
+
+const OptimizerStateDict& ShardedOptimizer::state_dict() const {
+  if (!consolidated_)
+    throw std::logic_error("state_dict() on rank " + std::to_string(comm_->rank()) +
+                           ": call consolidate_state_dict() on all ranks first, with this rank or -1 (local_state_dict() "
+                           "has this rank's part)");
+  return *consolidated_;
+}
+
+void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
+  require_matching(dict, *this);
+  at::NoGradGuard no_grad;
+  const auto parameters = all_parameters();
+  decltype(state_) states;
+  for (const auto& [index, values] : dict.state) {
+    const at::Tensor& parameter = parameters[index];
+    if (!owns(parameter)) continue;
+    ParameterState own = values;
+    for (auto& [name, tensor] : own.tensors) tensor = tensor.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+    states[parameter.unsafeGetTensorImpl()] = make_state(dict.kind, own);
+  }
+  for (size_t i = 0; i < dict.groups.size(); ++i) write_options(param_groups_[i].options(), dict.groups[i].options);
+  copy_options(*local_);
+  local_->state() = std::move(states);
+  consolidated_.reset();
+}
+
+void ShardedOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  const OptimizerStateDict& dict = state_dict();
+  const auto whole = make_(param_groups_);
+  const auto parameters = all_parameters();
+  whole->state().clear();
+  for (const auto& [index, values] : dict.state)
+    whole->state()[parameters[index].unsafeGetTensorImpl()] = make_state(dict.kind, values);
+  whole->save(archive);
+}
+
+void ShardedOptimizer::load(torch::serialize::InputArchive& archive) {
+  const auto whole = make_(param_groups_);
+  whole->load(archive);
+  OptimizerStateDict dict = describe_groups(*whole);
+  const auto parameters = all_parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto state = whole->state().find(parameters[i].unsafeGetTensorImpl());
+    if (state != whole->state().end()) dict.state[static_cast<int64_t>(i)] = read_state(*state->second);
+  }
+  load_state_dict(dict);
+}
+
+}  // namespace tessera

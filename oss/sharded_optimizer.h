@@ -1,0 +1,114 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/model_shards.h"
+#include "tessera/oss/optimizer_state_dict.h"
+#include "tessera/oss/parameter_buckets.h"
+#include "tessera/oss/partition.h"
+
+namespace tessera {
+
+struct OssOptions {
+  // What updated parameters travel in, kHalf or kBFloat16 say: half the bytes for fp32 parameters.
+  // The owner's values stay exact, as its master copy; the other ranks get them rounded, as
+  // FairScale's broadcast_fp16. Empty: the parameters' own dtype, and all ranks have the same bits.
+  std::optional<at::ScalarType> broadcast_dtype;
+
+  // Parameters of less than 1 MiB travel together, up to this many bytes at a time.
+  int64_t broadcast_bucket_bytes = int64_t{16} << 20;
+};
+
+// All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over
+// all parameters, with all groups and options, but its step() updates only those that this rank
+// owns, with an optimizer that holds only their state; then each rank sends its parameters to all
+// others. Everything is used by one thread at a time.
+class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards {
+ public:
+  ~ShardedOptimizer() override;
+
+  // One step with the gradients that the owners have, then the exchange of parameters. Collective.
+  // `closure`, if any, computes the gradients again, once, and its loss is returned. Options of the
+  // groups (learning rates) are those of param_groups() now. Throws std::logic_error, before
+  // anything is changed, where the gradients cannot be meant for a step (ShardedDataParallel says
+  // when); CommError.
+  at::Tensor step(LossClosure closure = nullptr) override;
+
+  // Collective, as construction. The parameters of earlier groups keep their owners.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  // torch::nn::utils::clip_grad_norm_ over all parameters: gradients that DistributedDataParallel
+  // or ShardedDataParallel have averaged. Each parameter counts once, at its owner. Returns the norm
+  // before. Collective: one all-reduce of one number. Throws as clip_shards_by_norm().
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  // Who owns what: parameters counted through all groups. Frozen ones weigh nothing.
+  const Partition& partition() const { return partition_; }
+  bool has(const at::Tensor& parameter) const;
+  // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's.
+  int owner(const at::Tensor& parameter) const;
+  const std::shared_ptr<Communicator>& comm() const { return comm_; }
+
+  // Sends the whole state to `rank`, in host memory, where state_dict() then returns it and save()
+  // writes it; -1: to every rank. Collective.
+  void consolidate_state_dict(int rank = 0);
+  // What the last consolidate_state_dict() brought, as of then. Throws std::logic_error on a rank
+  // that got nothing.
+  const OptimizerStateDict& state_dict() const;
+  // This rank's part: states of the parameters it owns; tensors are the optimizer's own.
+  OptimizerStateDict local_state_dict() const;
+  // Takes options and states from a whole dictionary, whatever world size it comes from; each rank
+  // keeps (a copy of) its own part. Not collective; give every rank the same. Throws
+  // std::invalid_argument with nothing changed if the dictionary does not fit.
+  void load_state_dict(const OptimizerStateDict& dict);
+
+  // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file
+  // of OSS<Adam> is one of Adam. save() after consolidate_state_dict().
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+
+  torch::optim::Optimizer& local() override { return *local_; }
+  bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
+
+  // `check` is called before each step changes anything, after its closure, until it returns false;
+  // it may throw. For wrappers that know whether gradients are ready.
+  void check_before_step(std::function<bool()> check);
+
+ protected:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
+  ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
+                   std::shared_ptr<Communicator> comm, OssOptions options);
+
+ private:
+  struct Place {
+    int64_t index;
+    int owner;
+  };
+  void check_agreement(size_t first_group) const;
+  void adopt_groups_from(size_t first_group);
+  void weigh(size_t first_group);
+  torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
+  void copy_options(torch::optim::Optimizer& to) const;
+  std::vector<at::Tensor> owned_gradients() const;
+  std::vector<at::Tensor> all_parameters() const;
+
+  const std::shared_ptr<Communicator> comm_;
+  const OssOptions options_;
+  const Factory make_;
+  std::unordered_map<const c10::TensorImpl*, Place> places_;
+  Partition partition_;
+  std::unique_ptr<torch::optim::Optimizer> local_;
+  std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
+  std::optional<OptimizerStateDict> consolidated_;
+  std::vector<std::function<bool()>> checks_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,116 @@
+#include "tessera/sdp/sharded_data_parallel.h"
+
+#include <c10/core/GradMode.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "tessera/flat/shard_norm.h"
+#include "tessera/sdp/owner_reducer.h"
+
+namespace tessera {
+namespace {
+
+std::string describe(const SdpOptions& options) {
+  std::ostringstream text;
+  text << "reduce_buffer_size=" << options.reduce_buffer_size
+       << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
+       << " broadcast_buffers=" << options.broadcast_buffers << " sync_models_at_startup=" << options.sync_models_at_startup;
+  return text.str();
+}
+
+const SdpOptions& checked(const SdpOptions& options) {
+  if (options.reduce_buffer_size < 0)
+    throw std::invalid_argument("SdpOptions::reduce_buffer_size is " + std::to_string(options.reduce_buffer_size) +
+                                " elements, expected 0 (off) or more");
+  if (options.reduce_dtype && !at::isFloatingType(*options.reduce_dtype))
+    throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
+                                ", expected a floating-point dtype");
+  return options;
+}
+
+}  // namespace
+
+SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
+                     const SdpOptions& options)
+    : ReplicatedModule(module, std::move(comm), "ShardedDataParallel", describe(checked(options)),
+                       options.sync_models_at_startup),
+      options_(options),
+      optimizers_(std::move(optimizers)) {
+  for (const ShardedOptimizer* optimizer : optimizers_) {
+    if (optimizer == nullptr) throw std::invalid_argument("ShardedDataParallel: an optimizer is null");
+    if (optimizer->comm() != this->comm())
+      throw std::invalid_argument("ShardedDataParallel: an optimizer has another communicator than the wrapper");
+  }
+  for (const PlannedParameter& parameter : planned_parameters())
+    if (parameter.tensor.requires_grad()) owner_of(parameter);
+  reducer_ = std::make_shared<OwnerReducer>(
+      planned_parameters(), [this](const PlannedParameter& parameter) { return owner_of(parameter); }, this->comm(),
+      OwnerReducer::Options{options.reduce_buffer_size, options.reduce_dtype});
+  reducer_->refresh_trainable();
+  for (ShardedOptimizer* optimizer : optimizers_)
+    optimizer->check_before_step([weak = std::weak_ptr(reducer_)] {
+      const auto reducer = weak.lock();
+      if (reducer) reducer->require_reduced();
+      return reducer != nullptr;
+    });
+}
+
+SdpModule::~SdpModule() = default;
+
+int SdpModule::owner_of(const PlannedParameter& parameter) const {
+  const ShardedOptimizer* found = nullptr;
+  for (const ShardedOptimizer* optimizer : optimizers_) {
+    if (!optimizer->has(parameter.tensor)) continue;
+    if (found != nullptr)
+      throw std::invalid_argument("ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" +
+                                  parameter.fqn + "' is in two of the optimizers");
+    found = optimizer;
+  }
+  if (found == nullptr)
+    throw std::invalid_argument("ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" +
+                                parameter.fqn +
+                                "' requires a gradient but is in none of the optimizers, so that no rank owns it: add it to "
+                                "one, or freeze it");
+  return found->owner(parameter.tensor);
+}
+
+Scope SdpModule::no_sync() {
+  const bool before = reducer_->sync();
+  reducer_->set_sync(false);
+  return Scope([reducer = reducer_, before] { reducer->set_sync(before); });
+}
+
+void SdpModule::refresh_trainable() { reducer_->refresh_trainable(); }
+
+double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  reducer_->require_reduced();
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> owned;
+  for (const PlannedParameter& parameter : planned_parameters()) {
+    if (!parameter.tensor.grad().defined()) continue;
+    for (const ShardedOptimizer* optimizer : optimizers_)
+      if (optimizer->has(parameter.tensor) && optimizer->owns(parameter.tensor)) owned.push_back(parameter.tensor.grad());
+  }
+  return clip_shards_by_norm(owned, max_norm, norm_type, error_if_nonfinite, *comm());
+}
+
+MemoryReport SdpModule::memory() const {
+  MemoryReport report = memory_of_replica();
+  report.bucket_bytes = reducer_->bucket_bytes();
+  report.peak_bucket_bytes = reducer_->peak_bucket_bytes();
+  return report;
+}
+
+void SdpModule::reset_peak_memory() { reducer_->reset_peak(); }
+
+void SdpModule::begin_forward() {
+  reducer_->begin_forward();
+  if (options_.broadcast_buffers && c10::GradMode::is_enabled() && reducer_->sync() && has_buffers()) broadcast_buffers();
+}
+
+void SdpModule::end_forward(const std::vector<at::Tensor>& tensors) {
+  if (c10::GradMode::is_enabled()) reducer_->expect_backward_of(tensors);
+}
+
+}  // namespace tessera

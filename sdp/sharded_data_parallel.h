@@ -1,0 +1,115 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tessera/flat/scope.h"
+#include "tessera/oss/sharded_optimizer.h"
+#include "tessera/sdp/output_tensors.h"
+#include "tessera/sdp/replicated_module.h"
+
+namespace tessera {
+
+// As FairScale's ShardedDataParallel's arguments, whose names they have.
+struct SdpOptions {
+  // Gradients of less than 1 MiB travel together, up to this many elements at a time; 0: each by
+  // itself. Larger ones always do.
+  int64_t reduce_buffer_size = int64_t{1} << 23;
+
+  // What gradients travel in, kHalf or kBFloat16 say (added in fp32, rounded again). Empty: as they are.
+  std::optional<at::ScalarType> reduce_dtype;
+
+  bool broadcast_buffers = true;        // before each forward that trains, from rank 0
+  bool sync_models_at_startup = true;   // parameters and buffers from rank 0 at construction
+};
+
+class OwnerReducer;
+
+// The part of the wrapper that does not depend on the module's type.
+class SdpModule : public ReplicatedModule {
+ public:
+  ~SdpModule() override;
+
+  // While the scope lives, backward adds to this rank's own gradients, of all parameters; the next
+  // backward outside it reduces the sum. (Without it, each backward reduces, and owners add up:
+  // less memory, more traffic.) Open, or not, on all ranks alike.
+  Scope no_sync();
+
+  // Looks which parameters require gradients now. Each forward does it too.
+  void refresh_trainable();
+
+  // torch::nn::utils::clip_grad_norm_ over the parameters of all optimizers. Collective; after
+  // backward. Throws as ShardedOptimizer::clip_grad_norm_.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  // Bytes of parameters (in full), of gradients kept (those of owned parameters, between steps), and
+  // of gradients on their way to other owners, now and at most.
+  MemoryReport memory() const;
+  void reset_peak_memory();
+
+ protected:
+  SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
+            const SdpOptions& options);
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& tensors);
+
+ private:
+  int owner_of(const PlannedParameter& parameter) const;
+
+  const SdpOptions options_;
+  const std::vector<ShardedOptimizer*> optimizers_;
+  std::shared_ptr<OwnerReducer> reducer_;
+  std::vector<std::function<void()>> unregister_;
+};
+
+// Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel): each
+// gradient is reduced to the one rank whose optimizer wants it, while backward goes on, and freed
+// everywhere else.
+//
+//   tessera::OSS<torch::optim::Adam> optimizer(model->parameters(), torch::optim::AdamOptions(1e-3), comm);
+//   tessera::ShardedDataParallel sdp(model, optimizer, comm);
+//   torch::mse_loss(sdp(x), y).backward();  // .grad() is defined for the parameters owned here
+//   optimizer.step();
+//
+// With several optimizers on one model give pointers to all of them: {&first, &second}. They must
+// outlive the wrapper's use. An optimizer's step() throws std::logic_error where this rank's
+// gradients are not averages: after a backward under no_sync() alone, or one that failed.
+// `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Train through the wrapper;
+// a forward that goes past it does not notice changes of requires_grad or exchange buffers.
+template <class Holder>
+class ShardedDataParallel : public SdpModule {
+ public:
+  // Collective. Throws std::invalid_argument if ranks differ in the model or the options (the
+  // first difference, by name), and for a trainable parameter that no optimizer has, or two.
+  ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm, SdpOptions options = {})
+      : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
+  ShardedDataParallel(Holder module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
+                      SdpOptions options = {})
+      : SdpModule(*module, std::move(optimizers), std::move(comm), options), module_(std::move(module)) {}
+
+  // What module->forward(args...) returns. Collective if the module has buffers. Throws as the
+  // constructor if a parameter has become trainable that no optimizer has.
+  template <class... Args>
+  auto forward(Args&&... args) {
+    begin_forward();
+    auto output = module_->forward(std::forward<Args>(args)...);
+    std::vector<at::Tensor> tensors;
+    collect_tensors(output, tensors);
+    end_forward(tensors);
+    return output;
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  const Holder& module() const { return module_; }
+
+ private:
+  Holder module_;
+};
+
+}  // namespace tessera

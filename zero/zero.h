@@ -1,0 +1,214 @@
+#pragma once
+
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "tessera/flat/module_sync.h"
+#include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/oss/oss.h"
+#include "tessera/sdp/distributed_data_parallel.h"
+#include "tessera/sdp/sharded_data_parallel.h"
+
+namespace tessera {
+
+struct ZeroOptions {
+  using Parameters = torch::OrderedDict<std::string, at::Tensor>;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  // What is split over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+  int stage = 2;
+  // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
+  // Empty: one group of all.
+  std::function<Groups(const Parameters&)> groups;
+  // Of what the stage uses: stages 0 and 1; 1 and 2; 2; 3.
+  DdpOptions ddp;
+  OssOptions oss;
+  SdpOptions sdp;
+  FsdpOptions fsdp;
+};
+
+// The optimizer that torch's options belong to.
+template <class Options>
+struct OptimizerOfOptions;
+template <>
+struct OptimizerOfOptions<torch::optim::AdamOptions> {
+  using type = torch::optim::Adam;
+};
+template <>
+struct OptimizerOfOptions<torch::optim::AdamWOptions> {
+  using type = torch::optim::AdamW;
+};
+template <>
+struct OptimizerOfOptions<torch::optim::SGDOptions> {
+  using type = torch::optim::SGD;
+};
+template <>
+struct OptimizerOfOptions<torch::optim::RMSpropOptions> {
+  using type = torch::optim::RMSprop;
+};
+template <>
+struct OptimizerOfOptions<torch::optim::AdagradOptions> {
+  using type = torch::optim::Adagrad;
+};
+
+// A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
+// Each call does what the wrapper of the stage does; see there for what is collective and throws.
+template <class Holder, class Optimizer>
+class Zero : public ModelShards {
+ public:
+  template <class Options>
+  Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
+      : stage_(zero.stage), module_(std::move(module)) {
+    switch (stage_) {
+      case 0:
+        wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
+        optimizer_ = make_optimizer<Optimizer>(zero, options);
+        break;
+      case 1:
+        wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
+        optimizer_ = make_optimizer<OSS<Optimizer>>(zero, options, comm, zero.oss);
+        break;
+      case 2: {
+        // Before the wrapper, which wants to know the owners.
+        auto sharded = std::make_unique<OSS<Optimizer>>(groups_of(zero, module_parameters()), options, comm, zero.oss);
+        wrapper_.template emplace<Sdp>(module_, *sharded, comm, zero.sdp);
+        optimizer_ = std::move(sharded);
+        break;
+      }
+      case 3:
+        wrapper_.template emplace<Fsdp>(module_, comm, zero.fsdp);
+        optimizer_ = make_optimizer<Optimizer>(zero, options);
+        break;
+      default:
+        throw std::invalid_argument("ZeroOptions::stage is " + std::to_string(stage_) + ", expected 0 to 3");
+    }
+  }
+
+  int stage() const { return stage_; }
+
+  // What module->forward(args...) returns.
+  template <class... Args>
+  auto forward(Args&&... args) {
+    using Output = std::decay_t<decltype(module_->forward(std::forward<Args>(args)...))>;
+    return with_wrapper([&](auto& wrapper) -> Output { return wrapper.forward(std::forward<Args>(args)...); });
+  }
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return forward(std::forward<Args>(args)...);
+  }
+
+  // After loss.backward(): one step of the optimizer. Collective in stages 1 and 2, so call it on
+  // all ranks alike.
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) { return optimizer_->step(std::move(closure)); }
+  void zero_grad(bool set_to_none = true) {
+    with_wrapper([&](auto& wrapper) { wrapper.zero_grad(set_to_none); });
+  }
+  // The norm before. Collective but in stage 0.
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
+    if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
+      return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
+    return with_wrapper([&](auto& wrapper) { return wrapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite); });
+  }
+  Scope no_sync() {
+    return with_wrapper([](auto& wrapper) { return wrapper.no_sync(); });
+  }
+
+  // What the optimizer was given: whole parameters, or this rank's shards of them in stage 3.
+  std::vector<at::Tensor> parameters() const {
+    return with_wrapper([](const auto& wrapper) { return wrapper.parameters(); });
+  }
+  ZeroOptions::Parameters named_parameters() const {
+    return with_wrapper([](const auto& wrapper) { return wrapper.named_parameters(); });
+  }
+  // Whole, by the module's names, as copies. Collective.
+  ZeroOptions::Parameters full_state_dict() {
+    return with_wrapper([](auto& wrapper) { return wrapper.full_state_dict(); });
+  }
+  MemoryReport memory() const {
+    return with_wrapper([](const auto& wrapper) { return wrapper.memory(); });
+  }
+
+  // For learning rates and schedulers, and beside this object for save_checkpoint().
+  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  const Holder& module() const { return module_; }
+
+  const std::shared_ptr<Communicator>& comm() const override { return shards().comm(); }
+  std::vector<NamedShard> named_shards() const override { return shards().named_shards(); }
+  ZeroOptions::Parameters named_buffers() const override { return shards().named_buffers(); }
+
+ private:
+  using Ddp = DistributedDataParallel<Holder>;
+  using Sdp = ShardedDataParallel<Holder>;
+  using Fsdp = FullyShardedDataParallel<Holder>;
+
+  template <class Act>
+  auto with_wrapper(Act act) {
+    if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
+    if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
+    return act(std::get<Fsdp>(wrapper_));
+  }
+  template <class Act>
+  auto with_wrapper(Act act) const {
+    if (const auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
+    if (const auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
+    return act(std::get<Fsdp>(wrapper_));
+  }
+  const ModelShards& shards() const {
+    return *with_wrapper([](const auto& wrapper) -> const ModelShards* { return &wrapper; });
+  }
+
+  ZeroOptions::Parameters module_parameters() const {
+    ZeroOptions::Parameters parameters;
+    for (const PlannedParameter& parameter : registered_parameters(*module_)) parameters.insert(parameter.fqn, parameter.tensor);
+    return parameters;
+  }
+  static ZeroOptions::Groups groups_of(const ZeroOptions& zero, const ZeroOptions::Parameters& parameters) {
+    if (zero.groups) return zero.groups(parameters);
+    ZeroOptions::Groups groups;
+    groups.emplace_back(parameters.values());
+    return groups;
+  }
+  template <class Made, class... Arguments>
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const ZeroOptions& zero, const Arguments&... arguments) const {
+    return std::make_unique<Made>(groups_of(zero, named_parameters()), arguments...);
+  }
+
+  const int stage_;
+  Holder module_;
+  std::variant<std::monostate, Ddp, Sdp, Fsdp> wrapper_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+// The module and an optimizer for it, wrapped for the stage: a program switches stage by one number.
+//
+//   auto model = tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3});
+//   loss_of(model(tokens)).backward();
+//   model.step();
+//   model.zero_grad();
+//
+// The optimizer is the one that the options belong to, or the one named: zero<MyAdam>(...). At one
+// world size all stages give the same parameters, bit for bit (see design notes in docs/), with
+// optimizers that work on each element by itself. Collective. Throws std::invalid_argument for a
+// stage other than 0 to 3, and what the stage's wrappers throw.
+template <class Optimizer = void, class Holder, class Options>
+auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero_options = {}) {
+  if constexpr (std::is_void_v<Optimizer>) {
+    return Zero<Holder, typename OptimizerOfOptions<Options>::type>(std::move(module), options, std::move(comm), zero_options);
+  } else {
+    return Zero<Holder, Optimizer>(std::move(module), options, std::move(comm), zero_options);
+  }
+}
+
+}  // namespace tessera
