@@ -170,7 +170,13 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
                                             .replica = shard.replica,
                                             .replica_count = shard.replica_count});
   };
-  for (const NamedShard& shard : shards) add(shard, shard.fqn, TensorKind::kParameter, shard.tensor).aliases = shard.aliases;
+  for (const NamedShard& shard : shards) {
+    LocalTensor& local = add(shard, shard.fqn, TensorKind::kParameter, shard.tensor);
+    local.aliases = shard.aliases;
+    // A sharded optimizer's owner has the exact values; what it sends the others may be rounded.
+    if (optimizer != nullptr && optimizer->sharded() && optimizer->has(shard.fqn))
+      local.replica = 0, local.replica_count = optimizer->owns(shard) ? 1 : 0;
+  }
   for (auto& buffer : local_buffers(model)) tensors.push_back(std::move(buffer));
   for (const NamedShard& shard : shards) {
     if (optimizer == nullptr || !optimizer->has(shard.fqn) || !optimizer->owns(shard)) continue;
@@ -221,6 +227,7 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
       if (writes && numel == 0) pieces.push_back(piece_of(tensor, {whole_box(tensor.sizes), {0, 0}}));
       if (!writes || numel == 0) continue;
     }
+    if (tensor.replica_count == 0) continue;  // the owner writes it
     Range own = tensor.held;
     if (tensor.replica_count > 1 && tensor.kind != TensorKind::kBuffer) {
       auto& load = loads.try_emplace(tensor.replica_count, tensor.replica_count, 0).first->second;

@@ -24,7 +24,7 @@ struct LocalTensor {
   Range held;                    // what is here, in elements in the order of memory
   at::Tensor elements;           // [held.numel()], a view of the live tensor wherever that can be
   int replica = 0;               // which of the replica_count ranks that hold this very part
-  int replica_count = 1;
+  int replica_count = 1;         // 0: another rank has what is to be saved
 };
 
 // An optimizer's parameters by the names of the model that they belong to.
