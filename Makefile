@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test build setup clean format tidy
+.PHONY: demo test interop fuzz build setup clean format tidy
 
 demo: build
 	@$(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
@@ -13,6 +13,19 @@ test: setup
 	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 	@ctest --preset $(PRESET)
+
+# What Python writes we read, and the other way round. Sets up .deps/python the first time.
+interop: setup
+	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON --log-level=WARNING >/dev/null
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target interop_program
+	@tools/python.sh tests/interop/interop_test.py $(BUILD)/tests/interop/interop_program
+
+# The readers of checkpoints against damaged and hostile input, for a minute.
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON --log-level=WARNING >/dev/null
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target fuzz_readers
+	@$(BUILD)/tests/checkpoint/fuzz/run $(FUZZ_SECONDS)
 
 build: setup
 	@cmake --preset $(PRESET) --log-level=WARNING >/dev/null

@@ -2,6 +2,8 @@
 
 // All of Tessera's public surface. Where to start reading: docs/, then fsdp/fully_sharded_data_parallel.h.
 
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/full_file.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
 #include "tessera/comm/uneven_data.h"

@@ -2,13 +2,18 @@
 # find_package(tessera), which finds libtorch again by the same rules.
 include(CMakePackageConfigHelpers)
 
-set(_targets tessera tessera_comm tessera_flat tessera_oss tessera_sdp tessera_fsdp tessera_optim tessera_zero)
+set(_targets tessera tessera_comm tessera_flat tessera_oss tessera_sdp tessera_fsdp tessera_optim tessera_zero
+  tessera_checkpoint)
 install(TARGETS ${_targets} EXPORT tessera-targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-foreach(_folder comm flat oss sdp fsdp optim zero)
+foreach(_folder comm flat oss sdp fsdp optim zero checkpoint)
   install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera FILES_MATCHING PATTERN "*.h")
 endforeach()
 install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
+
+if(TESSERA_BUILD_TOOLS)
+  install(TARGETS tessera_command DESTINATION ${CMAKE_INSTALL_BINDIR})
+endif()
 
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
 install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package})

@@ -14,7 +14,7 @@ torch_dir="$deps/torch-$torch_version"
 runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks
 
 packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
-  libgloo-dev libboost-program-options-dev nlohmann-json3-dev
+  libgloo-dev libxxhash-dev libboost-program-options-dev nlohmann-json3-dev
   libgtest-dev libbenchmark-dev openmpi-bin iproute2)
 
 say() { printf 'setup: %s\n' "$*" >&2; }

@@ -21,6 +21,7 @@ class DistributedModel final : public Trainable {
   void step() override;
   void zero_grad() override;
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
+  tessera::ModelShards& shards() override { return zero_; }
   MemoryUse memory() const override;
   std::string describe() const override;
 

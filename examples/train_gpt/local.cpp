@@ -6,8 +6,22 @@
 
 namespace train_gpt {
 
-LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options)
-    : model_(std::move(model)), optimizer_(adamw_groups(model_->named_parameters(), matrix_names(*model_), options), options) {}
+std::vector<tessera::NamedShard> LocalModel::Whole::named_shards() const {
+  std::vector<tessera::NamedShard> shards;
+  for (const auto& item : model_->named_parameters())
+    shards.push_back({.fqn = item.key(),
+                      .aliases = {},
+                      .sizes = item.value().sizes().vec(),
+                      .strides = item.value().strides().vec(),
+                      .held = {0, item.value().numel()},
+                      .tensor = item.value()});
+  return shards;
+}
+
+LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options, std::shared_ptr<tessera::Communicator> comm)
+    : model_(std::move(model)),
+      shards_(model_, std::move(comm)),
+      optimizer_(adamw_groups(model_->named_parameters(), matrix_names(*model_), options), options) {}
 
 at::Tensor LocalModel::forward(const at::Tensor& tokens) { return model_->forward(tokens); }
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "gpt.h"
@@ -10,7 +12,7 @@ namespace train_gpt {
 // One process that holds everything: the ordinary training loop.
 class LocalModel final : public Trainable {
  public:
-  LocalModel(Gpt model, const torch::optim::AdamWOptions& options);
+  LocalModel(Gpt model, const torch::optim::AdamWOptions& options, std::shared_ptr<tessera::Communicator> comm);
 
   at::Tensor forward(const at::Tensor& tokens) override;
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override;
@@ -18,11 +20,26 @@ class LocalModel final : public Trainable {
   void step() override;
   void zero_grad() override;
   torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  tessera::ModelShards& shards() override { return shards_; }
   MemoryUse memory() const override;
   std::string describe() const override;
 
  private:
+  // Everything, held here.
+  class Whole final : public tessera::ModelShards {
+   public:
+    Whole(Gpt model, std::shared_ptr<tessera::Communicator> comm) : model_(std::move(model)), comm_(std::move(comm)) {}
+    const std::shared_ptr<tessera::Communicator>& comm() const override { return comm_; }
+    std::vector<tessera::NamedShard> named_shards() const override;
+    torch::OrderedDict<std::string, at::Tensor> named_buffers() const override { return model_->named_buffers(); }
+
+   private:
+    Gpt model_;
+    std::shared_ptr<tessera::Communicator> comm_;
+  };
+
   Gpt model_;
+  Whole shards_;
   mutable torch::optim::AdamW optimizer_;
 };
 

@@ -5,7 +5,21 @@
 
 namespace train_gpt {
 
-MetricsLog::MetricsLog(const std::filesystem::path& path) : path_(path), file_(path, std::ios::trunc) {
+MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
+  std::string lines;
+  if (kept_steps > 0) {
+    std::ifstream before(path);
+    for (std::string line; std::getline(before, line);) {
+      const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      if (!values.is_object() || values.value("step", kept_steps + 1) > kept_steps) break;  // cut by a kill, or later
+      StepReport report{.step = values["step"], .loss = values["loss"]};
+      if (values.contains("val_loss")) report.val_loss = values["val_loss"].get<double>();
+      kept_.push_back(report);
+      lines += line + "\n";
+    }
+  }
+  file_.open(path, std::ios::trunc);
+  file_ << lines << std::flush;
   if (!file_) throw std::runtime_error("--out: " + path_.string() + " cannot be written");
 }
 

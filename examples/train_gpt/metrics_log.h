@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <fstream>
+#include <vector>
 
 #include "step_report.h"
 
@@ -12,14 +13,19 @@ namespace train_gpt {
 // with val_loss where it was measured.
 class MetricsLog {
  public:
-  // Replaces the file. Throws std::runtime_error if it cannot.
-  explicit MetricsLog(const std::filesystem::path& path);
+  // Keeps the lines of the first `kept_steps` steps, for a run that goes on, and drops what follows
+  // them. Throws std::runtime_error if it cannot.
+  explicit MetricsLog(const std::filesystem::path& path, int64_t kept_steps = 0);
+
+  // The steps whose lines were kept.
+  const std::vector<StepReport>& kept() const { return kept_; }
 
   // Throws std::runtime_error if the line cannot be written (a full disk).
   void write(const StepReport& report);
 
  private:
   std::filesystem::path path_;
+  std::vector<StepReport> kept_;
   std::ofstream file_;
 };
 

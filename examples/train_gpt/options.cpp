@@ -113,6 +113,21 @@ po::options_description describe_training(TrainOptions& options, RawOptions& raw
   return training;
 }
 
+po::options_description describe_checkpoints(TrainOptions& options) {
+  auto checkpoints = section("Checkpoints");
+  checkpoints.add_options()("save-every", number(&options.save_every),
+                            "steps between checkpoints, under OUT/checkpoints, saved in the background; 0: none")(
+      "keep", number(&options.keep), "how many of them stay, the newest")(
+      "resume", po::value(&options.resume)->value_name("auto|DIR"),
+      "go on from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
+      "with the same ranks * batch * accumulate")(
+      "import-gpt2", po::value(&options.import_gpt2)->value_name("DIR"),
+      "start from the weights of a Hugging Face GPT-2 (config.json, model.safetensors) of the same sizes")(
+      "export-gpt2", po::value(&options.export_gpt2)->value_name("DIR"),
+      "at the end, write the weights as a Hugging Face GPT-2");
+  return checkpoints;
+}
+
 po::options_description describe_sample(TrainOptions& options) {
   auto sample = section("Sample");
   sample.add_options()("sample", number(&options.sample), "tokens to generate at the end; 0: none")(
@@ -128,7 +143,7 @@ po::options_description describe(TrainOptions& options, RawOptions& raw) {
   all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
       "demo", "other defaults: a model that two cores train in about two minutes");
   all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
-  all.add(describe_training(options, raw)).add(describe_sample(options));
+  all.add(describe_training(options, raw)).add(describe_checkpoints(options)).add(describe_sample(options));
   return all;
 }
 // clang-format on
@@ -170,6 +185,8 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("warmup", options.warmup_steps(), 0);
   check_at_least("val-every", options.validation_interval(), 0);
   check_at_least("val-batches", options.val_batches, 1);
+  check_at_least("save-every", options.save_every, 0);
+  check_at_least("keep", options.keep, 1);
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
   check_not_negative("lr", options.lr);
@@ -203,6 +220,8 @@ void check_together(const TrainOptions& options, const po::variables_map& values
       throw OptionsError("--" + std::string(name) + " has no effect with --sample 0");
     }
   }
+  if (options.save_every == 0 && given(values, "keep")) throw OptionsError("--keep has no effect without --save-every");
+  if (given(values, "resume") && options.resume.empty()) throw OptionsError("--resume is empty: auto or a directory");
   if (options.temperature == 0.0 && given(values, "top-k")) {
     throw OptionsError("--top-k has no effect with --temperature 0");
   }

@@ -49,6 +49,13 @@ struct TrainOptions {
   std::optional<int64_t> val_every;
   int64_t val_batches = 8;
 
+  int64_t save_every = 0;  // steps between checkpoints; 0: none
+  int64_t keep = 3;        // checkpoints that stay
+  std::string resume;      // "auto", a checkpoint's directory, or empty: begin anew
+
+  std::string import_gpt2;  // a directory of Hugging Face's GPT-2, or empty
+  std::string export_gpt2;  // likewise, written at the end
+
   int64_t sample = 400;
   std::string prompt;
   double temperature = 0.8;

@@ -4,9 +4,13 @@
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
+#include <limits>
+#include <optional>
 #include <thread>
 
 #include "distributed.h"
+#include "checkpoints.h"
+#include "gpt2_files.h"
 #include "local.h"
 #include "loss_plot.h"
 #include "metrics_log.h"
@@ -64,7 +68,7 @@ int stage_of(Wrapper wrapper) {
 std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
                                 std::shared_ptr<tessera::Communicator> comm) {
   const auto adamw = adamw_options(options.lr, options.weight_decay);
-  if (options.wrapper == Wrapper::kLocal) return std::make_unique<LocalModel>(std::move(model), adamw);
+  if (options.wrapper == Wrapper::kLocal) return std::make_unique<LocalModel>(std::move(model), adamw, comm);
   tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
@@ -74,17 +78,17 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
 // What rank 0 shows and writes while it trains.
 class Recorder {
  public:
-  Recorder(const TrainOptions& options, double unigram_loss)
+  // `first_step`: how many steps were done before; their metrics stay.
+  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
       : plot_path_(options.out / kPlotFile),
-        metrics_(options.out / kMetricsFile),
+        metrics_(options.out / kMetricsFile, first_step),
         progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
     curves_.unigram_loss = unigram_loss;
+    for (const auto& report : metrics_.kept()) add_to_curves(report);
   }
 
   void record(const StepReport& report) {
-    const auto step = static_cast<double>(report.step);
-    curves_.train.push_back({step, report.loss});
-    if (report.val_loss) curves_.validation.push_back({step, *report.val_loss});
+    add_to_curves(report);
     metrics_.write(report);
     progress_->show(report);
   }
@@ -100,13 +104,21 @@ class Recorder {
          ++point) {
       sum += point->loss;
     }
-    return {.train_loss = sum / static_cast<double>(last),
-            .val_loss = curves_.validation.back().loss,
+    // Of a run that was over before it was resumed, and whose metrics are gone, nothing is known.
+    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+    return {.train_loss = last > 0 ? sum / static_cast<double>(last) : kUnknown,
+            .val_loss = curves_.validation.empty() ? kUnknown : curves_.validation.back().loss,
             .unigram_loss = curves_.unigram_loss,
             .train_s = train_s};
   }
 
  private:
+  void add_to_curves(const StepReport& report) {
+    const auto step = static_cast<double>(report.step);
+    curves_.train.push_back({step, report.loss});
+    if (report.val_loss) curves_.validation.push_back({step, *report.val_loss});
+  }
+
   std::filesystem::path plot_path_;
   MetricsLog metrics_;
   std::unique_ptr<Progress> progress_;
@@ -114,15 +126,18 @@ class Recorder {
 };
 
 // Trains, and returns rank 0's result; an empty one on the others.
-RunResult train(Trainer& trainer, const TrainOptions& options, bool shows) {
+RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
+  const int64_t first_step = checkpoints.resume();
   const auto start = Clock::now();
-  if (!shows) {
-    trainer.run([](const StepReport&) {});
-    return {};
-  }
-  Recorder recorder(options, trainer.unigram_loss());
-  trainer.run([&](const StepReport& report) { recorder.record(report); });
-  return recorder.finish(std::chrono::duration<double>(Clock::now() - start).count());
+  std::optional<Recorder> recorder;
+  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
+  trainer.run(first_step, [&](const StepReport& report) {
+    if (shows) recorder->record(report);
+    checkpoints.after_step(report.step);
+  });
+  checkpoints.finish();
+  if (!shows) return {};
+  return recorder->finish(std::chrono::duration<double>(Clock::now() - start).count());
 }
 
 }  // namespace
@@ -146,7 +161,8 @@ void prepare_output(const TrainOptions& options) {
   std::filesystem::create_directories(options.out, error);
   if (error)
     throw std::runtime_error("--out: " + options.out.string() + " cannot be made: " + error.message());
-  const MetricsLog writable(options.out / kMetricsFile);
+  // A run that goes on keeps its metrics.
+  const MetricsLog writable(options.out / kMetricsFile, options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
 }
 
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
@@ -165,6 +181,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
 
   const auto wrapped = wrap(std::move(model), options, comm);
   Trainer trainer(options, job.corpus, *comm, *wrapped);
+  Checkpoints checkpoints(options, trainer.windows_per_epoch(), *comm, *wrapped);
   if (shows) {
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),
@@ -174,13 +191,15 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  const auto result = train(trainer, options, shows);
+  if (!options.import_gpt2.empty()) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
+  const auto result = train(trainer, checkpoints, options, shows);
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
     std::cout << "\n";
     print_memory_table(std::cout, memory, parameters_numel * static_cast<int64_t>(sizeof(float)));
     print_result(std::cout, result);
   }
+  if (!options.export_gpt2.empty()) export_gpt2(options.export_gpt2, wrapped->shards(), options.model);
   if (options.sample == 0) return;
   const auto tokens = generate(*wrapped, job.prompt,
                                {.length = options.sample,

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "batch.h"
+#include "tessera/flat/model_shards.h"
 
 namespace train_gpt {
 
@@ -19,7 +20,7 @@ struct MemoryUse {
 };
 
 // A model with its optimizer, in whichever way the training state lies on the ranks: all that the
-// training loop knows of it. Every function but the const ones and optimizer() is collective.
+// training loop knows of it. Every function but the const ones, optimizer() and shards() is collective.
 class Trainable {
  public:
   Trainable() = default;
@@ -40,6 +41,7 @@ class Trainable {
   virtual void zero_grad() = 0;
 
   virtual torch::optim::Optimizer& optimizer() = 0;
+  virtual tessera::ModelShards& shards() = 0;  // for checkpoints
   virtual MemoryUse memory() const = 0;
   virtual std::string describe() const = 0;  // "ddp: the whole state on each of 2 ranks"
 };

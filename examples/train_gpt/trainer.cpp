@@ -35,8 +35,8 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
                                            options.val_batches * shape_.global())) {}
 
-void Trainer::run(const std::function<void(const StepReport&)>& on_step) {
-  for (int64_t step = 0; step < steps_; ++step) {
+void Trainer::run(int64_t first_step, const std::function<void(const StepReport&)>& on_step) {
+  for (int64_t step = first_step; step < steps_; ++step) {
     auto report = train_step(step);
     if (!std::isfinite(report.loss)) {
       throw std::runtime_error("the loss of step " + std::to_string(report.step) +

@@ -22,9 +22,9 @@ class Trainer {
   // The corpus, communicator and model must outlive the trainer.
   Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
 
-  // All steps; `on_step` is called after each. Throws std::runtime_error when the loss is no
+  // The steps after the first `first_step`; `on_step` is called after each. Throws std::runtime_error when the loss is no
   // longer finite.
-  void run(const std::function<void(const StepReport&)>& on_step);
+  void run(int64_t first_step, const std::function<void(const StepReport&)>& on_step);
 
   // The loss on the windows that validate: the mean over all ranks.
   double validate();
@@ -32,6 +32,7 @@ class Trainer {
   // The loss of a unigram model of the training part, on the windows that validate.
   double unigram_loss() const;
 
+  int64_t windows_per_epoch() const { return sampler_.windows_per_epoch(); }
   int64_t tokens_per_step() const { return shape_.global() * context_; }
 
   // This rank's, with the gradients as they were before the last step.

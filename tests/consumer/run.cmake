@@ -24,7 +24,7 @@ if(MODE STREQUAL "add_subdirectory")
     "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
     # What only Tessera's own tests, benchmarks and examples need must not be asked for.
     -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
-    -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON)
+    -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
 elseif(MODE STREQUAL "find_package")
   # No hint where libtorch is: the package remembers it.
   set(prefix "${WORK_DIR}/prefix")

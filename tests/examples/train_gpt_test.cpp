@@ -4,11 +4,17 @@
 #include <sys/wait.h>
 
 #include <array>
+#include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <sstream>
+#include <thread>
 #include <vector>
 
 #include "temporary_folder.h"
+#include "tessera/checkpoint/checkpoint.h"
+#include "tests/support/child_process.h"
 
 namespace train_gpt {
 namespace {
@@ -116,6 +122,47 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
       }
     }
   }
+}
+
+// Killed in the middle, and started again with other ranks and another wrapper.
+TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
+  const std::string common =
+      " --layers 2 --width 24 --heads 3 --context 16 --steps 14 --lr 1e-2 --val-every 4 --threads 1 --val-batches 2 --sample 0";
+  auto train_to = [&](const std::filesystem::path& out, const std::string& arguments) {
+    const auto result = run(common + " --out " + out.string() + " " + arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.output;
+    return metrics_in(out);
+  };
+  const TemporaryFolder folder;
+  const auto expected = train_to(folder / "whole", "--wrapper fsdp --ranks 2 --batch 6");
+  ASSERT_EQ(expected.size(), 14u);
+  const char* continued[] = {"--wrapper fsdp --ranks 3 --batch 4", "--wrapper sdp --ranks 2 --batch 3 --accumulate 2",
+                             "--wrapper local --batch 12"};
+  for (const char* next : continued) {
+    SCOPED_TRACE(next);
+    const auto out = folder / (std::string("out-") + next[10]);
+    {
+      std::vector<std::string> command{TRAIN_GPT_EXECUTABLE};
+      std::istringstream words(common + " --wrapper fsdp --ranks 2 --batch 6 --save-every 3 --resume auto --out " + out.string());
+      for (std::string word; words >> word;) command.push_back(word);
+      tessera::testing::ChildProcess child(command);
+      const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+      while (!std::filesystem::exists(out / "checkpoints/step-000006") && std::chrono::steady_clock::now() < end)
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      ::kill(-child.pid(), SIGKILL);  // the ranks too, which are of its session
+      child.wait();
+    }
+    const auto latest = tessera::latest_checkpoint(out / "checkpoints");
+    ASSERT_TRUE(latest);
+    const auto all = train_to(out, std::string(next) + " --save-every 3 --resume auto");
+    expect_same_losses(all, expected);
+    EXPECT_EQ(tessera::latest_checkpoint(out / "checkpoints"), out / "checkpoints/step-000014");
+    // Once more: there is nothing left to do, and nothing is lost.
+    EXPECT_EQ(train_to(out, std::string(next) + " --resume auto").size(), 14u);
+  }
+  const auto refused = run(common + " --wrapper local --batch 5 --resume auto --out " + (folder / "out-f").string());
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.output.find("sequences_per_step"), std::string::npos) << refused.output;
 }
 
 TEST(TrainGpt, TiedWeightsAndNoClipping) {

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+// JSON from files that may be damaged or hostile. All of these throw CheckpointError; `where` begins
+// the message ("step-200/tessera.json").
+
+constexpr int kMaxJsonDepth = 64;
+
+// Parses one JSON value; refuses duplicate keys, nesting beyond max_depth and anything after it.
+nlohmann::json parse_json(std::string_view text, const std::string& where, int max_depth = kMaxJsonDepth);
+
+// How deep arrays and objects nest: 0 for a number or a string.
+int json_depth(const nlohmann::json& value, int limit);
+
+// Typed access to the fields of one object, with its place in error messages.
+class JsonObject {
+ public:
+  // Throws unless `value` is an object with all of `required`, and no fields but these and `optional`.
+  JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
+             std::initializer_list<const char*> optional = {});
+
+  bool has(const char* field) const { return value_.contains(field); }
+  const nlohmann::json& at(const char* field) const { return value_.at(field); }
+  std::string text(const char* field) const;
+  // An integer of [0, 2^62].
+  int64_t number(const char* field) const;
+  uint64_t hex(const char* field) const;
+  std::vector<int64_t> numbers(const char* field) const;
+  const nlohmann::json& array(const char* field) const;
+  const nlohmann::json& object(const char* field) const;
+
+  [[noreturn]] void refuse(const std::string& reason) const;
+
+ private:
+  const nlohmann::json& value_;
+  std::string where_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,124 @@
+// The `tessera` command, run as a user does.
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "tessera/checkpoint/full_file.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/child_process.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using nlohmann::json;
+
+struct Ran {
+  int code;
+  std::string output;
+};
+
+Ran tessera_command(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), TESSERA_COMMAND);
+  tessera::testing::ChildProcess child(arguments);
+  const int code = child.wait();
+  return {code, child.output()};
+}
+
+class Command : public ::testing::Test {
+ protected:
+  Command() {
+    on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      auto net = seeded(1, [] { return torch::nn::Sequential(torch::nn::Linear(200, 100), torch::nn::Linear(100, 7)); });
+      FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      torch::optim::AdamW optimizer(fsdp.parameters(), 0.5);
+      fsdp(torch::ones({2, 200})).sum().backward();
+      optimizer.step();
+      save_checkpoint(folder_ / "a", fsdp, optimizer, {{"step", 4}});
+    });
+  }
+  std::string at(const std::string& name) const { return (folder_ / name).string(); }
+  TemporaryFolder folder_;
+};
+
+TEST_F(Command, InspectShowsNamesAndSlices) {
+  const auto text = tessera_command({"inspect", at("a"), "--slices"});
+  EXPECT_EQ(text.code, 0);
+  for (const char* part : {"AdamW", "3 ranks", "\"step\":4", "exp_avg_sq", "[100, 200]", "rank-00002-0.safetensors", "78.1 KiB"})
+    expect_contains(text.output, part);
+  const json all = json::parse(tessera_command({"inspect", at("a"), "--json"}).output);
+  EXPECT_EQ(all["world_size"], 3);
+  EXPECT_EQ(all["tensors"]["optim.exp_avg.0.weight"]["shape"], json({100, 200}));
+  EXPECT_EQ(all["optimizer"]["groups"][0]["options"]["lr"], 0.5);
+}
+
+TEST_F(Command, VerifyFindsDamage) {
+  EXPECT_EQ(tessera_command({"verify", at("a")}).code, 0);
+  std::filesystem::create_directories(folder_ / "run");
+  std::filesystem::rename(folder_ / "a", folder_ / "run/step-1");
+  EXPECT_EQ(tessera_command({"verify", at("run")}).code, 0);  // the newest in the folder
+  std::fstream file(folder_ / "run/step-1/rank-00001-0.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-100, std::ios::end);
+  file.put('\x77');
+  file.close();
+  const auto damaged = tessera_command({"verify", at("run/step-1")});
+  EXPECT_EQ(damaged.code, 1);
+  expect_contains(damaged.output, "rank-00001-0.safetensors: tensor '");
+  EXPECT_FALSE(json::parse(tessera_command({"verify", at("run/step-1"), "--json"}).output)["sound"].get<bool>());
+}
+
+TEST_F(Command, ReshardedIsTheSameAndSound) {
+  for (const char* ranks : {"1", "2", "5"}) {
+    EXPECT_EQ(tessera_command({"reshard", at("a"), at("b"), "--ranks", ranks}).output, "");
+    EXPECT_EQ(tessera_command({"verify", at("b")}).code, 0);
+    const auto same = tessera_command({"diff", at("a"), at("b")});
+    EXPECT_EQ(same.code, 0) << same.output;
+  }
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = torch::nn::Sequential(torch::nn::Linear(200, 100), torch::nn::Linear(100, 7));
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    torch::optim::AdamW optimizer(fsdp.parameters(), 1);
+    EXPECT_EQ(load_checkpoint(folder_ / "b", fsdp, optimizer)["step"], 4);
+  });
+}
+
+TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
+  EXPECT_EQ(tessera_command({"consolidate", at("a"), at("m.safetensors")}).output, "");
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    auto net = torch::nn::Sequential(torch::nn::Linear(200, 100), torch::nn::Linear(100, 7));
+    Replicated model(net.ptr(), comm);
+    load_full(folder_ / "m.safetensors", model);
+    const at::NoGradGuard no_grad;
+    net->parameters()[1][3] += 2;
+    save_full(folder_ / "n.safetensors", model);
+  });
+  const auto changed = tessera_command({"diff", at("m.safetensors"), at("n.safetensors")});
+  EXPECT_EQ(changed.code, 1);
+  EXPECT_EQ(changed.output, "0.bias: 1 elements differ, by 2 at most\n");
+  EXPECT_EQ(tessera_command({"consolidate", at("a"), at("s.safetensors"), "--state", "--max-file-bytes", "50000"}).code, 0);
+  EXPECT_TRUE(std::filesystem::exists(folder_ / "s.safetensors.index.json"));
+  expect_contains(tessera_command({"diff", at("a"), at("m.safetensors")}).output, "optim.exp_avg.0.bias: only in");
+}
+
+TEST_F(Command, MistakesAreExplained) {
+  const std::pair<std::vector<std::string>, const char*> wrong[] = {
+      {{"bogus"}, "no command 'bogus'"},
+      {{"inspect"}, "expected: tessera inspect PATH"},
+      {{"inspect", at("none")}, "No such file"},
+      {{"reshard", at("a"), at("b")}, "--ranks is missing"},
+      {{"reshard", at("a"), at("b"), "--ranks", "0"}, "ranks is 0"},
+      {{"verify", at("a"), "--ranks", "3"}, "--ranks is for"},
+      {{"inspect", at("a"), "--bogus"}, "bogus"},
+      {{}, "Usage"},
+  };
+  for (const auto& [arguments, message] : wrong) {
+    const auto result = tessera_command(arguments);
+    EXPECT_EQ(result.code, 2) << result.output;
+    expect_contains(result.output, message);
+  }
+  EXPECT_EQ(tessera_command({"--help"}).code, 0);
+}
+
+}  // namespace
+}  // namespace tessera

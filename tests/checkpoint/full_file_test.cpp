@@ -1,0 +1,113 @@
+// Whole models in safetensors files, from any layout and to any.
+#include "tessera/checkpoint/full_file.h"
+
+#include <fstream>
+
+#include "tessera/checkpoint/safetensors_header.h"
+#include "tessera/checkpoint/shard_writer.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+void expect_equal_modules(const torch::nn::Module& a, const torch::nn::Module& b, const std::string& where) {
+  const auto other = b.named_parameters();
+  for (const auto& item : a.named_parameters()) EXPECT_TRUE(torch::equal(item.value(), other[item.key()])) << where << item.key();
+  const auto other_buffers = b.named_buffers();
+  for (const auto& item : a.named_buffers()) EXPECT_TRUE(torch::equal(item.value(), other_buffers[item.key()])) << where << item.key();
+}
+
+TEST(FullFile, HoldsTheModelHoweverManyRanksAndFiles) {
+  for (unsigned tree = 0; tree < 6; ++tree) {
+    const TemporaryFolder folder;
+    const int64_t max_file_bytes = tree % 2 == 0 ? 0 : 700;
+    on_ranks(1 + static_cast<int>(tree) % 4, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(seeded(tree, [&] { return RandomNet(tree); }), comm, {.auto_wrap = wrap_by_size(60)});
+      save_full(folder / "model.safetensors", fsdp, {.max_file_bytes = max_file_bytes});
+    });
+    const auto original = seeded(tree, [&] { return RandomNet(tree); });
+    const bool index = std::filesystem::exists(folder / "model.safetensors.index.json");
+    const auto path = folder / (index ? "model.safetensors.index.json" : "model.safetensors");
+    for (const auto& from : {path, folder.path()}) {
+      auto loaded = seeded(tree, [&] { return RandomNet(tree); });
+      on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+        auto net = seeded(tree, [&] { return RandomNet(tree); });
+        {
+          const at::NoGradGuard no_grad;
+          for (auto& parameter : unique_parameters(*net)) parameter.zero_();
+        }
+        FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_by_size(60)});
+        load_full(from, fsdp);
+        expect_same_parameters(fsdp, *original, from.string());
+      });
+      on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+        Replicated model(loaded.ptr(), comm);
+        load_full(from, model);
+      });
+      expect_equal_modules(*original, *loaded, from.string());
+    }
+  }
+}
+
+TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(10, 10), torch::nn::Linear(10, 10), torch::nn::Linear(10, 10));
+    Replicated model(net.ptr(), comm);
+    save_full(folder / "m.safetensors", model, {.max_file_bytes = 900});
+  });
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", "m.safetensors.index.json"}));
+}
+
+TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Linear net(3, 3), other(4, 3);
+    Replicated model(net.ptr(), comm), wrong(other.ptr(), comm);
+    save_full(folder / "m.safetensors", model);
+    std::filesystem::create_directories(folder / "d");
+    expect_contains(error_of<CheckpointError>([&] { save_full(folder / "d", model); }), "is a directory");
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "m.safetensors", wrong); }), "weight is [3, 3], the model has [3, 4]");
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "d", model); }), "no safetensors file");
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "none", model); }), "No such file");
+    load_full(folder / "m.safetensors", model);
+    comm->barrier();
+    if (comm->rank() == 0) std::ofstream(folder / "i.safetensors.index.json") << R"({"weight_map":{"weight":"../m.safetensors"}})";
+    comm->barrier();
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "i.safetensors.index.json", model); }), "not a name beside");
+  });
+}
+
+// What torch.distributed.checkpoint writes: slices of the same name in several files.
+TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
+  const TemporaryFolder folder;
+  const at::Tensor whole = torch::arange(15, at::kFloat).view({5, 3});
+  for (int part = 0; part < 2; ++part) {
+    const Box box = part == 0 ? Box{{0, 0}, {3, 3}} : Box{{3, 0}, {2, 3}};
+    write_pieces(folder.path(), "shard-" + std::to_string(part),
+                 {{"weight", at::kFloat, {5, 3}, {}, TensorKind::kParameter, box,
+                   [=] { return whole.narrow(0, box.offsets[0], box.sizes[0]); }},
+                  {"bias", at::kFloat, {5}, {}, TensorKind::kParameter, whole_box({5}), [] { return torch::ones({5}); }}},
+                 0);
+  }
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Linear net(3, 5);
+    FullyShardedDataParallel fsdp(net, comm);
+    load_full(folder.path(), fsdp);
+    EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["weight"], whole));
+    comm->barrier();
+  });
+  std::filesystem::remove(folder / "shard-0-0.safetensors");
+  const auto error = error_of<CheckpointError>([&] { find_full_tensors(folder.path()); });
+  expect_contains(error, "tensor 'weight': its slices have 6 of its 15 elements");
+}
+
+}  // namespace
+}  // namespace tessera

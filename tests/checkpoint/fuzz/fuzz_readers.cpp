@@ -1,0 +1,73 @@
+// The readers of files that may be hostile, for libFuzzer; without it, fuzz_driver.cpp calls the
+// same function. The first byte chooses the reader. Whatever comes, a reader returns or throws
+// CheckpointError; anything else, a sanitizer's finding or an allocation out of proportion is a fault.
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "tessera/checkpoint/checked_json.h"
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/safetensors_header.h"
+
+namespace {
+
+using namespace tessera;
+
+// With the right checksum, so that what lies behind it is tried too. A manifest that is accepted
+// has to be the same after writing and reading it again.
+void read_manifest_text(std::string text) {
+  nlohmann::json value = parse_json(text, "m");
+  if (value.is_object()) {
+    value.erase("checksum");
+    std::string canonical;
+    try {
+      canonical = value.dump();
+    } catch (const nlohmann::json::exception&) {
+      return;
+    }
+    value["checksum"] = to_hex(checksum(canonical));
+    text = value.dump();
+  }
+  const std::string once = format_manifest(parse_manifest(text, "m"));
+  if (format_manifest(parse_manifest(once, "m")) != once) __builtin_trap();
+}
+
+void read_header(const std::string& text) {
+  // As many bytes of data as the header says, half of the time, so that it can be right.
+  int64_t data_bytes = 0;
+  try {
+    const auto value = parse_json(text, "f", 8);
+    if (value.is_object())
+      for (const auto& entry : value)
+        if (entry.is_object() && entry.contains("data_offsets") && entry["data_offsets"].is_array() &&
+            entry["data_offsets"].size() == 2 && entry["data_offsets"][1].is_number_unsigned())
+          data_bytes = std::max<int64_t>(data_bytes, entry["data_offsets"][1].get<int64_t>() & ((int64_t{1} << 61) - 1));
+  } catch (const CheckpointError&) {
+  }
+  auto header = parse_safetensors_header(text, 8 + static_cast<int64_t>(text.size()) + data_bytes, "f");
+  // What is accepted can be written, and is the same again.
+  if (header.entries.size() > 1000) return;
+  const std::string bytes = format_safetensors_header(header.entries, header.metadata);
+  int64_t file_bytes = static_cast<int64_t>(bytes.size());
+  for (const auto& entry : header.entries) file_bytes += entry.bytes;
+  if (parse_safetensors_header(bytes.substr(8), file_bytes, "f").entries.size() != header.entries.size()) __builtin_trap();
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
+  if (bytes == 0) return 0;
+  const std::string text(reinterpret_cast<const char*>(data) + 1, bytes - 1);
+  try {
+    if (data[0] % 2 == 0) {
+      read_header(text);
+    } else {
+      read_manifest_text(text);
+    }
+  } catch (const CheckpointError&) {
+  }
+  return 0;
+}

@@ -1,0 +1,88 @@
+// A program that saves over and over is killed at random moments; what is left is always whole.
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <thread>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/slice_reader.h"
+#include "tessera/checkpoint/verify.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+// Saves over and over, until it is killed.
+void save_for_ever(const std::filesystem::path& folder) {
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    at::set_num_threads(1);
+    auto net = torch::nn::Linear(64, 64);
+    Replicated model(net.ptr(), comm);
+    for (int n = 1;; ++n) {
+      {
+        const at::NoGradGuard no_grad;
+        net->weight.fill_(n);
+      }
+      const auto name = folder / ("step-" + std::to_string(n % 4));
+      if (n % 3 == 0) {
+        auto pending = save_checkpoint_async(name, model, {{"value", n}}, {.keep_last = 2});
+        pending.wait();
+      } else {
+        save_checkpoint(name, model, {{"value", n}}, {.keep_last = 2});
+      }
+    }
+  });
+}
+
+// Forked, not started anew: loading libtorch would take longer than the test. So this process starts
+// no thread and no thread pool, which a child could miss.
+TEST(CheckpointFaults, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
+  const TemporaryFolder folder;
+  std::mt19937 random(7);
+  const int rounds = std::getenv("TESSERA_TEST_TREES") == nullptr ? 150 : 15;
+  int found = 0;
+  double last = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      try {
+        save_for_ever(folder.path());
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "the saving process: %s\n", error.what());
+      }
+      ::_exit(1);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(15000 + random() % 60000));
+    ::kill(child, SIGKILL);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    ASSERT_TRUE(WIFSIGNALED(status)) << "it ended by itself";
+    const auto latest = latest_checkpoint(folder.path());
+    if (!latest) continue;
+    ++found;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+      if (entry.path().filename().string()[0] == '.') continue;
+      const auto problems = verify_checkpoint(entry.path());
+      EXPECT_TRUE(problems.empty()) << entry.path() << ": " << problems.at(0);
+    }
+    const Manifest manifest = read_manifest(*latest);
+    SliceReader reader(manifest.saved);
+    const at::Tensor weight = reader.read("weight", whole_box({64, 64}));
+    const float* values = weight.const_data_ptr<float>();
+    for (int i = 0; i < 64 * 64; ++i) ASSERT_EQ(values[i], manifest.extra["value"].get<float>());
+    EXPECT_GE(static_cast<double>(manifest.sequence), last);
+    last = static_cast<double>(manifest.sequence);
+  }
+  EXPECT_GT(found, rounds / 2) << "the children hardly ever got as far as a save";
+}
+
+}  // namespace
+}  // namespace tessera

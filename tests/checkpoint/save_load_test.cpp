@@ -1,0 +1,397 @@
+// What is saved by one layout on some ranks and loaded by another on others is the same state.
+#include <cstdlib>
+#include <fstream>
+#include <map>
+
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/slice_reader.h"
+#include "tessera/comm/fingerprint.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+using torch::optim::Adam;
+using torch::optim::AdamOptions;
+
+int trees() {
+  const char* text = std::getenv("TESSERA_TEST_TREES");
+  return text == nullptr ? 12 : std::atoi(text);
+}
+
+// A random tree made by `seed`, with other values in its parameters and buffers.
+RandomNet make_net(unsigned seed, uint64_t values) {
+  auto net = seeded(seed, [&] { return RandomNet(seed); });
+  const at::NoGradGuard no_grad;
+  seeded(values, [&] {
+    for (auto& parameter : unique_parameters(*net))
+      if (parameter.is_non_overlapping_and_dense()) parameter.normal_();
+    for (auto& buffer : net->buffers())
+      if (buffer.is_floating_point()) buffer.uniform_(0.5, 1.5);
+    return 0;
+  });
+  return net;
+}
+
+// Gives every parameter of the optimizer a state, with random values: what some steps leave.
+void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& local, uint64_t seed) {
+  const at::NoGradGuard no_grad;
+  for (const auto& group : local.param_groups())
+    for (const auto& parameter : group.params()) {
+      const NamedShard* shard = nullptr;
+      for (const auto& known : shards)
+        if (known.tensor.is_same(parameter)) shard = &known;
+      ASSERT_NE(shard, nullptr);
+      ParameterState values;
+      const auto index = static_cast<int64_t>(Fingerprint().add(shard->fqn).value() % 10000);
+      values.numbers = {{"step", 1 + index % 7}};
+      for (const char* key : {"exp_avg", "exp_avg_sq"}) {
+        // The whole tensor's values, of which each rank takes its part.
+        const at::Tensor whole = seeded(seed + static_cast<uint64_t>(index) + (key[7] != 0), [&] {
+          return at::rand({numel_of(shard->sizes)}, parameter.options().requires_grad(false));
+        });
+        at::Tensor own = at::empty_like(parameter, parameter.options().requires_grad(false));
+        if (own.sizes() == at::IntArrayRef(shard->sizes) && own.dim() != 1) {
+          own = at::empty_strided(shard->sizes, shard->strides, own.options());
+          if (own.numel() > 0) own.as_strided({own.numel()}, {1}).copy_(whole);
+        } else {
+          own.copy_(whole.narrow(0, shard->held.begin, shard->held.numel()));
+        }
+        values.tensors.emplace_back(key, own);
+      }
+      local.state()[parameter.unsafeGetTensorImpl()] = make_state("Adam", values);
+    }
+}
+
+// The whole training state by name, row-major, from a checkpoint.
+std::map<std::string, at::Tensor> contents(const std::filesystem::path& dir) {
+  const Manifest manifest = read_manifest(dir);
+  SliceReader reader(manifest.saved);
+  std::map<std::string, at::Tensor> all;
+  for (const auto& [name, tensor] : manifest.saved.tensors) all[name] = reader.read(name, whole_box(tensor.shape));
+  if (manifest.optimizer)
+    for (const auto& [name, numbers] : manifest.optimizer->numbers)
+      for (const auto& [key, number] : numbers) all["number." + key + "." + name] = torch::tensor({number});
+  return all;
+}
+
+void expect_same(const std::map<std::string, at::Tensor>& a, const std::map<std::string, at::Tensor>& b, const std::string& where) {
+  ASSERT_EQ(a.size(), b.size()) << where;
+  for (const auto& [name, tensor] : a) {
+    ASSERT_TRUE(b.contains(name)) << where << name;
+    EXPECT_TRUE(torch::equal(tensor, b.at(name))) << where << name;
+  }
+}
+
+enum class Layout { kFsdp, kReplicated, kOwner, kHybrid };
+
+// Runs `body(model, optimizer)` with the tree under a layout.
+template <class Body>
+void under(Layout layout, int world, unsigned seed, uint64_t values, Body body) {
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    auto net = make_net(seed, values);
+    Replicated whole(net.ptr(), comm);
+    auto with = [&](ModelShards& model, const std::vector<at::Tensor>& parameters) {
+      const AdamOptions options(0.25 + static_cast<double>(values));
+      if (layout == Layout::kOwner) {
+        OwnerAdam optimizer(parameters, comm->rank(), comm->size(), options);
+        fill_state(model.named_shards(), optimizer.local(), values);
+        body(model, optimizer, comm);
+      } else {
+        Adam optimizer(parameters, options);
+        fill_state(model.named_shards(), optimizer, values);
+        body(model, optimizer, comm);
+      }
+    };
+    if (layout == Layout::kFsdp) {
+      FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_by_size(60)});
+      with(fsdp, fsdp.parameters());
+    } else if (layout == Layout::kHybrid) {
+      Hybrid hybrid(whole, 2);
+      with(hybrid, hybrid.parameters());
+    } else {
+      with(whole, whole.parameters());
+    }
+  });
+}
+
+TEST(Checkpoint, AnyLayoutLoadsWhatAnyOtherSaved) {
+  const std::vector<std::pair<Layout, int>> layouts = {
+      {Layout::kFsdp, 1}, {Layout::kFsdp, 2},  {Layout::kFsdp, 3},       {Layout::kFsdp, 5},  {Layout::kReplicated, 1},
+      {Layout::kReplicated, 3}, {Layout::kOwner, 4}, {Layout::kOwner, 2}, {Layout::kHybrid, 4}};
+  for (int tree = 0; tree < trees(); ++tree) {
+    const TemporaryFolder folder;
+    const auto [from, from_world] = layouts[static_cast<size_t>(tree) % layouts.size()];
+    const auto [to, to_world] = layouts[static_cast<size_t>(tree * 5 + 2) % layouts.size()];
+    SaveOptions small{.block_bytes = 48};
+    under(from, from_world, static_cast<unsigned>(tree), 3, [&](auto& model, auto& optimizer, auto&) {
+      save_checkpoint(folder / "first", model, optimizer, {{"step", 17}}, small);
+    });
+    under(to, to_world, static_cast<unsigned>(tree), 4, [&](auto& model, auto& optimizer, auto&) {
+      const auto extra = load_checkpoint(folder / "first", model, optimizer);
+      EXPECT_EQ(extra["step"], 17);
+      EXPECT_EQ(static_cast<AdamOptions&>(optimizer.param_groups()[0].options()).lr(), 3.25);
+      save_checkpoint(folder / "second", model, optimizer);
+    });
+    expect_same(contents(folder / "first"), contents(folder / "second"), "tree " + std::to_string(tree) + " ");
+  }
+}
+
+TEST(Checkpoint, HoldsTheModelsOwnValues) {
+  for (int tree = 0; tree < trees(); ++tree) {
+    const TemporaryFolder folder;
+    under(Layout::kFsdp, 3, static_cast<unsigned>(tree), 3, [&](auto& model, auto& optimizer, auto&) {
+      save_checkpoint(folder / "a", model, optimizer, {}, {.block_bytes = 64});
+    });
+    const auto saved = contents(folder / "a");
+    auto net = make_net(static_cast<unsigned>(tree), 3);
+    std::set<const void*> seen;
+    for (const auto& parameter : net->named_parameters()) {
+      if (!seen.insert(parameter.value().unsafeGetTensorImpl()).second) {
+        EXPECT_FALSE(saved.contains(parameter.key())) << "a tied parameter is stored once";
+        continue;
+      }
+      ASSERT_TRUE(saved.contains(parameter.key()));
+      EXPECT_TRUE(torch::equal(saved.at(parameter.key()), parameter.value().detach())) << parameter.key();
+    }
+    for (const auto& buffer : net->named_buffers()) EXPECT_TRUE(torch::equal(saved.at(buffer.key()), buffer.value()));
+  }
+}
+
+TEST(Checkpoint, TrainingGoesOnBitByBit) {
+  const TemporaryFolder folder;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    auto make = [&](uint64_t seed) {
+      auto model = seeded(seed, [] {
+        return torch::nn::Sequential(torch::nn::Linear(7, 9), torch::nn::Tanh(), torch::nn::Linear(9, 5));
+      });
+      return FullyShardedDataParallel(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    };
+    auto train = [&](auto& fsdp, Adam& optimizer, int begin, int end) {
+      std::vector<double> losses;
+      for (int step = begin; step < end; ++step) {
+        const at::Tensor x = seeded(100 + 10 * step + comm->rank(), [] { return torch::randn({4, 7}); });
+        optimizer.zero_grad();
+        const at::Tensor loss = fsdp(x).square().mean();
+        loss.backward();
+        optimizer.step();
+        losses.push_back(loss.template item<double>());
+      }
+      return losses;
+    };
+    auto first = make(1);
+    Adam optimizer(first.parameters(), AdamOptions(1e-2).amsgrad(true));
+    train(first, optimizer, 0, 5);
+    save_checkpoint(folder / "a", first, optimizer);
+    auto second = make(2);
+    Adam other(second.parameters(), AdamOptions(5).amsgrad(true));
+    load_checkpoint(folder / "a", second, other);
+    EXPECT_EQ(train(first, optimizer, 5, 10), train(second, other, 5, 10));
+  });
+}
+
+TEST(Checkpoint, AFsdpCheckpointContinuesReplicatedAndBack) {
+  const TemporaryFolder folder;
+  auto values = [&](const char* name) { return contents(folder / name); };
+  under(Layout::kFsdp, 3, 1, 3, [&](auto& model, auto& optimizer, auto&) { save_checkpoint(folder / "a", model, optimizer); });
+  under(Layout::kOwner, 4, 1, 5, [&](auto& model, auto& optimizer, auto&) {
+    load_checkpoint(folder / "a", model, optimizer);
+    save_checkpoint(folder / "b", model, optimizer);
+  });
+  under(Layout::kFsdp, 2, 1, 6, [&](auto& model, auto& optimizer, auto&) {
+    load_checkpoint(folder / "b", model, optimizer);
+    save_checkpoint(folder / "c", model, optimizer);
+  });
+  expect_same(values("a"), values("b"), "b ");
+  expect_same(values("a"), values("c"), "c ");
+}
+
+TEST(Checkpoint, EachRankReadsOnlyWhatItNeeds) {
+  const TemporaryFolder folder;
+  constexpr int64_t kBlock = 256;
+  auto model_of = [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(1, [] { return torch::nn::Sequential(torch::nn::Linear(64, 96), torch::nn::Linear(96, 128)); });
+    return FullyShardedDataParallel(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+  };
+  on_ranks(4, [&](std::shared_ptr<Communicator> comm) {
+    auto fsdp = model_of(comm);
+    save_checkpoint(folder / "a", fsdp, {}, {.block_bytes = kBlock});
+  });
+  const Manifest manifest = read_manifest(folder / "a");
+  int64_t headers = 0;
+  for (const auto& file : manifest.saved.files) headers += file.header_bytes;
+  for (int world : {1, 2, 3, 4, 5}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto fsdp = model_of(comm);
+      int64_t bytes_read = 0;
+      load_checkpoint(folder / "a", fsdp, {.bytes_read = &bytes_read});
+      int64_t own = 0, ends = 0;
+      for (const auto& shard : fsdp.named_shards()) {
+        own += static_cast<int64_t>(shard.tensor.nbytes());
+        // A box may begin and end inside a block; a shard is 3 boxes at most, from 4 slices of 3.
+        ends += shard.held.numel() > 0 ? 2 * 3 : 0;
+      }
+      EXPECT_GE(bytes_read, own);
+      EXPECT_LE(bytes_read, own + headers + ends * kBlock);
+      if (world == 1) {
+        EXPECT_EQ(bytes_read, own + headers);
+      }
+    });
+  }
+}
+
+TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
+  const TemporaryFolder folder;
+  struct NetImpl : torch::nn::Module {
+    NetImpl(int64_t width, bool other, at::ScalarType dtype) {
+      a = register_parameter("a", torch::full({width, 3}, 1.0));
+      b = register_parameter("b", torch::full({4}, 2.0, dtype));
+      c = register_parameter(other ? "new" : "old", torch::full({2}, 3.0));
+      d = register_buffer("d", torch::full({2}, 4.0));
+    }
+    at::Tensor a, b, c, d;
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto saved = std::make_shared<NetImpl>(5, false, at::kFloat);
+    Replicated model(saved, comm);
+    Adam optimizer(model.parameters(), AdamOptions(1));
+    save_checkpoint(folder / "a", model, optimizer);
+    auto net = std::make_shared<NetImpl>(6, true, at::kDouble);
+    Replicated other(net, comm);
+    Adam others({torch::optim::OptimizerParamGroup({net->a}), torch::optim::OptimizerParamGroup({net->b, net->c})}, AdamOptions(7));
+    {
+      const at::NoGradGuard no_grad;
+      net->d.zero_();
+    }
+    const auto error = error_of<CheckpointError>([&] { load_checkpoint(folder / "a", other, others); });
+    for (const char* part : {"rank 0", "missing from the checkpoint: new", "not in the model: old", "a is [5, 3], the model has [6, 3]",
+                             "b is Float, the model has Double", "has 1 groups, this has 2"})
+      expect_contains(error, part);
+    EXPECT_EQ(net->d.sum().item<double>(), 0.0);
+    EXPECT_EQ(static_cast<AdamOptions&>(others.param_groups()[0].options()).lr(), 7.0);
+    torch::optim::SGD sgd(model.parameters(), 0.1);
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", model, sgd); }), "is Adam, this is SGD");
+    // Not strict: what both have.
+    auto third = std::make_shared<NetImpl>(5, true, at::kFloat);
+    Replicated lenient(third, comm);
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : third->parameters()) parameter.zero_();
+    }
+    load_checkpoint(folder / "a", lenient, {.strict = false});
+    EXPECT_EQ(third->a.sum().item<double>(), 15.0);
+    EXPECT_EQ(third->c.sum().item<double>(), 0.0);
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "none", model); }), "no such directory");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder.path(), model); }), "latest_checkpoint() gives");
+  });
+}
+
+TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = torch::nn::Linear(3, 3);
+    Replicated model(net.ptr(), comm);
+    Adam foreign({torch::ones({2}).requires_grad_()}, AdamOptions(1));
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, foreign); }), "not one of the model's");
+    nlohmann::json deep = 1;
+    for (int i = 0; i < 40; ++i) deep = nlohmann::json::array({deep});
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }), "JSON");
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }), "block_bytes");
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { save_checkpoint(folder / std::to_string(comm->rank()), model); }),
+                    "the ranks disagree about where to save");
+    EXPECT_FALSE(latest_checkpoint(folder.path()));
+    comm->barrier();
+    save_checkpoint(folder / "a", model);  // the group is as good as before
+    EXPECT_EQ(latest_checkpoint(folder.path()), folder / "a");
+  });
+}
+
+TEST(Checkpoint, GeneratorsGoOnWhereTheyWere) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(folder / "a", model);
+    const at::Tensor next = torch::rand({5});
+    load_checkpoint(folder / "a", model, {.rng = false});
+    EXPECT_FALSE(torch::equal(torch::rand({5}), next));
+    load_checkpoint(folder / "a", model);
+    EXPECT_TRUE(torch::equal(torch::rand({5}), next));
+  });
+}
+
+TEST(Checkpoint, TheNewestStayAndLatestIsTheLastSaved) {
+  const TemporaryFolder folder;
+  EXPECT_FALSE(latest_checkpoint(folder.path()));
+  EXPECT_FALSE(latest_checkpoint(folder / "none"));
+  std::filesystem::create_directories(folder / "notes");
+  std::filesystem::create_directories(folder / ".step-1.saving-0123456789abcdef");
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (const char* name : {"step-8", "step-9", "step-10", "step-2"})
+      save_checkpoint(folder / name, model, {{"name", name}}, {.keep_last = 2});
+  });
+  EXPECT_EQ(latest_checkpoint(folder.path()), folder / "step-2");
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"notes", "step-10", "step-2"}));
+}
+
+TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
+  const TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "empty");
+  std::filesystem::create_directories(folder / "mine");
+  std::ofstream(folder / "mine/thesis.txt") << "years of work";
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (int step : {1, 2, 3}) save_checkpoint(folder / "a/b/", model, {{"step", step}});
+    EXPECT_EQ(load_checkpoint(folder / "a/b", model)["step"], 3);
+    save_checkpoint(folder / "empty", model);
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine", model); }), "something else than a checkpoint");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }), "not a directory");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
+  });
+  EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "a"), std::filesystem::directory_iterator()), 1);
+}
+
+TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
+  const TemporaryFolder folder;
+  under(Layout::kFsdp, 3, 2, 3, [&](auto& model, auto& optimizer, auto& comm) {
+    save_checkpoint(folder / "a", model, optimizer);
+    auto pending = save_checkpoint_async(folder / "b", model, optimizer, {{"step", 5}});
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& shard : model.named_shards()) shard.tensor.fill_(7);
+      for (auto& [key, state] : optimizer.state())
+        for (auto& tensor : read_state(*state).tensors) tensor.second.fill_(9);
+    }
+    pending.wait();
+    EXPECT_TRUE(pending.done());
+    pending.wait();
+    EXPECT_EQ(load_checkpoint(folder / "b", model, optimizer)["step"], 5);
+    comm->barrier();
+  });
+  expect_same(contents(folder / "a"), contents(folder / "b"), "");
+}
+
+TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
+  const TemporaryFolder folder;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(300, 300).ptr(), comm);
+    auto pending = save_checkpoint_async(folder / "a", model, {{"step", 1}});
+    pending = save_checkpoint_async(folder / "b", model, {{"step", 2}});
+    EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 1);  // complete before the second began
+    { auto dropped = save_checkpoint_async(folder / "c", model, {{"step", 3}}); }
+    save_checkpoint(folder / "d", model);
+    EXPECT_EQ(load_checkpoint(folder / "c", model)["step"], 3);
+  });
+}
+
+}  // namespace
+}  // namespace tessera

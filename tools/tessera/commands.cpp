@@ -1,0 +1,165 @@
+#include "commands.h"
+
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+
+#include "progress_bar.h"
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/dtype.h"
+#include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/offline.h"
+#include "tessera/checkpoint/verify.h"
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+using namespace tessera;
+
+namespace {
+
+// A folder of checkpoints stands for its newest.
+fs::path resolve(const fs::path& path) {
+  std::error_code ignored;
+  if (!fs::is_directory(path, ignored) || fs::exists(path / kManifestName, ignored)) return path;
+  const auto latest = latest_checkpoint(path);
+  if (!latest) return path;
+  std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(), latest->filename().c_str());
+  return *latest;
+}
+
+bool is_checkpoint(const fs::path& path) {
+  std::error_code ignored;
+  return fs::exists(path / kManifestName, ignored);
+}
+
+void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
+
+json slice_json(const SavedTensors& saved, const SavedSlice& slice) {
+  return {{"file", saved.files[slice.file].name}, {"begin", slice.begin}, {"offsets", slice.box.offsets}, {"shape", slice.box.sizes}};
+}
+
+json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
+  json result{{"files", json::array()}, {"tensors", json::object()}, {"bytes", total_bytes(saved)}};
+  for (const auto& file : saved.files) result["files"].push_back({{"name", file.name}, {"bytes", file.bytes}});
+  for (const auto& [name, tensor] : saved.tensors) {
+    json& entry = result["tensors"][name];
+    entry = {{"dtype", safetensors_name(tensor.dtype).value()}, {"shape", tensor.shape}, {"bytes", bytes_of(tensor)},
+             {"aliases", tensor.aliases}, {"slices", json::array()}};
+    for (const auto& slice : tensor.slices) entry["slices"].push_back(slice_json(saved, slice));
+  }
+  if (manifest == nullptr) return result;
+  result["world_size"] = manifest->world_size;
+  result["sequence"] = manifest->sequence;
+  result["extra"] = manifest->extra;
+  result["optimizer"] = manifest->optimizer ? optimizer_to_json(*manifest->optimizer) : json();
+  return result;
+}
+
+// The names as a tree: what they share is shown once.
+void print_tree(const SavedTensors& saved, bool slices) {
+  std::vector<std::string> open;  // the parts of the name above the line
+  for (const auto& [name, tensor] : saved.tensors) {
+    std::vector<std::string> parts;
+    size_t begin = 0;
+    for (size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) parts.push_back(name.substr(begin, dot - begin));
+    size_t same = 0;
+    while (same < parts.size() && same < open.size() && parts[same] == open[same]) ++same;
+    for (size_t depth = same; depth < parts.size(); ++depth) std::printf("%*s%s\n", static_cast<int>(2 * depth), "", parts[depth].c_str());
+    const std::string leaf(2 * parts.size(), ' ');
+    std::printf("%-36s %-5s %-18s %10s  %zu slice%s", (leaf + name.substr(begin)).c_str(), safetensors_name(tensor.dtype).value().c_str(),
+                to_string(tensor.shape).c_str(), human_bytes(bytes_of(tensor)).c_str(), tensor.slices.size(),
+                tensor.slices.size() == 1 ? "" : "s");
+    for (const auto& alias : tensor.aliases) std::printf(", also %s", alias.c_str());
+    std::printf("\n");
+    for (const auto& slice : tensor.slices)
+      if (slices)
+        std::printf("%s  %s in %s at byte %lld\n", leaf.c_str(), to_string(slice.box).c_str(), saved.files[slice.file].name.c_str(),
+                    static_cast<long long>(slice.begin));
+    open = std::move(parts);
+  }
+}
+
+}  // namespace
+
+int inspect(const Arguments& arguments) {
+  const fs::path path = resolve(arguments.paths[0]);
+  std::optional<Manifest> manifest;
+  if (is_checkpoint(path)) manifest = read_manifest(path);
+  const SavedTensors saved = manifest ? manifest->saved : find_full_tensors(path);
+  if (arguments.json) {
+    print(inspect_json(saved, manifest ? &*manifest : nullptr));
+    return 0;
+  }
+  std::printf("%s: %zu tensors, %s in %zu files\n", path.c_str(), saved.tensors.size(), human_bytes(total_bytes(saved)).c_str(),
+              saved.files.size());
+  if (manifest) {
+    std::printf("saved by %d rank%s, number %lld; optimizer %s; extra %s\n", manifest->world_size, manifest->world_size == 1 ? "" : "s",
+                static_cast<long long>(manifest->sequence), manifest->optimizer ? manifest->optimizer->kind.c_str() : "none",
+                manifest->extra.dump().c_str());
+  }
+  std::printf("\n");
+  print_tree(saved, arguments.slices);
+  return 0;
+}
+
+int verify(const Arguments& arguments) {
+  const fs::path path = resolve(arguments.paths[0]);
+  std::vector<std::string> problems;
+  int64_t bytes = 0;
+  try {
+    bytes = total_bytes(read_manifest(path).saved);
+    ProgressBar bar("verifying", bytes);
+    problems = verify_checkpoint(path, [&](int64_t more) { bar.add(more); });
+  } catch (const CheckpointError& error) {
+    problems.emplace_back(error.what());
+  }
+  if (arguments.json) {
+    print({{"path", path.string()}, {"sound", problems.empty()}, {"bytes", bytes}, {"problems", problems}});
+  } else if (problems.empty()) {
+    std::printf("%s: sound, %s verified\n", path.c_str(), human_bytes(bytes).c_str());
+  } else {
+    for (const auto& problem : problems) std::printf("%s\n", problem.c_str());
+  }
+  return problems.empty() ? 0 : 1;
+}
+
+int consolidate(const Arguments& arguments) {
+  const fs::path from = resolve(arguments.paths[0]);
+  ProgressBar bar("consolidating", total_bytes(find_tensors(from)));
+  consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
+                         [&](int64_t bytes) { bar.add(bytes); });
+  if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
+  return 0;
+}
+
+int reshard(const Arguments& arguments) {
+  const fs::path from = resolve(arguments.paths[0]);
+  ProgressBar bar("resharding", total_bytes(find_tensors(from)));
+  reshard_checkpoint(from, arguments.paths[1], arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
+  if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}, {"ranks", arguments.ranks}});
+  return 0;
+}
+
+int diff(const Arguments& arguments) {
+  const fs::path a = resolve(arguments.paths[0]), b = resolve(arguments.paths[1]);
+  std::vector<TensorDifference> differences;
+  {
+    ProgressBar bar("comparing", total_bytes(find_tensors(a)) + total_bytes(find_tensors(b)));
+    differences = diff_checkpoints(a, b, [&](int64_t bytes) { bar.add(bytes); });
+  }
+  json result = json::array();
+  for (const auto& difference : differences) {
+    if (arguments.json) {
+      result.push_back({{"name", difference.name}, {"reason", difference.reason}, {"different_numel", difference.different_numel},
+                        {"max_difference", difference.max_difference}});
+    } else if (!difference.reason.empty()) {
+      std::printf("%s: %s\n", difference.name.c_str(), difference.reason.c_str());
+    } else {
+      std::printf("%s: %lld elements differ, by %g at most\n", difference.name.c_str(),
+                  static_cast<long long>(difference.different_numel), difference.max_difference);
+    }
+  }
+  if (arguments.json) print(result);
+  if (!arguments.json && differences.empty()) std::printf("the same\n");
+  return differences.empty() ? 0 : 1;
+}

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+// The subcommands. Each prints to standard output and returns the exit code: 0, or 1 where it found
+// damage or differences. Errors are thrown.
+
+struct Arguments {
+  std::vector<std::filesystem::path> paths;
+  bool json = false;
+  bool slices = false;          // inspect: where each slice lies
+  bool state = false;           // consolidate: the optimizer's tensors too
+  int ranks = 0;                // reshard
+  int64_t max_file_bytes = 0;   // consolidate
+};
+
+int inspect(const Arguments& arguments);
+int verify(const Arguments& arguments);
+int consolidate(const Arguments& arguments);
+int reshard(const Arguments& arguments);
+int diff(const Arguments& arguments);
