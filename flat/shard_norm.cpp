@@ -3,8 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/linalg_vector_norm.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <sstream>
@@ -57,20 +59,19 @@ double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_nor
 }
 
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
-  std::vector<double> squares;
-  for (const at::Tensor& part : parts) {
-    const double norm =
-        part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).item<double>() : 0.0;
-    squares.push_back(norm * norm);
-  }
-  if (comm != nullptr && !squares.empty()) {
-    at::Tensor sum = at::tensor(squares, at::kDouble).to(comm->device());
-    comm->all_reduce(sum, ReduceOp::kSum, "the norms of parameters").wait();
-    sum = sum.cpu();
-    squares.assign(sum.const_data_ptr<double>(), sum.const_data_ptr<double>() + sum.numel());
-  }
-  for (double& value : squares) value = std::sqrt(value);
-  return squares;
+  if (parts.empty()) return {};
+  const auto any = std::find_if(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.defined(); });
+  const at::Device device = comm != nullptr ? comm->device() : any != parts.end() ? any->device() : at::Device(at::kCPU);
+  const at::Tensor none = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
+  std::vector<at::Tensor> norms;  // on the device until all are known: one synchronisation with the host
+  for (const at::Tensor& part : parts)
+    norms.push_back(part.defined() && part.numel() > 0
+                        ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device)
+                        : none);
+  at::Tensor squares = at::stack(norms).square_();
+  if (comm != nullptr) comm->all_reduce(squares, ReduceOp::kSum, "the norms of parameters").wait();
+  squares = squares.sqrt_().cpu();
+  return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
 }
 
 }  // namespace tessera

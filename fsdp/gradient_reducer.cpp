@@ -186,7 +186,13 @@ void GradientReducer::finish() {
   while (!in_flight_.empty()) finish_oldest();
   while (!crossing_.empty()) finish_oldest_crossing();
   exchange.wait();
-  check_reports(reports);
+  try {
+    check_reports(reports);
+  } catch (const std::exception&) {
+    log_.clear();
+    reset_expectations();
+    throw;
+  }
   for (const Undecided& entry : undecided_) {
     FlatGroup& flat = entry.unit->groups()[entry.group]->flat;
     const size_t first = states_[entry.unit->index()].groups[entry.group].first_parameter;
@@ -234,7 +240,6 @@ void GradientReducer::check_uneven_use(const at::Tensor& table) {
         if (!used_[bit]) continue;
         for (int rank = 0; rank < groups_.world->size(); ++rank) {
           if ((table[rank].const_data_ptr<uint8_t>()[kFingerprintBytes + bit / 8] >> (bit % 8) & 1) != 0) continue;
-          reset_expectations();
           throw std::invalid_argument("parameter '" + parameters[p].fqn + "' of " + unit->name() +
                                       " had no gradient on rank " + std::to_string(rank) +
                                       ", but had one on others (FsdpOptions::refuse_uneven_use)");

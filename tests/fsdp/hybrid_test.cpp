@@ -94,6 +94,24 @@ TEST(Hybrid, BytesAreThoseOfTheSmallerGroups) {
   });
 }
 
+// Copies gather each for itself, so that nothing stalls when one of them does something else: the
+// fingerprint of what was done tells, at the end of the next backward, on all ranks.
+TEST(Hybrid, CopiesThatDivergeAreNamed) {
+  on_ranks(4, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(chain(3, 8), comm, hybrid(2));
+    fsdp(input(0, 8)).sum().backward();
+    if (comm->rank() >= 2) {
+      torch::NoGradGuard no_grad;
+      fsdp(input(0, 8));
+    }
+    const std::string error = error_of<std::invalid_argument>([&] { fsdp(input(0, 8)).sum().backward(); });
+    expect_contains(error, "what was gathered and reduced since the last backward: rank 0 has 'reduce-scatter of unit '2' (72 elements)'");
+    expect_contains(error, "rank 2 has 'all-gather of unit ");
+    fsdp.zero_grad();
+    fsdp(input(0, 8)).sum().backward();  // and they agree again
+  });
+}
+
 TEST(Hybrid, RanksThatDoNotDivideAreRefused) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     expect_contains(error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, hybrid(2)); }),
