@@ -390,6 +390,12 @@ void FsdpRuntime::end_backward() {
     throw;
   }
   release_all();
+  // The optimizer makes its state after the first backward: until then the pools held what its first
+  // step needs besides.
+  if (std::exchange(first_backward_, false)) {
+    gathered_.trim();
+    reducer_->trim();
+  }
 }
 
 // The last backward ended in an exception, so that the engine did not call end_backward().

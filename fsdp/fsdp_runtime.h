@@ -104,6 +104,7 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
   bool in_backward_ = false;
+  bool first_backward_ = true;
   bool forward_is_new_ = true;  // no unit was used since the last backward
   bool sync_ = true;
   bool summoned_ = false;

@@ -59,6 +59,7 @@ class GradientReducer {
   int64_t bucket_bytes() const { return pool_.lent_bytes(); }
   int64_t peak_bucket_bytes() const { return pool_.peak_lent_bytes(); }
   void reset_peak() { pool_.reset_peak(); }
+  void trim() { pool_.trim(); }
 
  private:
   struct GroupState {

@@ -2,7 +2,7 @@
 // the corpus at random for -max_total_time seconds and calls the same function. It does not learn
 // which inputs reach new code.
 //
-//   fuzz_readers -max_total_time=60 CORPUS_DIR
+//   fuzzer -max_total_time=60 CORPUS_DIR
 
 #include <chrono>
 #include <cstdint>
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
       }
     }
   }
-  if (corpus.empty()) return std::fprintf(stderr, "fuzz_readers: no corpus\n"), 2;
+  if (corpus.empty()) return std::fprintf(stderr, "fuzzer: no corpus\n"), 2;
   std::mt19937_64 random(20);
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
   int64_t runs = 0;

@@ -1,0 +1,227 @@
+// How long do saving and loading take, against `dd` with fsync on the same disk, and how long does the
+// asynchronous save hold the training loop up?
+//
+// A chain of linear layers under FullyShardedDataParallel with AdamW, ranks as threads. Each round runs
+// dd's write, both saves, dd's read and the load, one after the other; the table has medians and, for
+// ratios, the median of the rounds' own. What is read has been dropped from the page cache before.
+//
+// Targets: dd's time is at least 0.9 of ours, in both directions; the stall is a copy of the shards.
+#include <fcntl.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <boost/program_options.hpp>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iomanip>
+#include <iostream>
+
+#include "tessera/tessera.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+struct Settings {
+  int ranks = 2;
+  int layers = 32;
+  int width = 1024;
+  int rounds = 5;
+  fs::path folder = "out/checkpoint_bench";
+  bool json = false;
+};
+
+struct Round {
+  double dd_write = 0, save = 0, stall = 0, async_total = 0, dd_read = 0, load = 0, copy = 0;
+};
+
+double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+
+double run_dd(const std::string& arguments) {
+  const auto began = Clock::now();
+  if (std::system(("dd " + arguments + " 2>/dev/null").c_str()) != 0) throw std::runtime_error("dd " + arguments + " failed");
+  return seconds_since(began);
+}
+
+void drop_from_cache(const fs::path& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY);
+  if (fd < 0 || ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) throw std::runtime_error("cannot drop " + path.string());
+  ::close(fd);
+}
+
+int64_t drop_all_from_cache(const fs::path& folder) {
+  int64_t bytes = 0;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    drop_from_cache(entry.path());
+    bytes += static_cast<int64_t>(entry.file_size());
+  }
+  return bytes;
+}
+
+double digest(const std::vector<at::Tensor>& parameters, const torch::optim::Optimizer& optimizer) {
+  double sum = 0;
+  for (const at::Tensor& parameter : parameters) {
+    sum += parameter.detach().to(at::kDouble).sum().item<double>();
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found != optimizer.state().end())
+      sum += static_cast<torch::optim::AdamWParamState&>(*found->second).exp_avg().to(at::kDouble).sum().item<double>();
+  }
+  return sum;
+}
+
+class Bench {
+ public:
+  explicit Bench(Settings settings) : settings_(std::move(settings)) {}
+
+  void run() {
+    fs::create_directories(settings_.folder);
+    tessera::run_ranks(settings_.ranks, [&](std::shared_ptr<tessera::Communicator> comm) { run_rank(comm); });
+    fs::remove_all(settings_.folder);
+  }
+
+  void print() const {
+    auto median = [&](auto value) {
+      std::vector<double> values;
+      for (const Round& round : rounds_) values.push_back(value(round));
+      std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+      return values[values.size() / 2];
+    };
+    const double save = median([](const Round& r) { return r.save; }), load = median([](const Round& r) { return r.load; });
+    const double write_ratio = median([](const Round& r) { return r.dd_write / r.save; });
+    const double read_ratio = median([](const Round& r) { return r.dd_read / r.load; });
+    const double stall = median([](const Round& r) { return r.stall; });
+    const double total = median([](const Round& r) { return r.async_total; });
+    const double dd_write = median([](const Round& r) { return r.dd_write; }), dd_read = median([](const Round& r) { return r.dd_read; });
+    const double copy = median([](const Round& r) { return r.copy; });
+    if (settings_.json) {
+      std::cout << nlohmann::json{{"bytes", bytes_},       {"ranks", settings_.ranks},     {"rounds", settings_.rounds},
+                                  {"dd_write_s", dd_write}, {"save_s", save},               {"dd_write_over_save", write_ratio},
+                                  {"dd_read_s", dd_read},   {"load_s", load},               {"dd_read_over_load", read_ratio},
+                                  {"async_stall_s", stall}, {"async_total_s", total},       {"copy_s", copy},
+                                  {"stall_over_save", stall / save}}
+                << "\n";
+      return;
+    }
+    const double megabytes = static_cast<double>(bytes_) * 1e-6;
+    auto line = [&](const char* name, double seconds) {
+      std::cout << std::left << std::setw(26) << name << std::right << std::fixed << std::setprecision(3) << std::setw(8)
+                << seconds << " s" << std::setprecision(0) << std::setw(8) << megabytes / seconds << " MB/s\n";
+    };
+    std::cout << std::fixed << std::setprecision(0) << megabytes << " MB, " << settings_.ranks << " ranks, medians of "
+              << settings_.rounds << " rounds\n";
+    line("dd with fsync", dd_write);
+    line("save_checkpoint", save);
+    line("dd, cold read", dd_read);
+    line("load_checkpoint, cold", load);
+    line("async: stall of the loop", stall);
+    line("async: until complete", total);
+    line("a copy of the bytes", copy);
+    std::cout << std::setprecision(2) << "dd / save " << write_ratio << ", dd / load " << read_ratio << ", stall / save "
+              << stall / save << "\n";
+  }
+
+ private:
+  void run_rank(const std::shared_ptr<tessera::Communicator>& comm) {
+    at::set_num_threads(1);
+    torch::nn::Sequential model;
+    for (int i = 0; i < settings_.layers; ++i) model->push_back(torch::nn::Linear(settings_.width, settings_.width));
+    tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
+    tessera::AdamW optimizer(fsdp.parameters(), 1e-3);
+    fsdp(torch::ones({2, settings_.width})).sum().backward();
+    optimizer.step();
+    verify(*comm, fsdp, optimizer);
+    for (int i = 0; i < settings_.rounds; ++i) {
+      const Round round = measure(*comm, fsdp, optimizer);
+      if (comm->rank() == 0) rounds_.push_back(round);
+    }
+  }
+
+  // A load after a change brings everything back.
+  template <class Model>
+  void verify(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
+    const double before = digest(fsdp.parameters(), optimizer);
+    tessera::save_checkpoint(checkpoint(), fsdp, optimizer);
+    fsdp(torch::ones({2, settings_.width})).sum().backward();
+    optimizer.step();
+    if (digest(fsdp.parameters(), optimizer) == before) throw std::runtime_error("the step changed nothing");
+    tessera::load_checkpoint(checkpoint(), fsdp, optimizer);
+    if (digest(fsdp.parameters(), optimizer) != before) throw std::runtime_error("what was loaded is not what was saved");
+    if (comm.rank() == 0) bytes_ = drop_all_from_cache(checkpoint());
+    comm.barrier();
+  }
+
+  template <class Model>
+  Round measure(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
+    Round round;
+    auto alone = [&](auto work) {  // rank 0 alone works; the others wait
+      if (comm.rank() == 0) work();
+      comm.barrier();
+    };
+    const fs::path file = settings_.folder / "dd";
+    const std::string count = std::to_string(std::max<int64_t>(1, bytes_ >> 20));
+    alone([&] { fs::remove_all(checkpoint()); ::sync(); });
+    alone([&] { round.dd_write = run_dd("if=/dev/zero of=" + file.string() + " bs=1M count=" + count + " conv=fsync"); });
+    auto began = Clock::now();
+    tessera::save_checkpoint(checkpoint(), fsdp, optimizer);
+    round.save = seconds_since(began);
+    alone([&] { fs::remove_all(checkpoint()); ::sync(); });
+    began = Clock::now();
+    auto pending = tessera::save_checkpoint_async(checkpoint(), fsdp, optimizer);
+    round.stall = seconds_since(began);
+    pending.wait();
+    round.async_total = seconds_since(began);
+    alone([&] { drop_from_cache(file), drop_all_from_cache(checkpoint()); });
+    alone([&] { round.dd_read = run_dd("if=" + file.string() + " of=/dev/null bs=1M"); });
+    alone([&] { drop_all_from_cache(checkpoint()); });
+    began = Clock::now();
+    tessera::load_checkpoint(checkpoint(), fsdp, optimizer);
+    round.load = seconds_since(began);
+    alone([&] {
+      const at::Tensor from = at::ones({bytes_ / 4});
+      began = Clock::now();
+      const at::Tensor to = from.clone();
+      round.copy = seconds_since(began);
+      fs::remove(file);
+    });
+    return round;
+  }
+
+  fs::path checkpoint() const { return settings_.folder / "checkpoint"; }
+
+  const Settings settings_;
+  int64_t bytes_ = 0;
+  std::vector<Round> rounds_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  namespace po = boost::program_options;
+  Settings settings;
+  std::string folder = settings.folder.string();
+  po::options_description options("Options");
+  options.add_options()("help,h", "this text")("ranks", po::value(&settings.ranks)->default_value(settings.ranks), "threads")(
+      "layers", po::value(&settings.layers)->default_value(settings.layers), "linear layers")(
+      "width", po::value(&settings.width)->default_value(settings.width), "their width; a layer saves 12 width^2 bytes")(
+      "rounds", po::value(&settings.rounds)->default_value(settings.rounds), "rounds, of which medians are taken")(
+      "dir", po::value(&folder)->default_value(folder), "where to write; says which disk is measured")(
+      "json", po::bool_switch(&settings.json), "one line of JSON");
+  po::variables_map values;
+  po::store(po::parse_command_line(argc, argv, options), values);
+  po::notify(values);
+  if (values.count("help") > 0) return std::cout << options, 0;
+  if (settings.ranks < 1 || settings.layers < 1 || settings.width < 1 || settings.rounds < 1)
+    throw std::invalid_argument("--ranks, --layers, --width and --rounds must be 1 or more");
+  settings.folder = folder;
+  Bench bench(settings);
+  bench.run();
+  bench.print();
+  return 0;
+} catch (const std::exception& error) {
+  std::cerr << "checkpoint_bench: " << error.what() << "\n";
+  return 2;
+}
