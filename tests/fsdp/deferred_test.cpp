@@ -141,8 +141,8 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
     at::manual_seed(1);
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
       if (comm->rank() == 0) counting.peak = counting.live.load();
-      comm->barrier();
       const int64_t before = counting.live;
+      comm->barrier();
       auto model = is_deferred_build ? deferred(build) : build();
       EXPECT_LT(counting.live - before, is_deferred_build ? 100'000 : kUnits * kUnitBytes * 3);  // generator states
       FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});

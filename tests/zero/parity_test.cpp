@@ -11,7 +11,7 @@ using namespace testing_support;
 
 int trees() {
   const char* text = std::getenv("TESSERA_TEST_TREES");
-  return text != nullptr ? std::stoi(text) : 8;
+  return text != nullptr ? std::stoi(text) : 5;
 }
 
 struct Data {
