@@ -1,4 +1,5 @@
 // A program that saves over and over is killed at random moments; what is left is always whole.
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -20,12 +21,13 @@ namespace {
 
 using namespace testing_support;
 
-// Saves over and over, until it is killed.
-void save_for_ever(const std::filesystem::path& folder) {
+// Saves over and over, until it is killed. Writes a byte to `started` when it begins.
+void save_for_ever(const std::filesystem::path& folder, int started) {
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
     auto net = torch::nn::Linear(64, 64);
     Replicated model(net.ptr(), comm);
+    if (comm->rank() == 0 && ::write(started, "", 1) != 1) throw std::runtime_error("the parent is gone");
     for (int n = 1;; ++n) {
       {
         const at::NoGradGuard no_grad;
@@ -51,16 +53,22 @@ TEST(CheckpointFaults, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   int found = 0;
   double last = 0;
   for (int round = 0; round < rounds; ++round) {
+    int started[2];
+    ASSERT_EQ(::pipe2(started, O_CLOEXEC), 0);
     const pid_t child = ::fork();
     if (child == 0) {
       try {
-        save_for_ever(folder.path());
+        save_for_ever(folder.path(), started[1]);
       } catch (const std::exception& error) {
         std::fprintf(stderr, "the saving process: %s\n", error.what());
       }
       ::_exit(1);
     }
-    std::this_thread::sleep_for(std::chrono::microseconds(15000 + random() % 60000));
+    ::close(started[1]);
+    char byte = 0;
+    EXPECT_EQ(::read(started[0], &byte, 1), 1) << "the child ended early";
+    ::close(started[0]);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 40000));
     ::kill(child, SIGKILL);
     int status = 0;
     ::waitpid(child, &status, 0);
