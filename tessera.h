@@ -12,6 +12,7 @@
 #include "tessera/flat/peak_memory.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/offload/host_adam.h"
 #include "tessera/optim/fused_adam.h"
 #include "tessera/optim/lamb.h"
 #include "tessera/optim/parameter_groups.h"

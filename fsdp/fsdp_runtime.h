@@ -22,6 +22,8 @@
 #include "tessera/fsdp/residency.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/offload/pinned_pool.h"
 
 namespace tessera {
 
@@ -69,6 +71,7 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
   void make_units(std::vector<PlannedUnit>& plan);
+  FlatGroupOptions::Memory host_memory(const char* purpose);
   void broadcast_buffers();
   void cast_buffers();
   void name_shards();
@@ -93,6 +96,9 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   const ShardingGroups groups_;
   const std::shared_ptr<torch::nn::Module> module_;
   BufferPool gathered_;
+  BufferPool staging_;                   // with offload: shards and reduced gradients on their way
+  PinnedPool host_;                      // with offload: where they lie
+  std::unique_ptr<CopyEngine> copies_;   // null without offload
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;

@@ -21,10 +21,11 @@ constexpr int64_t kFingerprintBytes = 8;
 }  // namespace
 
 GradientReducer::GradientReducer(const ShardingGroups& groups, std::vector<std::unique_ptr<Unit>>& units, OrderLog& log,
-                                 ReducerChecks checks)
+                                 ReducerChecks checks, GradientSink sink)
     : groups_(groups),
       log_(log),
       checks_(checks),
+      sink_(sink),
       units_(units),
       pool_(groups.world->device()),
       states_(units.size()),
@@ -128,7 +129,10 @@ void GradientReducer::start_reduce(Unit& unit) {
     std::fill(group.filled.begin(), group.filled.end(), false);
     reduced_[unit.index()][i] = true;
     log_.add("reduce-scatter", flat.name(), flight.bucket.numel());
-    flight.pending = groups_.shard->reduce_scatter(flight.reduced, flight.bucket, ReduceOp::kAverage, {}, flat.name());
+    if (sink_.engine != nullptr)
+      flight.staging = sink_.staging->take(static_cast<int64_t>(flight.reduced.nbytes())).view(flat.reduce_dtype());
+    const at::Tensor& received = sink_.engine != nullptr ? flight.staging : flight.reduced;
+    flight.pending = groups_.shard->reduce_scatter(received, flight.bucket, ReduceOp::kAverage, {}, flat.name());
     in_flight_.push_back(std::move(flight));
   }
   while (in_flight_.size() > kMaxInFlight) finish_oldest();
@@ -139,13 +143,13 @@ void GradientReducer::finish_oldest(bool accept) {
   in_flight_.erase(in_flight_.begin());
   flight.pending.wait();
   pool_.give(flight.bucket.view(at::kByte));
-  if (!groups_.replicas) {
-    if (accept) this->accept(std::move(flight));
+  if (!accept) {
+    if (flight.staging.defined()) sink_.staging->give(flight.staging.view(at::kByte));
     return;
   }
-  if (!accept) return;
   flight.bucket.reset();
-  flight.pending = groups_.replicas->all_reduce(flight.reduced, ReduceOp::kAverage,
+  if (!groups_.replicas) return settle(std::move(flight));
+  flight.pending = groups_.replicas->all_reduce(flight.staging.defined() ? flight.staging : flight.reduced, ReduceOp::kAverage,
                                                 flight.unit->groups()[flight.group]->flat.name());
   crossing_.push_back(std::move(flight));
   while (crossing_.size() > kMaxInFlight) finish_oldest_crossing();
@@ -155,6 +159,31 @@ void GradientReducer::finish_oldest_crossing(bool accept) {
   InFlight flight = std::move(crossing_.front());
   crossing_.erase(crossing_.begin());
   flight.pending.wait();
+  if (accept) return settle(std::move(flight));
+  if (flight.staging.defined()) sink_.staging->give(flight.staging.view(at::kByte));
+}
+
+void GradientReducer::settle(InFlight flight) {
+  if (!flight.staging.defined()) return accept(std::move(flight));
+  flight.leaving = sink_.engine->to_host(flight.reduced, flight.staging);
+  leaving_.push_back(std::move(flight));
+  while (leaving_.size() > kMaxInFlight) finish_oldest_leaving();
+}
+
+void GradientReducer::finish_oldest_leaving(bool accept) {
+  InFlight flight = std::move(leaving_.front());
+  leaving_.erase(leaving_.begin());
+  auto give_back = [&] {
+    flight.leaving = Copy();  // which waits until the copy has gone, or failed
+    sink_.staging->give(std::exchange(flight.staging, at::Tensor()).view(at::kByte));
+  };
+  try {
+    if (accept) flight.leaving.wait_on_host();
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  give_back();
   if (accept) this->accept(std::move(flight));
 }
 
@@ -175,6 +204,7 @@ bool GradientReducer::is_busy(const Unit& unit, size_t group) const {
   auto same = [&](const auto& other) { return other.unit == &unit && other.group == group; };
   return std::any_of(in_flight_.begin(), in_flight_.end(), same) ||
          std::any_of(crossing_.begin(), crossing_.end(), same) ||
+         std::any_of(leaving_.begin(), leaving_.end(), same) ||
          std::any_of(undecided_.begin(), undecided_.end(), same);
 }
 
@@ -185,6 +215,7 @@ void GradientReducer::finish() {
   Pending exchange = groups_.world->all_gather(reports, own, {}, "the end of backward");
   while (!in_flight_.empty()) finish_oldest();
   while (!crossing_.empty()) finish_oldest_crossing();
+  while (!leaving_.empty()) finish_oldest_leaving();
   exchange.wait();
   try {
     check_reports(reports);
@@ -285,6 +316,7 @@ void GradientReducer::check_finite() {
 void GradientReducer::abandon() {
   while (!in_flight_.empty()) finish_oldest(/*accept=*/false);
   while (!crossing_.empty()) finish_oldest_crossing(/*accept=*/false);
+  while (!leaving_.empty()) finish_oldest_leaving(/*accept=*/false);
   for (UnitState& state : states_) {
     for (GroupState& group : state.groups) {
       if (group.bucket.defined()) pool_.give(std::exchange(group.bucket, at::Tensor()).view(at::kByte));
