@@ -57,7 +57,8 @@ FlatGroup::FlatGroup(std::string name, std::vector<PlannedParameter> parameters,
       rank_(comm.rank()),
       device_(comm.device()),
       shard_memory_(options.shard_memory),
-      grad_memory_(options.grad_memory) {
+      grad_memory_(options.grad_memory),
+      narrow_memory_(options.narrow_memory ? options.narrow_memory : options.shard_memory) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync, options.replicas);
   for (PlannedParameter& parameter : parameters_) parameter.values.reset();
@@ -89,7 +90,7 @@ void FlatGroup::make_shard(Communicator& comm, bool sync, Communicator* replicas
 
 void FlatGroup::make_parameter_shards() {
   if (shard_memory_ && is_cast()) {
-    narrow_ = std::make_shared<NarrowCopy>(NarrowCopy{shard_memory_(layout_.shard_numel(), gather_dtype_)});
+    narrow_ = std::make_shared<NarrowCopy>(NarrowCopy{narrow_memory_(layout_.shard_numel(), gather_dtype_)});
     narrow_->values.copy_(shard_);
     narrow_->version = shard_._version();
   }

@@ -36,6 +36,7 @@ struct FlatGroupOptions {
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
+  Memory narrow_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
 };
 
 // The parameters of a unit that have one dtype and are all trainable or all frozen: one flat
@@ -61,6 +62,7 @@ class FlatGroup {
   int64_t exact_full_bytes() const { return bytes(layout_.full_numel(), dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
+  bool has_narrow_copy() const { return narrow_ != nullptr; }
   int64_t narrow_bytes() const { return narrow_ ? bytes(layout_.shard_numel(), gather_dtype_) : 0; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
@@ -123,6 +125,7 @@ class FlatGroup {
   const at::Device device_;
   const FlatGroupOptions::Memory shard_memory_;
   const FlatGroupOptions::Memory grad_memory_;
+  const FlatGroupOptions::Memory narrow_memory_;
   at::Tensor shard_;
   std::shared_ptr<NarrowCopy> narrow_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;

@@ -80,6 +80,9 @@ void check_options(const FsdpOptions& options) {
   if (options.offload.host_limit_bytes < 0)
     throw std::invalid_argument("FsdpOptions::offload.host_limit_bytes is " +
                                 std::to_string(options.offload.host_limit_bytes) + ", expected 0 or more");
+  if (!options.offload.directory.empty() && !options.offload.params)
+    throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
+                                "', but offload.params is false: shards that stay on the device cannot lie on a disk");
   if (options.prefetch < 0)
     throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) + ", expected 0 or more");
   if (options.keep_recent < 1)
@@ -124,6 +127,8 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
       host_({groups_.world->device(), options.offload.pin_memory, options.offload.host_limit_bytes}) {
   Quiet quiet;
   check_offload(options_, groups_.world->device());
+  if (!options_.offload.directory.empty())
+    disk_ = std::make_unique<DiskPager>(DiskPagerOptions{options_.offload.directory, options_.offload.disk_buffer_bytes});
   if (offloads(options_)) copies_ = CopyEngine::make(groups_.world->device(), options_.offload.simulated_link);
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
@@ -147,12 +152,15 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
 void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
   const MixedPrecision& precision = options_.mixed_precision;
   const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get(),
-                                       options_.offload.params ? host_memory("the shards") : nullptr,
-                                       options_.offload.grads ? host_memory("gradients") : nullptr};
+                                       /*shard_memory=*/nullptr,
+                                       options_.offload.grads ? host_memory("gradients") : nullptr,
+                                       options_.offload.params ? host_memory("the shards in 16 bit") : nullptr};
   const ShardSource source = options_.offload.params ? ShardSource{copies_.get(), &staging_} : ShardSource{};
   units_.resize(plan.size());
   auto make = [&](size_t index) {
-    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, group_options, gathered_,
+    FlatGroupOptions own_options = group_options;
+    own_options.shard_memory = shard_memory(plan[index].name);
+    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, own_options, gathered_,
                                            this, log_, options_.sync_module_states, source);
     plan[index].parameters.clear();
   };
@@ -189,6 +197,14 @@ FlatGroupOptions::Memory FsdpRuntime::host_memory(const char* purpose) {
   };
 }
 
+FlatGroupOptions::Memory FsdpRuntime::shard_memory(const std::string& unit) {
+  if (!options_.offload.params) return nullptr;
+  if (!disk_ || (options_.offload.disk_units && !options_.offload.disk_units(unit))) return host_memory("the shards");
+  return [this, unit](int64_t numel, at::ScalarType dtype) {
+    return disk_->make({numel}, {1}, dtype, "the shard of unit '" + unit + "' on rank " + std::to_string(groups_.world->rank()));
+  };
+}
+
 void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
   std::vector<std::string> lines;
   std::ostringstream options;
@@ -198,7 +214,8 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
           << " reduce_dtype=" << name_of(options_.mixed_precision.reduce_dtype)
           << " buffer_dtype=" << name_of(options_.mixed_precision.buffer_dtype)
           << " refuse_uneven_use=" << options_.refuse_uneven_use << " check_finite=" << options_.check_finite
-          << " offload.params=" << options_.offload.params << " offload.grads=" << options_.offload.grads;
+          << " offload.params=" << options_.offload.params << " offload.grads=" << options_.offload.grads
+          << " offload.disk=" << !options_.offload.directory.empty();
   lines.push_back(options.str());
   for (const PlannedUnit& unit : plan) {
     for (const PlannedParameter& parameter : unit.parameters) {
@@ -355,6 +372,8 @@ void FsdpRuntime::evict_for(const std::vector<Unit*>& needed) {
 }
 
 void FsdpRuntime::prefetch(const PrefetchOrder& order) {
+  if (disk_)
+    for (int index : order.upcoming(options_.prefetch + 2)) units_[index]->read_ahead();
   if (options_.offload.params)  // the nearest first, so that its copy is not behind another's
     for (int index : order.upcoming(options_.prefetch + 1)) units_[index]->start_fetch();
   for (int index : order.upcoming(options_.prefetch)) units_[index]->start_gather();
@@ -458,6 +477,16 @@ void FsdpRuntime::set_sync(bool sync) {
   std::lock_guard lock(mutex_);
   require_outside_backward("no_sync");
   sync_ = sync;
+}
+
+void FsdpRuntime::observe_gradients(GradientReducer::Observer observer) {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("on_gradients");
+  if (observer && reducer_->has_observer()) throw std::logic_error("on_gradients: somebody is told about gradients already");
+  if (observer && options_.check_finite)
+    throw std::invalid_argument("on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
+                                "steps have been taken already");
+  reducer_->set_observer(std::move(observer));
 }
 
 void FsdpRuntime::summon(const SummonOptions& options) {
@@ -612,6 +641,10 @@ MemoryReport FsdpRuntime::memory() const {
                         (options_.offload.params ? 0 : report.shard_bytes) + (options_.offload.grads ? 0 : report.grad_bytes);
   report.host_bytes = host_.lent_bytes();
   report.pinned_bytes = options_.offload.pin_memory ? report.host_bytes : 0;
+  if (disk_) {
+    report.host_bytes += disk_->buffer_bytes();
+    report.disk_bytes = disk_->disk_bytes();
+  }
   return report;
 }
 

@@ -29,10 +29,12 @@ GradientReducer::GradientReducer(const ShardingGroups& groups, std::vector<std::
       units_(units),
       pool_(groups.world->device()),
       states_(units.size()),
-      reduced_(units.size()) {
+      reduced_(units.size()),
+      announced_(units.size()) {
   size_t parameters = 0;
   for (auto& unit : units_) {
     reduced_[unit->index()].assign(unit->groups().size(), false);
+    announced_[unit->index()] = reduced_[unit->index()];
     for (auto& group : unit->groups()) {
       GroupState state;
       state.filled.assign(group->flat.parameters().size(), false);
@@ -120,6 +122,11 @@ void GradientReducer::start_reduce(Unit& unit) {
     const bool trainable = std::any_of(parameters.begin(), parameters.end(),
                                        [](const PlannedParameter& p) { return p.tensor.requires_grad(); });
     if (!trainable && !group.bucket.defined()) continue;
+    if (observer_ && announced_[unit.index()][i])
+      throw std::logic_error("the gradients of " + flat.name() +
+                             " come in several parts in one backward, and its step may have been taken after the first: take the "
+                             "optimizer's step after backward instead (StepInBackward)");
+    announced_[unit.index()][i] = true;
     if (!group.bucket.defined()) group.bucket = pool_.take(flat.bucket_bytes()).view(flat.reduce_dtype());
     flat.clear_padding(group.bucket);
     for (size_t p = 0; p < parameters.size(); ++p)
@@ -194,9 +201,18 @@ void GradientReducer::accept(InFlight flight) {
   const bool all_used = std::all_of(flight.filled.begin(), flight.filled.end(), [](bool filled) { return filled; });
   if (all_used && !waits) {
     flight.unit->groups()[flight.group]->flat.accept_gradient(flight.reduced, flight.filled);
+    observe(*flight.unit, flight.group, flight.filled);
   } else {
     undecided_.push_back({flight.unit, flight.group, flight.reduced});
   }
+}
+
+void GradientReducer::observe(const Unit& unit, size_t group, const std::vector<bool>& used) const {
+  if (!observer_) return;
+  std::vector<at::Tensor> shards;
+  for (size_t i = 0; i < used.size(); ++i)
+    if (used[i]) shards.push_back(unit.groups()[group]->flat.parameter_shards()[i]);
+  if (!shards.empty()) observer_(shards);
 }
 
 // Whether a reduction of the group is under way: a backward within this one has brought it more.
@@ -228,8 +244,10 @@ void GradientReducer::finish() {
     FlatGroup& flat = entry.unit->groups()[entry.group]->flat;
     const size_t first = states_[entry.unit->index()].groups[entry.group].first_parameter;
     const auto begin = used_.begin() + static_cast<std::ptrdiff_t>(first);
-    flat.accept_gradient(entry.reduced, {begin, begin + static_cast<std::ptrdiff_t>(flat.parameters().size())});
+    const std::vector<bool> used(begin, begin + static_cast<std::ptrdiff_t>(flat.parameters().size()));
+    flat.accept_gradient(entry.reduced, used);
     flat.drop_unused_gradient();
+    observe(*entry.unit, entry.group, used);
   }
   reset_expectations();
   if (checks_.finite) check_finite();
@@ -333,6 +351,7 @@ void GradientReducer::reset_expectations() {
   first_uses_.clear();
   for (UnitState& state : states_) state.expected = state.queued = false;
   std::fill(used_.begin(), used_.end(), false);
+  for (auto& groups : announced_) std::fill(groups.begin(), groups.end(), false);
 }
 
 }  // namespace tessera

@@ -65,6 +65,12 @@ class GradientReducer {
   // Ends a backward that an exception has cut short; its gradients are lost.
   void abandon();
 
+  // Called with the parameters of a group, this rank's shards, as soon as their gradients are final;
+  // empty: nobody is. See GradientSource.
+  using Observer = std::function<void(const std::vector<at::Tensor>& shards)>;
+  void set_observer(Observer observer) { observer_ = std::move(observer); }
+  bool has_observer() const { return observer_ != nullptr; }
+
   int64_t bucket_bytes() const { return pool_.lent_bytes(); }
   int64_t peak_bucket_bytes() const { return pool_.peak_lent_bytes(); }
   void reset_peak() { pool_.reset_peak(); }
@@ -110,6 +116,7 @@ class GradientReducer {
   void settle(InFlight flight);  // exchanged with everyone: to the host, or accepted
   void finish_oldest_leaving(bool accept = true);
   void accept(InFlight flight);
+  void observe(const Unit& unit, size_t group, const std::vector<bool>& used) const;
   bool is_busy(const Unit& unit, size_t group) const;
   void check_uneven_use(const at::Tensor& table);
   void check_finite();
@@ -132,6 +139,8 @@ class GradientReducer {
   std::vector<InFlight> leaving_;     // averaged; on the way to the host, oldest first
   std::vector<std::vector<bool>> reduced_;  // by unit and group: in this backward
   std::vector<Undecided> undecided_;
+  Observer observer_;
+  std::vector<std::vector<bool>> announced_;  // by unit and group: reduced in this backward
   std::vector<bool> used_;            // by parameter of all units: had a gradient here
 };
 

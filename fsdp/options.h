@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "tessera/flat/unit_plan.h"
-#include "tessera/offload/simulated_link.h"
+#include "tessera/offload/cpu_offload.h"
 
 namespace tessera {
 
@@ -31,25 +31,6 @@ struct MixedPrecision {
   // are never cast. An operator on such a parameter gets arguments of param_dtype converted up
   // and its results converted back, in forward and in backward.
   WrapPolicy full_precision;
-};
-
-// Where shards lie while they are not in use (ZeRO-Offload, Ren et al., 2021). What comes of the
-// optimizer's state follows the shards, since optimizers make it where the parameters are.
-struct CpuOffload {
-  // Shards lie in host memory. Each unit's travels to the device right before its all-gather, one unit
-  // further ahead than `prefetch`, in param_dtype if that is set.
-  bool params = false;
-  // Reduced gradients travel to host memory right after their reduce-scatter, beside backward, and
-  // are there when backward returns. On an accelerator both or neither: no optimizer steps from a
-  // gradient on one to a parameter on the other.
-  bool grads = false;
-  // In page-locked memory, which devices copy from and to without the host's help.
-  bool pin_memory = true;
-  // The most host memory that the wrapper may take, in bytes. 0: no bound. Beyond it construction or
-  // backward throws std::runtime_error that names the unit.
-  int64_t host_limit_bytes = 0;
-  // On CPUs, which stand in for an accelerator: how fast and when copies are made.
-  SimulatedLink simulated_link;
 };
 
 // Shard within groups of ranks, replicate across them (FSDP1's HYBRID_SHARD, a 2-D mesh in FSDP2).

@@ -101,6 +101,13 @@ int64_t Unit::trainable_count() const {
   return count;
 }
 
+void Unit::read_ahead() {
+  if (state_ != State::kSharded || source_.engine == nullptr) return;
+  for (auto& group : groups_)
+    if (DiskPager* disk = DiskPager::of(group->flat.shard()); disk != nullptr && !group->flat.has_narrow_copy())
+      disk->read_ahead(group->flat.shard());
+}
+
 // A copy needs a buffer of the shard only, 1/N of what a gather does, so that one more of them is on its
 // way than gathers are. A rank alone has its shard copied to where it is used.
 void Unit::start_fetch() {
@@ -112,7 +119,10 @@ void Unit::start_fetch() {
     BufferPool& pool = is_alone ? pool_ : *source_.staging;
     group->staging = pool.take(flat.full_bytes() / comm_.size()).view(flat.gather_dtype());
     if (is_alone) buffers_.push_back(group->staging);
-    group->fetching = source_.engine->to_device(group->staging, flat.link_source());
+    const at::Tensor& source = flat.link_source();
+    DiskPager* disk = DiskPager::of(source);
+    if (disk != nullptr) group->held = disk->hold(source, /*writes=*/false);
+    group->fetching = source_.engine->to_device(group->staging, disk != nullptr ? group->held.values() : source);
   }
   state_ = State::kFetching;
 }
@@ -121,6 +131,10 @@ void Unit::start_fetch() {
 void Unit::return_staging() {
   for (auto& group : groups_) {
     if (!group->staging.defined()) continue;
+    if (group->held.values().defined()) {
+      group->fetching = Copy();
+      group->held.release();
+    }
     if (comm_.size() > 1) source_.staging->give(group->staging.view(at::kByte));
     group->staging.reset();
   }

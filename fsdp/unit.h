@@ -9,9 +9,10 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
+#include "tessera/flat/residency.h"
 #include "tessera/fsdp/order_log.h"
-#include "tessera/fsdp/residency.h"
 #include "tessera/offload/copy_engine.h"
+#include "tessera/offload/disk_pager.h"
 
 namespace tessera {
 
@@ -32,6 +33,7 @@ struct PagedGroup {
   // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
   at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
   Copy fetching;
+  DiskPager::Hold held;  // of a shard on the disk, while it is copied
   Pending gathering;
 };
 
@@ -72,6 +74,7 @@ class Unit {
   int64_t full_bytes() const;
   int64_t trainable_count() const;  // parameters that require a gradient now
 
+  void read_ahead();     // starts reading what lies on a disk; not collective
   void start_fetch();    // kSharded -> kFetching with offload, else nothing; not collective
   void start_gather();   // kSharded or kFetching -> kGathering; collective
   void finish_gather();  // kGathering -> kResident; waits

@@ -15,6 +15,7 @@
 
 #include "tessera/flat/shard_mark.h"
 #include "tessera/offload/adam_kernel.h"
+#include "tessera/offload/disk_pager.h"
 
 namespace tessera {
 namespace {
@@ -29,7 +30,8 @@ struct Part {
 
 void check(const at::Tensor& parameter) {
   std::ostringstream problem;
-  if (!parameter.device().is_cpu()) problem << "is on " << parameter.device() << ", expected host memory";
+  if (is_paged(parameter) && DiskPager::of(parameter) == nullptr) problem << "lay on a disk with a wrapper that no longer exists";
+  else if (!parameter.device().is_cpu()) problem << "is on " << parameter.device() << ", expected host memory";
   else if (!at::isFloatingType(parameter.scalar_type())) problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
   else if (parameter.grad().layout() != at::kStrided) problem << "has a gradient of layout " << parameter.grad().layout() << ", expected a dense one";
   else if (!parameter.is_non_overlapping_and_dense()) problem << "has strides " << parameter.strides() << ", expected dense ones";
@@ -46,21 +48,36 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   return copy;
 }
 
+// The state of a parameter on a disk lies there, too.
+at::Tensor zeros_beside(const at::Tensor& parameter) {
+  DiskPager* disk = DiskPager::of(parameter);
+  if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
+  return disk->make(parameter.sizes(), parameter.strides(), parameter.scalar_type(), "the state of " + page_of(parameter)->name());
+}
+
+at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
+  if (parameter.numel() == 0 || DiskPager::of(parameter) == nullptr) return laid_out_as(state, parameter);
+  if (DiskPager::of(state) == DiskPager::of(parameter)) return state;
+  at::Tensor moved = zeros_beside(parameter);  // from a checkpoint, say
+  moved.copy_(state);
+  return moved;
+}
+
 template <class State>
 State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, bool amsgrad) {
   auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
   if (!slot) {
     auto fresh = std::make_unique<State>();
     fresh->step(0);
-    fresh->exp_avg(at::zeros_like(parameter));
-    fresh->exp_avg_sq(at::zeros_like(parameter));
+    fresh->exp_avg(zeros_beside(parameter));
+    fresh->exp_avg_sq(zeros_beside(parameter));
     slot = std::move(fresh);
   }
   auto& state = static_cast<State&>(*slot);
-  state.exp_avg(laid_out_as(state.exp_avg(), parameter));
-  state.exp_avg_sq(laid_out_as(state.exp_avg_sq(), parameter));
+  state.exp_avg(placed_as(state.exp_avg(), parameter));
+  state.exp_avg_sq(placed_as(state.exp_avg_sq(), parameter));
   if (!amsgrad) return state;
-  state.max_exp_avg_sq(state.max_exp_avg_sq().defined() ? laid_out_as(state.max_exp_avg_sq(), parameter) : at::zeros_like(parameter));
+  state.max_exp_avg_sq(state.max_exp_avg_sq().defined() ? placed_as(state.max_exp_avg_sq(), parameter) : zeros_beside(parameter));
   return state;
 }
 
@@ -84,6 +101,7 @@ struct Pass {
   std::vector<at::Tensor> kept;
   std::vector<Part> parts;
   std::vector<at::Tensor> written;
+  std::vector<DiskPager::Hold> held;
 
   template <class State, class Options>
   void add(const at::Tensor& parameter, State& state, const Options& options, bool is_decoupled) {
@@ -93,9 +111,8 @@ struct Pass {
     if (parameter.scalar_type() != at::kFloat) return other_dtype_step(parameter, gradient, state, options, is_decoupled);
     kept.push_back(gradient);
     written.push_back(parameter);
-    AdamSpan span{parameter.mutable_data_ptr<float>(), gradient.const_data_ptr<float>(), state.exp_avg().template mutable_data_ptr<float>(),
-                  state.exp_avg_sq().template mutable_data_ptr<float>()};
-    if (options.amsgrad()) span.maximum = state.max_exp_avg_sq().template mutable_data_ptr<float>();
+    AdamSpan span{data_of(parameter), gradient.const_data_ptr<float>(), data_of(state.exp_avg()), data_of(state.exp_avg_sq())};
+    if (options.amsgrad()) span.maximum = data_of(state.max_exp_avg_sq());
     if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) {
       span.narrow = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
       span.narrow_kind = copy->values.scalar_type() == at::kBFloat16 ? NarrowKind::kBFloat16 : NarrowKind::kHalf;
@@ -105,6 +122,13 @@ struct Pass {
                                              options.eps(), options.weight_decay(), is_decoupled, state.step());
     for (int64_t begin = 0; begin < span.numel; begin += kPartNumel)
       parts.push_back({span.part(begin, std::min(begin + kPartNumel, span.numel)), factors});
+  }
+
+  float* data_of(const at::Tensor& tensor) {
+    DiskPager* disk = DiskPager::of(tensor);
+    if (disk == nullptr) return tensor.mutable_data_ptr<float>();
+    held.push_back(disk->hold(tensor, /*writes=*/true));
+    return held.back().values().mutable_data_ptr<float>();
   }
 
   void run() const {
@@ -138,8 +162,16 @@ void host_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>
     throw std::invalid_argument("step_parameters: " + std::to_string(wanted.size()) + " of " + std::to_string(chosen->size()) +
                                 " tensors are no parameters of the optimizer");
   Pass pass;
-  for (const auto& [parameter, options] : work)
-    pass.add(parameter, state_of<State>(optimizer, parameter, options->amsgrad()), *options, is_decoupled);
+  for (const auto& [parameter, options] : work) {
+    State& state = state_of<State>(optimizer, parameter, options->amsgrad());
+    if (DiskPager::of(parameter) == nullptr) {
+      pass.add(parameter, state, *options, is_decoupled);
+    } else {  // by itself, so that memory holds one such parameter and its state, and what is read ahead
+      Pass alone;
+      alone.add(parameter, state, *options, is_decoupled);
+      alone.run();
+    }
+  }
   pass.run();
 }
 
