@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/dtype.h"
+#include "tessera/flat/residency.h"
 
 namespace tessera {
 namespace {
@@ -109,6 +110,7 @@ void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::o
 }
 
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
+  if (is_paged(tensor)) return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
   // A shard that holds everything may still be 1-D, as its tensor in a world of one.
   if (tensor.sizes() == at::IntArrayRef({shard.held.numel()}) && shard.sizes.size() != 1)
     return tensor.detach().reshape({-1});

@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "tessera/flat/recompute.h"
+#include "tessera/flat/saved_inputs.h"
 
 namespace tessera {
 namespace {
@@ -81,6 +82,8 @@ struct Part : torch::CustomClassHolder {
   std::vector<at::Device> devices;
   std::optional<Ambience> ambience;  // as it was the first time
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
+  std::vector<std::unique_ptr<SavedInputs::Ticket>> kept;  // by input; null: autograd has it
+  std::vector<bool> requires_grad;                         // by input, where any is kept
 
   // The same once more, recorded by autograd.
   Tensors compute_again(const Tensors& inputs) {
@@ -119,7 +122,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   // others none does, since parameters that the function uses may.
   static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
     context->saved_data["part"] = c10::IValue::make_capsule(part);
-    context->save_for_backward(inputs.vec());
+    save(context, *part, inputs);
     const Tensors given(inputs.begin() + 1, inputs.end());
     std::vector<int64_t> versions;
     for (const at::Tensor& tensor : given) versions.push_back(version_of(tensor));
@@ -134,14 +137,32 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     return outputs;
   }
 
+  // Leaves are there anyway, parameters among them.
+  static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
+    Tensors saved = inputs.vec();
+    part.kept.resize(inputs.size());
+    if (SavedInputs* elsewhere = SavedInputs::current(); elsewhere != nullptr) {
+      for (size_t i = 1; i < saved.size(); ++i) {
+        if (saved[i].is_leaf() && saved[i].requires_grad()) continue;
+        part.kept[i] = elsewhere->keep(saved[i]);
+        if (part.kept[i]) saved[i] = at::Tensor();
+      }
+      for (const auto& input : inputs) part.requires_grad.push_back(input.requires_grad());
+    }
+    context->save_for_backward(std::move(saved));
+  }
+
   static Tensors backward(AutogradContext* context, Tensors gradients) {
     if (c10::GradMode::is_enabled())
       throw std::logic_error("backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated again");
     const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
     Tensors inputs;
     const Tensors saved = context->get_saved_variables();
-    for (size_t i = 1; i < saved.size(); ++i)
-      inputs.push_back(saved[i].detach().set_requires_grad(saved[i].requires_grad()));
+    for (size_t i = 1; i < saved.size(); ++i) {
+      const bool is_elsewhere = part->kept[i] != nullptr;
+      const at::Tensor value = is_elsewhere ? part->kept[i]->fetch() : saved[i];
+      inputs.push_back(value.detach().set_requires_grad(is_elsewhere ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
+    }
     const Tensors outputs = part->compute_again(inputs);
     Tensors roots, seeds;
     for (size_t i = 0; i < outputs.size(); ++i) {

@@ -50,6 +50,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 // not reached: pass them as inputs. Results that are no tensors are those of the first time. The
 // function and the other inputs are copied, and must do the same when called again: random numbers
 // (the default generators of the CPU and the inputs' devices) and autocast are set back for it.
+// While a SavedInputs::Use lives (ActivationOffload), the tensors among the inputs are kept in host memory.
 // Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes one of its inputs in place;

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "tessera/flat/shard_mark.h"
-
 namespace tessera {
 namespace {
 
@@ -56,7 +54,11 @@ FlatGroup::FlatGroup(std::string name, std::vector<PlannedParameter> parameters,
       reduce_dtype_(cast_of(parameters_[0], options.reduce_dtype ? options.reduce_dtype : options.gather_dtype)),
       layout_(numels_of(parameters_), comm.size(),
               kAlignmentBytes / std::min(bytes(1, dtype_), bytes(1, gather_dtype_))),
-      rank_(comm.rank()) {
+      rank_(comm.rank()),
+      device_(comm.device()),
+      shard_memory_(options.shard_memory),
+      grad_memory_(options.grad_memory),
+      narrow_memory_(options.narrow_memory ? options.narrow_memory : options.shard_memory) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync, options.replicas);
   for (PlannedParameter& parameter : parameters_) parameter.values.reset();
@@ -72,20 +74,41 @@ void FlatGroup::make_shard(Communicator& comm, bool sync, Communicator* replicas
     for (size_t i = 0; i < parameters_.size(); ++i)
       view_in(full, i).copy_(parameters_[i].values.defined() ? parameters_[i].values : parameters_[i].tensor);
   }
+  auto settle = [&](const at::Tensor& values) {
+    shard_ = shard_memory_ ? shard_memory_(layout_.shard_numel(), dtype_) : values;
+    if (shard_memory_) shard_.copy_(values);
+  };
   if (!sync) {
-    shard_ = full.narrow(0, layout_.shard(comm.rank()).begin, layout_.shard_numel()).clone();
-    return;
+    const at::Tensor own = full.narrow(0, layout_.shard(comm.rank()).begin, layout_.shard_numel());
+    return settle(shard_memory_ ? own : own.clone());
   }
-  shard_ = at::empty({layout_.shard_numel()}, options);
-  if (first_copy) comm.scatter(shard_, full, 0, {}, name_).wait();
-  if (replicas != nullptr) replicas->broadcast(shard_, 0, name_).wait();
+  const at::Tensor own = at::empty({layout_.shard_numel()}, options);
+  if (first_copy) comm.scatter(own, full, 0, {}, name_).wait();
+  if (replicas != nullptr) replicas->broadcast(own, 0, name_).wait();
+  settle(own);
 }
 
 void FlatGroup::make_parameter_shards() {
+  if (shard_memory_ && is_cast()) {
+    narrow_ = std::make_shared<NarrowCopy>(NarrowCopy{narrow_memory_(layout_.shard_numel(), gather_dtype_)});
+    narrow_->values.copy_(shard_);
+    narrow_->version = shard_._version();
+  }
+  // Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
+  const bool is_written = narrow_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     parameter_shards_.push_back(part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad()));
-    mark_as_shard(parameter_shards_.back());
+    mark_as_shard(parameter_shards_.back(), is_written ? NarrowPart{part_of(narrow_->values, i), narrow_} : NarrowPart{});
   }
+}
+
+const at::Tensor& FlatGroup::link_source() {
+  if (!narrow_) return shard_;
+  if (narrow_->version != shard_._version()) {
+    narrow_->values.copy_(shard_);
+    narrow_->version = shard_._version();
+  }
+  return narrow_->values;
 }
 
 at::Tensor FlatGroup::part_of(const at::Tensor& shard, size_t parameter) const {
@@ -112,22 +135,28 @@ void FlatGroup::clear_padding(const at::Tensor& full) const {
 }
 
 Pending FlatGroup::gather(const at::Tensor& full, Communicator& comm) const {
-  if (full.scalar_type() == dtype_) return comm.all_gather(full, shard_, {}, name_);
+  if (full.scalar_type() == dtype_ && !shard_memory_) return comm.all_gather(full, shard_, {}, name_);
   const at::Tensor own = full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   own.copy_(shard_);
   return comm.all_gather(full, own, {}, name_);
 }
 
 at::Tensor FlatGroup::gradient_destination(bool busy) {
-  return reduce_dtype_ == dtype_ ? own_dtype_destination(busy) : at::empty_like(shard_, shard_.options().dtype(reduce_dtype_));
+  return reduce_dtype_ == dtype_ ? own_dtype_destination(busy) : fresh_gradient(reduce_dtype_);
+}
+
+// The shard may be in host memory and its gradient not, or the other way round.
+at::Tensor FlatGroup::fresh_gradient(at::ScalarType dtype) const {
+  return grad_memory_ ? grad_memory_(layout_.shard_numel(), dtype)
+                      : at::empty({layout_.shard_numel()}, at::TensorOptions().dtype(dtype).device(device_));
 }
 
 at::Tensor FlatGroup::own_dtype_destination(bool busy) {
   const bool any_defined = std::any_of(parameter_shards_.begin(), parameter_shards_.end(),
                                        [](const at::Tensor& shard) { return shard.grad().defined(); });
-  if (busy || any_defined) return at::empty_like(shard_);
+  if (busy || any_defined) return fresh_gradient(dtype_);
   if (!grad_.defined() || !grads_are_ours_alone()) {
-    grad_ = at::empty_like(shard_);
+    grad_ = fresh_gradient(dtype_);
     grad_views_.clear();
     for (size_t i = 0; i < parameters_.size(); ++i) grad_views_.push_back(part_of(grad_, i).detach());  // zero_grad() refuses to detach views
   }

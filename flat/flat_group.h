@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_layout.h"
+#include "tessera/flat/shard_mark.h"
 #include "tessera/flat/unit_plan.h"
 
 namespace tessera {
@@ -29,6 +31,12 @@ struct FlatGroupOptions {
   // The ranks that hold the same part in the other copies of the model, this one among them. With
   // `sync`, values come from the first rank of the first copy. Outlives the constructor only.
   Communicator* replicas = nullptr;
+  // Where the shard and its gradient lie, if not on the communicator's device: called for a tensor
+  // [numel] in host memory. Empty: on the device.
+  using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
+  Memory shard_memory;
+  Memory grad_memory;
+  Memory narrow_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
 };
 
 // The parameters of a unit that have one dtype and are all trainable or all frozen: one flat
@@ -54,6 +62,8 @@ class FlatGroup {
   int64_t exact_full_bytes() const { return bytes(layout_.full_numel(), dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
+  bool has_narrow_copy() const { return narrow_ != nullptr; }
+  int64_t narrow_bytes() const { return narrow_ ? bytes(layout_.shard_numel(), gather_dtype_) : 0; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
   // This rank's part of the flat buffer, [layout().shard_numel()].
@@ -67,8 +77,13 @@ class FlatGroup {
   // Sets the elements of a full buffer that belong to no parameter to 0.
   void clear_padding(const at::Tensor& full) const;
 
-  // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels.
+  // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
+  // host memory is copied to the device first.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
+
+  // What travels of a shard in host memory, in gather_dtype(): the shard itself, or its copy in 16
+  // bit, brought up to date if the shard was written by someone who did not write the copy.
+  const at::Tensor& link_source();
 
   // ---- gradients of the shard
 
@@ -94,6 +109,7 @@ class FlatGroup {
   }
   void make_shard(Communicator& comm, bool sync, Communicator* replicas);
   at::Tensor own_dtype_destination(bool busy);
+  at::Tensor fresh_gradient(at::ScalarType dtype) const;
   void make_parameter_shards();
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
   bool grads_are_ours_alone() const;
@@ -106,7 +122,12 @@ class FlatGroup {
   const at::ScalarType reduce_dtype_;
   const FlatLayout layout_;
   const int rank_;
+  const at::Device device_;
+  const FlatGroupOptions::Memory shard_memory_;
+  const FlatGroupOptions::Memory grad_memory_;
+  const FlatGroupOptions::Memory narrow_memory_;
   at::Tensor shard_;
+  std::shared_ptr<NarrowCopy> narrow_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;
   at::Tensor grad_;
   std::vector<at::Tensor> grad_views_;

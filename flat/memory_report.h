@@ -14,6 +14,14 @@ struct MemoryReport {
   int64_t peak_bucket_bytes = 0;      // the most of that at one time
   int64_t largest_unit_bytes = 0;     // full parameters of the largest unit
   int64_t unsharded_bytes = 0;        // the parameters of the whole model
+  int64_t staging_bytes = 0;          // with offload: shards on their way to the device or from it, now
+  int64_t peak_staging_bytes = 0;     // the most of that at one time
+
+  // All of the above by where it lies; what is page-locked is counted in host_bytes, too.
+  int64_t device_bytes = 0;
+  int64_t host_bytes = 0;
+  int64_t pinned_bytes = 0;
+  int64_t disk_bytes = 0;
 };
 
 }  // namespace tessera

@@ -77,14 +77,26 @@ void check_options(const FsdpOptions& options) {
   check_dtype("reduce_dtype", options.mixed_precision.reduce_dtype);
   check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
   check_dtype("output_dtype", options.mixed_precision.output_dtype);
-  if (options.offload.params || options.offload.grads)
-    throw std::invalid_argument(std::string("FsdpOptions::offload.") + (options.offload.params ? "params" : "grads") +
-                                " is true: offload to host memory is not built yet, expected false");
+  if (options.offload.host_limit_bytes < 0)
+    throw std::invalid_argument("FsdpOptions::offload.host_limit_bytes is " +
+                                std::to_string(options.offload.host_limit_bytes) + ", expected 0 or more");
+  if (!options.offload.directory.empty() && !options.offload.params)
+    throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
+                                "', but offload.params is false: shards that stay on the device cannot lie on a disk");
   if (options.prefetch < 0)
     throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) + ", expected 0 or more");
   if (options.keep_recent < 1)
     throw std::invalid_argument("FsdpOptions::keep_recent is " + std::to_string(options.keep_recent) +
                                 ", expected 1 or more");
+}
+
+bool offloads(const FsdpOptions& options) { return options.offload.params || options.offload.grads; }
+
+void check_offload(const FsdpOptions& options, at::Device device) {
+  if (!device.is_cpu() && options.offload.params != options.offload.grads)
+    throw std::invalid_argument(std::string("FsdpOptions::offload has params = ") + (options.offload.params ? "true" : "false") +
+                                " and grads = " + (options.offload.grads ? "true" : "false") + " on " + device.str() +
+                                ", expected both or neither: an optimizer needs parameters and gradients in one place");
 }
 
 // The groups are made before the plan is known, and differ where the ranks do not agree on them.
@@ -110,8 +122,14 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
     : options_((check_options(options), options)),
       groups_(make_sharding_groups(agreed(std::move(comm), options), options.hybrid.ranks_per_copy)),
       module_(module.shared_from_this()),
-      gathered_(groups_.world->device()) {
+      gathered_(groups_.world->device()),
+      staging_(groups_.world->device()),
+      host_({groups_.world->device(), options.offload.pin_memory, options.offload.host_limit_bytes}) {
   Quiet quiet;
+  check_offload(options_, groups_.world->device());
+  if (!options_.offload.directory.empty())
+    disk_ = std::make_unique<DiskPager>(DiskPagerOptions{options_.offload.directory, options_.offload.disk_buffer_bytes});
+  if (offloads(options_)) copies_ = CopyEngine::make(groups_.world->device(), options_.offload.simulated_link);
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
   auto plan = plan_units(module, options_.auto_wrap,
@@ -123,7 +141,8 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
   if (options_.sync_module_states) broadcast_buffers();
   if (precision.buffer_dtype) cast_buffers();
   reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
-                                               ReducerChecks{options_.refuse_uneven_use, options_.check_finite});
+                                               ReducerChecks{options_.refuse_uneven_use, options_.check_finite},
+                                               options_.offload.grads ? GradientSink{copies_.get(), &staging_} : GradientSink{});
   name_shards();
 }
 
@@ -132,11 +151,17 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
 // parameters) are filled as they come.
 void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
   const MixedPrecision& precision = options_.mixed_precision;
-  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get()};
+  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get(),
+                                       /*shard_memory=*/nullptr,
+                                       options_.offload.grads ? host_memory("gradients") : nullptr,
+                                       options_.offload.params ? host_memory("the shards in 16 bit") : nullptr};
+  const ShardSource source = options_.offload.params ? ShardSource{copies_.get(), &staging_} : ShardSource{};
   units_.resize(plan.size());
   auto make = [&](size_t index) {
-    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, group_options, gathered_,
-                                           this, log_, options_.sync_module_states);
+    FlatGroupOptions own_options = group_options;
+    own_options.shard_memory = shard_memory(plan[index].name);
+    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *groups_.shard, own_options, gathered_,
+                                           this, log_, options_.sync_module_states, source);
     plan[index].parameters.clear();
   };
   std::vector<std::vector<at::Tensor>> deferred;
@@ -166,6 +191,20 @@ void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
   });
 }
 
+FlatGroupOptions::Memory FsdpRuntime::host_memory(const char* purpose) {
+  return [this, purpose](int64_t numel, at::ScalarType dtype) {
+    return host_.take(numel, dtype, std::string(purpose) + " on rank " + std::to_string(groups_.world->rank()));
+  };
+}
+
+FlatGroupOptions::Memory FsdpRuntime::shard_memory(const std::string& unit) {
+  if (!options_.offload.params) return nullptr;
+  if (!disk_ || (options_.offload.disk_units && !options_.offload.disk_units(unit))) return host_memory("the shards");
+  return [this, unit](int64_t numel, at::ScalarType dtype) {
+    return disk_->make({numel}, {1}, dtype, "the shard of unit '" + unit + "' on rank " + std::to_string(groups_.world->rank()));
+  };
+}
+
 void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
   std::vector<std::string> lines;
   std::ostringstream options;
@@ -174,7 +213,9 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
           << " param_dtype=" << name_of(options_.mixed_precision.param_dtype)
           << " reduce_dtype=" << name_of(options_.mixed_precision.reduce_dtype)
           << " buffer_dtype=" << name_of(options_.mixed_precision.buffer_dtype)
-          << " refuse_uneven_use=" << options_.refuse_uneven_use << " check_finite=" << options_.check_finite;
+          << " refuse_uneven_use=" << options_.refuse_uneven_use << " check_finite=" << options_.check_finite
+          << " offload.params=" << options_.offload.params << " offload.grads=" << options_.offload.grads
+          << " offload.disk=" << !options_.offload.directory.empty();
   lines.push_back(options.str());
   for (const PlannedUnit& unit : plan) {
     for (const PlannedParameter& parameter : unit.parameters) {
@@ -331,6 +372,10 @@ void FsdpRuntime::evict_for(const std::vector<Unit*>& needed) {
 }
 
 void FsdpRuntime::prefetch(const PrefetchOrder& order) {
+  if (disk_)
+    for (int index : order.upcoming(options_.prefetch + 2)) units_[index]->read_ahead();
+  if (options_.offload.params)  // the nearest first, so that its copy is not behind another's
+    for (int index : order.upcoming(options_.prefetch + 1)) units_[index]->start_fetch();
   for (int index : order.upcoming(options_.prefetch)) units_[index]->start_gather();
 }
 
@@ -386,6 +431,7 @@ void FsdpRuntime::end_backward() {
   } catch (const CommError&) {
     throw;  // nothing can be waited for any more
   } catch (const std::exception&) {
+    reducer_->abandon();
     release_all();
     throw;
   }
@@ -394,6 +440,7 @@ void FsdpRuntime::end_backward() {
   // step needs besides.
   if (std::exchange(first_backward_, false)) {
     gathered_.trim();
+    staging_.trim();
     reducer_->trim();
   }
 }
@@ -417,7 +464,7 @@ void FsdpRuntime::begin_forward() {
   current_.clear();
   // Prefetched for a pass that took another way.
   for (auto& unit : units_)
-    if (unit->state() == Unit::State::kGathering) release(*unit);
+    if (unit->state() == Unit::State::kGathering || unit->state() == Unit::State::kFetching) release(*unit);
 }
 
 // ---- scopes ------------------------------------------------------------------------------------
@@ -430,6 +477,16 @@ void FsdpRuntime::set_sync(bool sync) {
   std::lock_guard lock(mutex_);
   require_outside_backward("no_sync");
   sync_ = sync;
+}
+
+void FsdpRuntime::observe_gradients(GradientReducer::Observer observer) {
+  std::lock_guard lock(mutex_);
+  require_outside_backward("on_gradients");
+  if (observer && reducer_->has_observer()) throw std::logic_error("on_gradients: somebody is told about gradients already");
+  if (observer && options_.check_finite)
+    throw std::invalid_argument("on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
+                                "steps have been taken already");
+  reducer_->set_observer(std::move(observer));
 }
 
 void FsdpRuntime::summon(const SummonOptions& options) {
@@ -578,12 +635,23 @@ MemoryReport FsdpRuntime::memory() const {
   report.peak_gathered_bytes = gathered_.peak_lent_bytes();
   report.bucket_bytes = reducer_->bucket_bytes();
   report.peak_bucket_bytes = reducer_->peak_bucket_bytes();
+  report.staging_bytes = staging_.lent_bytes();
+  report.peak_staging_bytes = staging_.peak_lent_bytes();
+  report.device_bytes = report.gathered_bytes + report.bucket_bytes + report.staging_bytes +
+                        (options_.offload.params ? 0 : report.shard_bytes) + (options_.offload.grads ? 0 : report.grad_bytes);
+  report.host_bytes = host_.lent_bytes();
+  report.pinned_bytes = options_.offload.pin_memory ? report.host_bytes : 0;
+  if (disk_) {
+    report.host_bytes += disk_->buffer_bytes();
+    report.disk_bytes = disk_->disk_bytes();
+  }
   return report;
 }
 
 void FsdpRuntime::reset_peak_memory() {
   std::lock_guard lock(mutex_);
   gathered_.reset_peak();
+  staging_.reset_peak();
   reducer_->reset_peak();
 }
 

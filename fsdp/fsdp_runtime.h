@@ -13,15 +13,17 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/residency.h"
 #include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/gradient_reducer.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/prefetch_order.h"
-#include "tessera/fsdp/residency.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/offload/pinned_pool.h"
 
 namespace tessera {
 
@@ -48,6 +50,7 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   [[noreturn]] void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
   void begin_forward();
+  void observe_gradients(GradientReducer::Observer observer);
   void set_sync(bool sync);
   bool sync() const { return sync_; }
   void summon(const SummonOptions& options);
@@ -69,6 +72,8 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
   void make_units(std::vector<PlannedUnit>& plan);
+  FlatGroupOptions::Memory host_memory(const char* purpose);
+  FlatGroupOptions::Memory shard_memory(const std::string& unit);
   void broadcast_buffers();
   void cast_buffers();
   void name_shards();
@@ -93,6 +98,10 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   const ShardingGroups groups_;
   const std::shared_ptr<torch::nn::Module> module_;
   BufferPool gathered_;
+  BufferPool staging_;                   // with offload: shards and reduced gradients on their way
+  PinnedPool host_;                      // with offload: where they lie
+  std::unique_ptr<DiskPager> disk_;      // null without a directory
+  std::unique_ptr<CopyEngine> copies_;   // null without offload
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;

@@ -41,6 +41,11 @@ double FullyShardedModule::clip_grad_norm_(double max_norm, double norm_type, bo
   return runtime_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
+Scope FullyShardedModule::on_gradients(Arrived arrived) {
+  runtime_->observe_gradients(std::move(arrived));
+  return Scope([runtime = runtime_] { runtime->observe_gradients(nullptr); });
+}
+
 Scope FullyShardedModule::no_sync() {
   const bool before = runtime_->sync();
   runtime_->set_sync(false);

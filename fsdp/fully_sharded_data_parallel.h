@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/gradient_source.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/flat/scope.h"
@@ -25,7 +26,7 @@ namespace tessera {
 class FsdpRuntime;
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
-class FullyShardedModule : public ModelShards {
+class FullyShardedModule : public ModelShards, public GradientSource {
  public:
   // This rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
   // the communicator's device, in the parameter's dtype, empty where the rank owns none of it.
@@ -40,7 +41,11 @@ class FullyShardedModule : public ModelShards {
   // infinity. Collective; between backward and step. Throws std::runtime_error if
   // error_if_nonfinite and the norm is not finite; std::invalid_argument for max_norm < 0 or
   // norm_type <= 0, or inside a backward pass.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
+
+  // For an optimizer that steps while backward goes on; StepInBackward is the one that uses it. Throws
+  // std::invalid_argument with FsdpOptions::check_finite.
+  Scope on_gradients(Arrived arrived) override;
 
   // While the scope lives, backward adds up the full gradients on each rank without reducing them;
   // the next backward outside it reduces the sum. Costs memory for the full gradients. The scope

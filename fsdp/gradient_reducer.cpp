@@ -21,17 +21,20 @@ constexpr int64_t kFingerprintBytes = 8;
 }  // namespace
 
 GradientReducer::GradientReducer(const ShardingGroups& groups, std::vector<std::unique_ptr<Unit>>& units, OrderLog& log,
-                                 ReducerChecks checks)
+                                 ReducerChecks checks, GradientSink sink)
     : groups_(groups),
       log_(log),
       checks_(checks),
+      sink_(sink),
       units_(units),
       pool_(groups.world->device()),
       states_(units.size()),
-      reduced_(units.size()) {
+      reduced_(units.size()),
+      announced_(units.size()) {
   size_t parameters = 0;
   for (auto& unit : units_) {
     reduced_[unit->index()].assign(unit->groups().size(), false);
+    announced_[unit->index()] = reduced_[unit->index()];
     for (auto& group : unit->groups()) {
       GroupState state;
       state.filled.assign(group->flat.parameters().size(), false);
@@ -119,6 +122,11 @@ void GradientReducer::start_reduce(Unit& unit) {
     const bool trainable = std::any_of(parameters.begin(), parameters.end(),
                                        [](const PlannedParameter& p) { return p.tensor.requires_grad(); });
     if (!trainable && !group.bucket.defined()) continue;
+    if (observer_ && announced_[unit.index()][i])
+      throw std::logic_error("the gradients of " + flat.name() +
+                             " come in several parts in one backward, and its step may have been taken after the first: take the "
+                             "optimizer's step after backward instead (StepInBackward)");
+    announced_[unit.index()][i] = true;
     if (!group.bucket.defined()) group.bucket = pool_.take(flat.bucket_bytes()).view(flat.reduce_dtype());
     flat.clear_padding(group.bucket);
     for (size_t p = 0; p < parameters.size(); ++p)
@@ -128,7 +136,10 @@ void GradientReducer::start_reduce(Unit& unit) {
     std::fill(group.filled.begin(), group.filled.end(), false);
     reduced_[unit.index()][i] = true;
     log_.add("reduce-scatter", flat.name(), flight.bucket.numel());
-    flight.pending = groups_.shard->reduce_scatter(flight.reduced, flight.bucket, ReduceOp::kAverage, {}, flat.name());
+    if (sink_.engine != nullptr)
+      flight.staging = sink_.staging->take(static_cast<int64_t>(flight.reduced.nbytes())).view(flat.reduce_dtype());
+    const at::Tensor& received = sink_.engine != nullptr ? flight.staging : flight.reduced;
+    flight.pending = groups_.shard->reduce_scatter(received, flight.bucket, ReduceOp::kAverage, {}, flat.name());
     in_flight_.push_back(std::move(flight));
   }
   while (in_flight_.size() > kMaxInFlight) finish_oldest();
@@ -139,13 +150,13 @@ void GradientReducer::finish_oldest(bool accept) {
   in_flight_.erase(in_flight_.begin());
   flight.pending.wait();
   pool_.give(flight.bucket.view(at::kByte));
-  if (!groups_.replicas) {
-    if (accept) this->accept(std::move(flight));
+  if (!accept) {
+    if (flight.staging.defined()) sink_.staging->give(flight.staging.view(at::kByte));
     return;
   }
-  if (!accept) return;
   flight.bucket.reset();
-  flight.pending = groups_.replicas->all_reduce(flight.reduced, ReduceOp::kAverage,
+  if (!groups_.replicas) return settle(std::move(flight));
+  flight.pending = groups_.replicas->all_reduce(flight.staging.defined() ? flight.staging : flight.reduced, ReduceOp::kAverage,
                                                 flight.unit->groups()[flight.group]->flat.name());
   crossing_.push_back(std::move(flight));
   while (crossing_.size() > kMaxInFlight) finish_oldest_crossing();
@@ -155,6 +166,31 @@ void GradientReducer::finish_oldest_crossing(bool accept) {
   InFlight flight = std::move(crossing_.front());
   crossing_.erase(crossing_.begin());
   flight.pending.wait();
+  if (accept) return settle(std::move(flight));
+  if (flight.staging.defined()) sink_.staging->give(flight.staging.view(at::kByte));
+}
+
+void GradientReducer::settle(InFlight flight) {
+  if (!flight.staging.defined()) return accept(std::move(flight));
+  flight.leaving = sink_.engine->to_host(flight.reduced, flight.staging);
+  leaving_.push_back(std::move(flight));
+  while (leaving_.size() > kMaxInFlight) finish_oldest_leaving();
+}
+
+void GradientReducer::finish_oldest_leaving(bool accept) {
+  InFlight flight = std::move(leaving_.front());
+  leaving_.erase(leaving_.begin());
+  auto give_back = [&] {
+    flight.leaving = Copy();  // which waits until the copy has gone, or failed
+    sink_.staging->give(std::exchange(flight.staging, at::Tensor()).view(at::kByte));
+  };
+  try {
+    if (accept) flight.leaving.wait_on_host();
+  } catch (...) {
+    give_back();
+    throw;
+  }
+  give_back();
   if (accept) this->accept(std::move(flight));
 }
 
@@ -165,9 +201,18 @@ void GradientReducer::accept(InFlight flight) {
   const bool all_used = std::all_of(flight.filled.begin(), flight.filled.end(), [](bool filled) { return filled; });
   if (all_used && !waits) {
     flight.unit->groups()[flight.group]->flat.accept_gradient(flight.reduced, flight.filled);
+    observe(*flight.unit, flight.group, flight.filled);
   } else {
     undecided_.push_back({flight.unit, flight.group, flight.reduced});
   }
+}
+
+void GradientReducer::observe(const Unit& unit, size_t group, const std::vector<bool>& used) const {
+  if (!observer_) return;
+  std::vector<at::Tensor> shards;
+  for (size_t i = 0; i < used.size(); ++i)
+    if (used[i]) shards.push_back(unit.groups()[group]->flat.parameter_shards()[i]);
+  if (!shards.empty()) observer_(shards);
 }
 
 // Whether a reduction of the group is under way: a backward within this one has brought it more.
@@ -175,6 +220,7 @@ bool GradientReducer::is_busy(const Unit& unit, size_t group) const {
   auto same = [&](const auto& other) { return other.unit == &unit && other.group == group; };
   return std::any_of(in_flight_.begin(), in_flight_.end(), same) ||
          std::any_of(crossing_.begin(), crossing_.end(), same) ||
+         std::any_of(leaving_.begin(), leaving_.end(), same) ||
          std::any_of(undecided_.begin(), undecided_.end(), same);
 }
 
@@ -185,6 +231,7 @@ void GradientReducer::finish() {
   Pending exchange = groups_.world->all_gather(reports, own, {}, "the end of backward");
   while (!in_flight_.empty()) finish_oldest();
   while (!crossing_.empty()) finish_oldest_crossing();
+  while (!leaving_.empty()) finish_oldest_leaving();
   exchange.wait();
   try {
     check_reports(reports);
@@ -197,8 +244,10 @@ void GradientReducer::finish() {
     FlatGroup& flat = entry.unit->groups()[entry.group]->flat;
     const size_t first = states_[entry.unit->index()].groups[entry.group].first_parameter;
     const auto begin = used_.begin() + static_cast<std::ptrdiff_t>(first);
-    flat.accept_gradient(entry.reduced, {begin, begin + static_cast<std::ptrdiff_t>(flat.parameters().size())});
+    const std::vector<bool> used(begin, begin + static_cast<std::ptrdiff_t>(flat.parameters().size()));
+    flat.accept_gradient(entry.reduced, used);
     flat.drop_unused_gradient();
+    observe(*entry.unit, entry.group, used);
   }
   reset_expectations();
   if (checks_.finite) check_finite();
@@ -285,6 +334,7 @@ void GradientReducer::check_finite() {
 void GradientReducer::abandon() {
   while (!in_flight_.empty()) finish_oldest(/*accept=*/false);
   while (!crossing_.empty()) finish_oldest_crossing(/*accept=*/false);
+  while (!leaving_.empty()) finish_oldest_leaving(/*accept=*/false);
   for (UnitState& state : states_) {
     for (GroupState& group : state.groups) {
       if (group.bucket.defined()) pool_.give(std::exchange(group.bucket, at::Tensor()).view(at::kByte));
@@ -301,6 +351,7 @@ void GradientReducer::reset_expectations() {
   first_uses_.clear();
   for (UnitState& state : states_) state.expected = state.queued = false;
   std::fill(used_.begin(), used_.end(), false);
+  for (auto& groups : announced_) std::fill(groups.begin(), groups.end(), false);
 }
 
 }  // namespace tessera

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/offload/copy_engine.h"
 #include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
@@ -16,6 +18,12 @@ namespace tessera {
 struct ReducerChecks {
   bool uneven_use = false;
   bool finite = false;
+};
+
+// How reduced gradients leave the device; see CpuOffload.
+struct GradientSink {
+  CopyEngine* engine = nullptr;  // null: they stay
+  BufferPool* staging = nullptr;
 };
 
 // Takes full gradients as autograd produces them, and leaves each rank with the average of its part.
@@ -31,13 +39,14 @@ struct ReducerChecks {
 // same.
 //
 // Where the model is replicated, each reduced part is averaged with its counterparts in the other
-// copies as soon as the reduce-scatter has ended.
+// copies as soon as the reduce-scatter has ended. With offload it then travels to host memory, two of
+// them at a time, while backward goes on.
 //
 // Used by one thread at a time.
 class GradientReducer {
  public:
   GradientReducer(const ShardingGroups& groups, std::vector<std::unique_ptr<Unit>>& units, OrderLog& log,
-                  ReducerChecks checks = {});
+                  ReducerChecks checks = {}, GradientSink sink = {});
 
   // Forward used this unit with autograd recording: backward will have gradients for it.
   void expect(Unit& unit);
@@ -55,6 +64,12 @@ class GradientReducer {
   void end_without_reducing();
   // Ends a backward that an exception has cut short; its gradients are lost.
   void abandon();
+
+  // Called with the parameters of a group, this rank's shards, as soon as their gradients are final;
+  // empty: nobody is. See GradientSource.
+  using Observer = std::function<void(const std::vector<at::Tensor>& shards)>;
+  void set_observer(Observer observer) { observer_ = std::move(observer); }
+  bool has_observer() const { return observer_ != nullptr; }
 
   int64_t bucket_bytes() const { return pool_.lent_bytes(); }
   int64_t peak_bucket_bytes() const { return pool_.peak_lent_bytes(); }
@@ -79,9 +94,11 @@ class GradientReducer {
     Unit* unit;
     size_t group;
     at::Tensor bucket;
-    at::Tensor reduced;
+    at::Tensor reduced;  // where the gradient will be
     std::vector<bool> filled;
     Pending pending;
+    at::Tensor staging;  // with offload: what the reduce-scatter fills, on the device
+    Copy leaving;
   };
   struct Undecided {  // reduced, but perhaps some parameter was used by no rank
     Unit* unit;
@@ -96,7 +113,10 @@ class GradientReducer {
   // exchange with the other copies.
   void finish_oldest(bool accept = true);
   void finish_oldest_crossing(bool accept = true);
+  void settle(InFlight flight);  // exchanged with everyone: to the host, or accepted
+  void finish_oldest_leaving(bool accept = true);
   void accept(InFlight flight);
+  void observe(const Unit& unit, size_t group, const std::vector<bool>& used) const;
   bool is_busy(const Unit& unit, size_t group) const;
   void check_uneven_use(const at::Tensor& table);
   void check_finite();
@@ -107,6 +127,7 @@ class GradientReducer {
   const ShardingGroups& groups_;
   OrderLog& log_;
   const ReducerChecks checks_;
+  const GradientSink sink_;
   std::vector<std::unique_ptr<Unit>>& units_;
   BufferPool pool_;
   std::vector<UnitState> states_;     // by unit
@@ -115,8 +136,11 @@ class GradientReducer {
   size_t started_ = 0;                // how many of queue_ are
   std::vector<InFlight> in_flight_;   // oldest first
   std::vector<InFlight> crossing_;    // reduced in this copy; being averaged over copies, oldest first
+  std::vector<InFlight> leaving_;     // averaged; on the way to the host, oldest first
   std::vector<std::vector<bool>> reduced_;  // by unit and group: in this backward
   std::vector<Undecided> undecided_;
+  Observer observer_;
+  std::vector<std::vector<bool>> announced_;  // by unit and group: reduced in this backward
   std::vector<bool> used_;            // by parameter of all units: had a gradient here
 };
 

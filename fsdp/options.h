@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "tessera/flat/unit_plan.h"
+#include "tessera/offload/cpu_offload.h"
 
 namespace tessera {
 
@@ -30,13 +31,6 @@ struct MixedPrecision {
   // are never cast. An operator on such a parameter gets arguments of param_dtype converted up
   // and its results converted back, in forward and in backward.
   WrapPolicy full_precision;
-};
-
-// Where shards lie while they are not in use. Not built yet: anything but the default is refused.
-struct CpuOffload {
-  bool params = false;
-  bool grads = false;
-  bool pin_memory = true;
 };
 
 // Shard within groups of ranks, replicate across them (FSDP1's HYBRID_SHARD, a 2-D mesh in FSDP2).

@@ -24,8 +24,8 @@ std::string traits_of(const PlannedParameter& parameter) {
 }  // namespace
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
-           Pager* pager, OrderLog& log, bool sync)
-    : index_(index), name_(label_of(plan)), plan_name_(plan.name), comm_(comm), pool_(pool), log_(log) {
+           Pager* pager, OrderLog& log, bool sync, ShardSource source)
+    : index_(index), name_(label_of(plan)), plan_name_(plan.name), comm_(comm), pool_(pool), log_(log), source_(source) {
   at::NoGradGuard no_grad;
   auto parts = split_into_groups(plan);
   for (auto& parameters : parts) {
@@ -41,7 +41,7 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
     adopt(*group);
     groups_.push_back(std::move(group));
   }
-  is_whole_ = comm.size() == 1 && std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->flat.is_cast(); });
+  is_whole_ = comm.size() == 1 && source_.engine == nullptr && std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->flat.is_cast(); });
   for (auto& group : groups_) {
     if (is_whole_) {
       group->page->lend(group->flat.shard());
@@ -101,13 +101,59 @@ int64_t Unit::trainable_count() const {
   return count;
 }
 
-void Unit::start_gather() {
-  if (state_ != State::kSharded) return;
+void Unit::read_ahead() {
+  if (state_ != State::kSharded || source_.engine == nullptr) return;
+  for (auto& group : groups_)
+    if (DiskPager* disk = DiskPager::of(group->flat.shard()); disk != nullptr && !group->flat.has_narrow_copy())
+      disk->read_ahead(group->flat.shard());
+}
+
+// A copy needs a buffer of the shard only, 1/N of what a gather does, so that one more of them is on its
+// way than gathers are. A rank alone has its shard copied to where it is used.
+void Unit::start_fetch() {
+  if (state_ != State::kSharded || source_.engine == nullptr) return;
+  const bool is_alone = comm_.size() == 1;
   for (auto& group : groups_) {
-    buffers_.push_back(pool_.take(group->flat.full_bytes()).view(group->flat.gather_dtype()));
-    log_.add("all-gather", group->flat.name(), buffers_.back().numel());
+    FlatGroup& flat = group->flat;
     group->page->accept_version();
-    group->gathering = group->flat.gather(buffers_.back(), comm_);
+    BufferPool& pool = is_alone ? pool_ : *source_.staging;
+    group->staging = pool.take(flat.full_bytes() / comm_.size()).view(flat.gather_dtype());
+    if (is_alone) buffers_.push_back(group->staging);
+    const at::Tensor& source = flat.link_source();
+    DiskPager* disk = DiskPager::of(source);
+    if (disk != nullptr) group->held = disk->hold(source, /*writes=*/false);
+    group->fetching = source_.engine->to_device(group->staging, disk != nullptr ? group->held.values() : source);
+  }
+  state_ = State::kFetching;
+}
+
+// What was fetched has been gathered, or will not be: the staging is free for work that is ordered after.
+void Unit::return_staging() {
+  for (auto& group : groups_) {
+    if (!group->staging.defined()) continue;
+    if (group->held.values().defined()) {
+      group->fetching = Copy();
+      group->held.release();
+    }
+    if (comm_.size() > 1) source_.staging->give(group->staging.view(at::kByte));
+    group->staging.reset();
+  }
+}
+
+void Unit::start_gather() {
+  start_fetch();
+  if (state_ != State::kSharded && state_ != State::kFetching) return;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    PagedGroup& group = *groups_[i];
+    if (buffers_.size() == i) buffers_.push_back(pool_.take(group.flat.full_bytes()).view(group.flat.gather_dtype()));
+    log_.add("all-gather", group.flat.name(), buffers_[i].numel());
+    if (state_ == State::kFetching) {
+      group.fetching.wait();
+      group.gathering = comm_.all_gather(buffers_[i], group.staging, {}, group.flat.name());
+    } else {
+      group.page->accept_version();
+      group.gathering = group.flat.gather(buffers_[i], comm_);
+    }
   }
   state_ = State::kGathering;
 }
@@ -118,6 +164,7 @@ void Unit::finish_gather() {
     groups_[i]->gathering.wait();
     groups_[i]->page->lend(buffers_[i]);
   }
+  return_staging();
   state_ = State::kResident;
 }
 
@@ -125,7 +172,15 @@ void Unit::release() {
   if (is_whole_) return set_current(Page::Use::kNone);
   finish_gather();
   if (state_ == State::kSharded) return;
-  for (auto& group : groups_) group->page->take_back();
+  // The shards may be written to from now on, so that nothing may read them any more. (What a copy that
+  // was never waited for has to say is of no interest.)
+  for (auto& group : groups_) {
+    group->fetching = Copy();
+    group->gathering.wait();
+  }
+  return_staging();
+  for (auto& group : groups_)
+    if (group->page->is_lent()) group->page->take_back();
   for (at::Tensor& buffer : buffers_) pool_.give(buffer.view(at::kByte));
   buffers_.clear();
   state_ = State::kSharded;

@@ -9,8 +9,10 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
+#include "tessera/flat/residency.h"
 #include "tessera/fsdp/order_log.h"
-#include "tessera/fsdp/residency.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/offload/disk_pager.h"
 
 namespace tessera {
 
@@ -28,25 +30,37 @@ struct PagedGroup {
   // By parameter, what carries its gradient hook; null while it is frozen. autograd itself holds
   // these nodes only weakly.
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;
+  // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
+  at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
+  Copy fetching;
+  DiskPager::Hold held;  // of a shard on the disk, while it is copied
   Pending gathering;
+};
+
+// Where a unit's shards come from when they lie in host memory.
+struct ShardSource {
+  CopyEngine* engine = nullptr;  // null: shards are on the device
+  BufferPool* staging = nullptr;
 };
 
 // What is gathered, used and released together: the parameters of one wrapped module.
 //
 //   kSharded    holds 1/N of the parameters
+//   kFetching   with offload only: and 1/N on the device, which a copy from the host is filling
 //   kGathering  and a full buffer, which an all-gather is filling
 //   kResident   and a full buffer, which the module's parameters are views of
 //
-// In a world of one, unless parameters are cast for use, the shard is the full buffer: the unit is always resident and costs nothing.
+// In a world of one, unless parameters are cast for use or lie in host memory, the shard is the full buffer: the unit is
+// always resident and costs nothing.
 // Used by one thread at a time; who calls what when is FsdpRuntime's business.
 class Unit {
  public:
-  enum class State { kSharded, kGathering, kResident };
+  enum class State { kSharded, kFetching, kGathering, kResident };
 
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync`.
   Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
-       Pager* pager, OrderLog& log, bool sync);
+       Pager* pager, OrderLog& log, bool sync, ShardSource source = {});
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -60,9 +74,11 @@ class Unit {
   int64_t full_bytes() const;
   int64_t trainable_count() const;  // parameters that require a gradient now
 
-  void start_gather();   // kSharded -> kGathering; collective
+  void read_ahead();     // starts reading what lies on a disk; not collective
+  void start_fetch();    // kSharded -> kFetching with offload, else nothing; not collective
+  void start_gather();   // kSharded or kFetching -> kGathering; collective
   void finish_gather();  // kGathering -> kResident; waits
-  void release();        // any -> kSharded; waits for a gather under way. Not for a pinned unit.
+  void release();        // any -> kSharded; waits for a copy or gather under way. Not for a pinned unit.
 
   // Whether the shards were written to since they were gathered.
   bool is_stale() const;
@@ -84,6 +100,7 @@ class Unit {
 
  private:
   void adopt(PagedGroup& group);
+  void return_staging();
   void point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype);
   static Page& page_in_use(PagedGroup& group) {
     return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
@@ -95,11 +112,12 @@ class Unit {
   Communicator& comm_;
   BufferPool& pool_;
   OrderLog& log_;
-  bool is_whole_ = false;  // a world of one, nothing cast
+  const ShardSource source_;
+  bool is_whole_ = false;  // a world of one, nothing cast, on the device
   State state_ = State::kSharded;
   bool is_pinned_ = false;
   std::vector<std::unique_ptr<PagedGroup>> groups_;
-  std::vector<at::Tensor> buffers_;  // from the pool, one a group, while not kSharded
+  std::vector<at::Tensor> buffers_;  // from the pool, one a group, while gathering or resident
 };
 
 }  // namespace tessera

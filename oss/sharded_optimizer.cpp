@@ -13,6 +13,7 @@
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
+#include "tessera/oss/host_step.h"
 
 namespace tessera {
 namespace {
@@ -80,6 +81,13 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " + std::to_string(options_.broadcast_bucket_bytes) +
                                 ", expected 0 or more");
+  const CpuOffload& offload = options_.offload;
+  if (!offload.directory.empty())
+    throw std::invalid_argument("OssOptions::offload.directory is '" + offload.directory +
+                                "': whole parameters do not lie on a disk, expected none (FullyShardedDataParallel's shards do)");
+  if (offload.grads && !offload.params)
+    throw std::invalid_argument("OssOptions::offload.grads is true and params false: the step needs both in one place");
+  if (offload.params) host_ = std::make_unique<HostStep>(make_, comm_->device(), offload);
   adopt_groups_from(0);
 }
 
@@ -90,7 +98,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
   std::ostringstream options;
   options << "options: " << c10::demangle(typeid(*defaults_).name()) << " broadcast_dtype="
           << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
-          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes;
+          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << options_.offload.params;
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
@@ -216,10 +224,13 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   }
   std::erase_if(checks_, [](const std::function<bool()>& check) { return !check(); });
   copy_options(*local_);
-  local_->step();
+  host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   for (auto& buckets : buckets_) buckets->publish();
   return loss;
 }
+
+int64_t ShardedOptimizer::host_bytes() const { return host_ ? host_->host_bytes() : 0; }
+int64_t ShardedOptimizer::pinned_bytes() const { return options_.offload.pin_memory ? host_bytes() : 0; }
 
 void ShardedOptimizer::check_before_step(std::function<bool()> check) { checks_.push_back(std::move(check)); }
 
@@ -310,7 +321,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
     const at::Tensor& parameter = parameters[index];
     if (!owns(parameter)) continue;
     ParameterState own = values;
-    for (auto& [name, tensor] : own.tensors) tensor = tensor.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+    for (auto& [name, tensor] : own.tensors) tensor = tensor.to(host_ ? at::Device(at::kCPU) : parameter.device(), /*non_blocking=*/false, /*copy=*/true);
     states[parameter.unsafeGetTensorImpl()] = make_state(dict.kind, own);
   }
   for (size_t i = 0; i < dict.groups.size(); ++i) write_options(param_groups_[i].options(), dict.groups[i].options);

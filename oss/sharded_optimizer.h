@@ -10,11 +10,14 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/offload/cpu_offload.h"
 #include "tessera/oss/optimizer_state_dict.h"
 #include "tessera/oss/parameter_buckets.h"
 #include "tessera/oss/partition.h"
 
 namespace tessera {
+
+class HostStep;
 
 struct OssOptions {
   // What updated parameters travel in, kHalf or kBFloat16 say: half the bytes for fp32 parameters.
@@ -24,6 +27,13 @@ struct OssOptions {
 
   // Parameters of less than 1 MiB travel together, up to this many bytes at a time.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
+
+  // `params`: the step happens in host memory. The owner keeps a copy of what it owns there, and the
+  // optimizer's state; gradients travel there and new values back, parameter by parameter while others
+  // are stepped if the optimizer is HostAdam or HostAdamW, else all before and all after the step.
+  // `grads`, with `params`: gradients on the device are dropped (undefined) as soon as they have left.
+  // `directory` is refused.
+  CpuOffload offload;
 };
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over
@@ -55,6 +65,10 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's.
   int owner(const at::Tensor& parameter) const;
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now; and
+  // what of it is page-locked. The optimizer's own state comes on top.
+  int64_t host_bytes() const;
+  int64_t pinned_bytes() const;
 
   // Sends the whole state to `rank`, in host memory, where state_dict() then returns it and save()
   // writes it; -1: to every rank. Collective.
@@ -106,6 +120,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   Partition partition_;
   std::unique_ptr<torch::optim::Optimizer> local_;
+  std::unique_ptr<HostStep> host_;  // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;
   std::vector<std::function<bool()>> checks_;

@@ -55,6 +55,7 @@ MemoryReport DdpModule::memory() const {
     for (const PlannedParameter& parameter : planned_parameters())
       if (parameter.tensor.requires_grad()) report.bucket_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
   report.peak_bucket_bytes = report.bucket_bytes;
+  report.device_bytes += report.bucket_bytes;
   return report;
 }
 

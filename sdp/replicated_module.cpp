@@ -116,6 +116,7 @@ MemoryReport ReplicatedModule::memory_of_replica() const {
     if (parameter.tensor.grad().defined()) report.grad_bytes += static_cast<int64_t>(parameter.tensor.grad().nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
+  report.device_bytes = report.shard_bytes + report.grad_bytes;
   return report;
 }
 

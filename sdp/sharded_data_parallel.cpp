@@ -99,6 +99,11 @@ MemoryReport SdpModule::memory() const {
   MemoryReport report = memory_of_replica();
   report.bucket_bytes = reducer_->bucket_bytes();
   report.peak_bucket_bytes = reducer_->peak_bucket_bytes();
+  report.device_bytes += report.bucket_bytes;
+  for (const ShardedOptimizer* optimizer : optimizers_) {
+    report.host_bytes += optimizer->host_bytes();
+    report.pinned_bytes += optimizer->pinned_bytes();
+  }
   return report;
 }
 

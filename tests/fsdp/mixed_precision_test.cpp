@@ -246,8 +246,6 @@ TEST(MixedPrecision, MistakesAreNamed) {
     auto wrap = [&](FsdpOptions options) { FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, options); };
     expect_contains(error_of<std::invalid_argument>([&] { wrap({.mixed_precision = {.param_dtype = at::kLong}}); }),
                     "param_dtype is Long");
-    expect_contains(error_of<std::invalid_argument>([&] { wrap({.offload = {.params = true}}); }), "offload.params");
-    expect_contains(error_of<std::invalid_argument>([&] { wrap({.offload = {.grads = true}}); }), "offload.grads");
     FullyShardedDataParallel fsdp(NoTensors(), comm, {.mixed_precision = {.output_dtype = at::kFloat}});
     expect_contains(error_of<std::invalid_argument>([&] { fsdp(torch::ones({1})); }), "output_dtype");
   });

@@ -1,4 +1,4 @@
-#include "tessera/fsdp/residency.h"
+#include "tessera/flat/residency.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -102,6 +102,7 @@ std::optional<Conversion> page_in(const c10::FunctionSchema& schema, const torch
       throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
                              ", whose FullyShardedDataParallel no longer exists");
     if (is_written && !state.writable) pager->refuse(*state.page, tensor, schema.name());
+    if (is_written) state.was_written.store(true, std::memory_order_relaxed);
     if (state.activations && !schema.is_mutable()) conversion = {*state.activations, tensor.scalar_type()};
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale();
   });
@@ -158,6 +159,11 @@ TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
 }
 
 }  // namespace
+
+Page* page_of(const at::Tensor& tensor) {
+  Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
+  return state == nullptr || state->pager.load() == nullptr ? nullptr : state->page;
+}
 
 Page::Use mode_of_use() {
   if (!c10::GradMode::is_enabled() && !recomputes_later()) return Page::Use::kNotRecording;

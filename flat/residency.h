@@ -33,6 +33,7 @@ class Page {
 
   int id() const { return id_; }
   const std::string& name() const { return state_->name; }
+  Pager* pager() const { return state_->pager.load(); }
   bool holds(const at::Tensor& view) const;  // whether `view` is a view of this storage
 
   // A view of the storage with the given geometry, empty of data now. Not part of autograd.
@@ -50,6 +51,9 @@ class Page {
 
   // Whether operators may write to the views; they throw std::logic_error otherwise.
   void set_writable(bool writable) { state_->writable = writable; }
+
+  // Whether an operator was given a view to write to since the last call.
+  bool take_written() { return state_->was_written.exchange(false); }
 
   // While `mode` is what the fallback sees (see Use), uses of this page's views do not reach the
   // pager: the page is lent and was the last one used. This is the path of most operators.
@@ -73,6 +77,7 @@ class Page {
     std::string name;
     std::atomic<Use> current = Use::kNone;
     bool writable = false;
+    std::atomic<bool> was_written = false;
     std::optional<at::ScalarType> activations;
     c10::intrusive_ptr<c10::TensorImpl> source;
     uint32_t seen_version = 0;
@@ -110,5 +115,7 @@ void require_residency();
 
 // Whether a tensor is a view of some page.
 bool is_paged(const at::Tensor& tensor);
+// That page, or null; also while nobody keeps it filled any more.
+Page* page_of(const at::Tensor& tensor);
 
 }  // namespace tessera

@@ -1,0 +1,154 @@
+// How large a model do a device, a host and a disk hold, by stage and tier? Bytes are computed from the
+// layouts, for fp32 parameters and Adam, and the table is printed only if runs of a small model, ranks
+// being threads, say the same of themselves.
+//
+//   largest_model [ranks=8] [device GiB=24] [host GiB a rank=64] [disk GiB a rank=512]
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include "tessera/flat/flat_layout.h"
+#include "tessera/flat/optimizer_state.h"
+#include "tessera/tessera.h"
+
+namespace {
+
+using tessera::CpuOffload;
+using tessera::MemoryReport;
+
+constexpr double kGiB = 1024.0 * 1024 * 1024;
+
+// Of one rank. `flight`: units' worth of memory on the device at a time, whatever the number of units.
+struct Need {
+  double device_per_parameter = 0, host_per_parameter = 0, disk_per_parameter = 0;  // bytes
+  double gathered_units = 0, bucket_units = 0, staging_shards = 0;
+};
+
+struct Row {
+  const char* name;
+  const char* tier;
+  std::function<Need(double ranks)> need;
+};
+
+// Parameters, gradients and Adam's two moments take 4 bytes each, and 1/N of what is split.
+std::array<Row, 8> rows(const Need& flight) {
+  auto fsdp = [flight](Need need) {
+    need.gathered_units = flight.gathered_units;
+    need.bucket_units = flight.bucket_units;
+    return need;
+  };
+  auto offloaded = [fsdp, flight](Need need) {
+    need = fsdp(need);
+    need.staging_shards = flight.staging_shards;
+    return need;
+  };
+  return {{{"DDP", "device", [](double) { return Need{16}; }},
+           {"OSS", "device", [](double n) { return Need{8 + 8 / n}; }},
+           {"OSS", "host", [](double n) { return Need{8, 16 / n}; }},
+           {"SDP", "device", [](double n) { return Need{4 + 12 / n}; }},
+           {"SDP", "host", [](double n) { return Need{4 + 4 / n, 16 / n}; }},
+           {"FSDP", "device", [fsdp](double n) { return fsdp({16 / n}); }},
+           {"FSDP", "host", [offloaded](double n) { return offloaded({0, 16 / n}); }},
+           {"FSDP", "disk", [offloaded](double n) { return offloaded({0, 4 / n, 12 / n}); }}}};
+}
+
+struct Measured {
+  MemoryReport report;  // after backward, before the gradients are cleared
+  int64_t state_bytes = 0;
+};
+
+constexpr int64_t kSide = 64, kLayers = 10, kUnitNumel = kSide * kSide;
+
+Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const CpuOffload& offload) {
+  torch::nn::Sequential model;
+  for (int64_t i = 0; i < kLayers; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kSide, kSide).bias(false)));
+  tessera::ZeroOptions options{.stage = stage};
+  options.fsdp.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>();
+  options.fsdp.offload = offload;
+  auto zero = tessera::zero<tessera::HostAdam>(model, torch::optim::AdamOptions(1e-3), comm, options);
+  for (int step = 0; step < 3; ++step) {
+    zero.zero_grad();
+    zero(torch::ones({2, kSide})).sum().backward();
+    zero.step();
+  }
+  Measured measured{zero.memory()};
+  auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&zero.optimizer());
+  for (const auto& [parameter, state] : (sharded != nullptr ? sharded->local() : zero.optimizer()).state())
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors) measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
+  return measured;
+}
+
+[[noreturn]] void mismatch(const std::string& what, int64_t got, int64_t expected) {
+  std::fprintf(stderr, "largest_model: %s is %lld bytes, the layout says %lld\n", what.c_str(), static_cast<long long>(got),
+               static_cast<long long>(expected));
+  std::exit(1);
+}
+
+void require(const std::string& what, int64_t got, int64_t expected) {
+  if (got != expected) mismatch(what, got, expected);
+}
+
+// What FSDP has in flight on the device, in units; and the check of everything else.
+Need check_small() {
+  constexpr int kRanks = 2;
+  const tessera::FlatLayout unit({kUnitNumel}, kRanks, 16);
+  const int64_t all = 4 * kLayers * kUnitNumel, part = 4 * kLayers * unit.shard_numel();
+  const std::string folder = std::filesystem::temp_directory_path().string();
+  Need flight;
+  tessera::run_ranks(kRanks, [&](std::shared_ptr<tessera::Communicator> comm) {
+    at::set_num_threads(1);
+    const Measured ddp = run_small(comm, 0, {}), oss = run_small(comm, 1, {}), sdp = run_small(comm, 2, {});
+    const Measured fsdp = run_small(comm, 3, {}), host = run_small(comm, 3, {.params = true, .grads = true});
+    const Measured disk = run_small(comm, 3, {.params = true, .grads = true, .directory = folder});
+    if (comm->rank() != 0) return;
+    require("DDP's parameters and gradients", ddp.report.shard_bytes + ddp.report.grad_bytes, 2 * all);
+    require("DDP's state", ddp.state_bytes, 2 * all);
+    require("OSS's state", oss.state_bytes, 2 * part);
+    require("SDP's parameters and gradients", sdp.report.shard_bytes + sdp.report.grad_bytes, all + part);
+    require("SDP's state", sdp.state_bytes, 2 * part);
+    require("FSDP on the device", fsdp.report.device_bytes + fsdp.state_bytes, 4 * part);
+    require("FSDP with offload, on the device", host.report.device_bytes, 0);
+    require("FSDP with offload, on the host", host.report.host_bytes + host.state_bytes, 4 * part);
+    require("FSDP with a disk, on the disk", disk.report.disk_bytes, 3 * part);
+    require("FSDP with a disk, gradients", disk.report.grad_bytes, part);
+    flight.gathered_units = static_cast<double>(host.report.peak_gathered_bytes) / (4.0 * kUnitNumel);
+    flight.bucket_units = static_cast<double>(host.report.peak_bucket_bytes) / (4.0 * kUnitNumel);
+    flight.staging_shards = static_cast<double>(host.report.peak_staging_bytes) / (4.0 * static_cast<double>(unit.shard_numel()));
+  });
+  return flight;
+}
+
+double room_for(double bytes, double per_parameter) { return per_parameter > 0 ? bytes / per_parameter : HUGE_VAL; }
+
+// The parameters of a model in `units` equal units, as many as fit.
+double largest(const Need& need, double ranks, double device, double host, double disk, double units) {
+  const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / units;
+  return std::min({room_for(device, need.device_per_parameter + in_flight), room_for(host, need.host_per_parameter), room_for(disk, need.disk_per_parameter)});
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  auto number = [&](int index, double otherwise) { return argc > index ? std::atof(argv[index]) : otherwise; };
+  const double ranks = number(1, 8), device = number(2, 24), host = number(3, 64), disk = number(4, 512);
+  constexpr double kUnits = 64;
+  const Need flight = check_small();
+  std::printf("%g ranks; each has %g GiB on its device, %g on the host and %g on a disk; %g units of one size.\n", ranks, device, host, disk, kUnits);
+  std::printf("In flight at most: %g units gathered, %g in buckets, %g shards on the link.\n\n", flight.gathered_units, flight.bucket_units, flight.staging_shards);
+  std::printf("| wrapper | tier | device, B/parameter | host | disk | largest, 1e9 parameters | parameters per device byte |\n");
+  std::printf("| --- | --- | --- | --- | --- | --- | --- |\n");
+  for (const Row& row : rows(flight)) {
+    const Need need = row.need(ranks);
+    const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / kUnits;
+    const double most = largest(need, ranks, device * kGiB, host * kGiB, disk * kGiB, kUnits);
+    std::printf("| %s | %s | %.2f | %.2f | %.2f | %.1f | %.2f |\n", row.name, row.tier, need.device_per_parameter + in_flight,
+                need.host_per_parameter, need.disk_per_parameter, most * 1e-9, most / (device * kGiB));
+  }
+}

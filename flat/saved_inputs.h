@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+
+namespace tessera {
+
+// Where checkpointed() keeps the inputs that backward will need, if not with autograd.
+class SavedInputs {
+ public:
+  // One tensor that is kept.
+  class Ticket {
+   public:
+    virtual ~Ticket() = default;
+    // The same values, sizes and strides on the tensor's device, every time it is called.
+    virtual at::Tensor fetch() = 0;
+  };
+  virtual ~SavedInputs() = default;
+  // Null: the tensor is better left where it is. Its values may not change before backward.
+  virtual std::unique_ptr<Ticket> keep(const at::Tensor& tensor) = 0;
+
+  // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
+  class Use {
+   public:
+    explicit Use(SavedInputs& inputs);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    SavedInputs* const before_;
+  };
+  static SavedInputs* current();
+};
+
+}  // namespace tessera

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace tessera {
+
+struct PinnedPoolOptions {
+  // The device that copies from and to this memory.
+  at::Device device = at::kCPU;
+  // Page-locked, so that copies run beside the host and the device. On a CPU, which has nothing to lock
+  // pages for, the memory is ordinary and counted as if it were locked.
+  bool pin = true;
+  // The most that the pool may own, lent or idle. 0: no bound.
+  int64_t limit_bytes = 0;
+};
+
+// Host memory that a device exchanges data with: lent as tensors, reused when they die.
+//
+// Page-locking costs system calls and stalls, so that memory once locked is kept for the next
+// borrower of the same number of bytes. The pool owns at most what was lent at one time, and frees
+// idle memory of other sizes before it asks for more. Counts are exact: bytes asked for. (An
+// accelerator's own allocator of locked memory may round up below.) Thread-safe; tensors may outlive
+// the pool.
+class PinnedPool {
+ public:
+  explicit PinnedPool(PinnedPoolOptions options);
+
+  // An uninitialised tensor [numel] in host memory; its memory comes back when the last reference to
+  // its storage goes, on whichever thread. `what` is for the error: throws std::runtime_error, with
+  // nothing changed, if the pool would own more than its limit.
+  at::Tensor take(int64_t numel, at::ScalarType dtype, const std::string& what);
+
+  bool is_pinned() const;
+  int64_t lent_bytes() const;
+  int64_t peak_lent_bytes() const;
+  int64_t owned_bytes() const;  // lent and idle
+  void trim();                  // frees what is idle
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;  // shared with the tensors
+};
+
+}  // namespace tessera

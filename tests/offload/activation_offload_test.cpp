@@ -1,0 +1,108 @@
+// Inputs of checkpointed blocks in host memory: the same gradients, and memory that is let go.
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+torch::nn::ModuleList blocks(int count) {
+  return seeded(3, [&] {
+    torch::nn::ModuleList list;
+    for (int i = 0; i < count; ++i) list->push_back(torch::nn::Linear(16, 16));
+    return list;
+  });
+}
+
+at::Tensor run(const torch::nn::ModuleList& list, at::Tensor x) {
+  for (const auto& block : *list) x = checkpointed([block](const at::Tensor& in) { return torch::tanh(block->as<torch::nn::Linear>()->forward(in)); }, x);
+  return x.t().contiguous().t().sum();
+}
+
+TEST(ActivationOffload, GivesTheSameGradients) {
+  auto plain = blocks(6), own = blocks(6);
+  ActivationOffload activations(at::kCPU, {.min_bytes = 0});
+  const at::Tensor x = torch::randn({32, 16});
+  for (int step = 0; step < 3; ++step) {
+    at::Tensor expected = run(plain, x), loss;
+    {
+      ActivationOffload::Use use(activations);
+      loss = run(own, x);
+    }
+    EXPECT_EQ(activations.host_bytes(), 6 * 32 * 16 * 4);
+    expected.backward();
+    loss.backward();
+    EXPECT_TRUE(torch::equal(expected, loss));
+    loss.reset();
+    EXPECT_EQ(activations.host_bytes(), 0);
+    for (int i = 0; i < 6; ++i)
+      EXPECT_TRUE(torch::equal(plain[i]->parameters()[0].grad(), own[i]->parameters()[0].grad())) << i;
+  }
+  EXPECT_EQ(activations.traffic().to_host_bytes, 3 * 6 * 32 * 16 * 4);
+  EXPECT_GT(activations.traffic().to_device_bytes, 3 * 3 * 32 * 16 * 4);
+}
+
+// At most the last few blocks' inputs are still there after forward.
+TEST(ActivationOffload, DeviceMemoryIsLetGoInForward) {
+  auto list = blocks(8);
+  ActivationOffload activations(at::kCPU, {.min_bytes = 0});
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
+  at::Tensor x = torch::randn({32, 16}).set_requires_grad(true) * 1.0;
+  {
+    ActivationOffload::Use use(activations);
+    for (const auto& block : *list) {
+      seen.emplace_back(x.storage().getWeakStorageImpl());
+      x = checkpointed([block](const at::Tensor& in) { return block->as<torch::nn::Linear>()->forward(in); }, x);
+    }
+  }
+  int alive = 0;
+  for (const auto& storage : seen) alive += storage.use_count() > 0 ? 1 : 0;
+  EXPECT_LE(alive, 3);
+  x.sum().backward();
+}
+
+TEST(ActivationOffload, KeepsStridesSmallTensorsAndRetainedGraphs) {
+  torch::nn::Linear block(16, 16);
+  ActivationOffload activations(at::kCPU, {.min_bytes = 1000});
+  at::Tensor wide = torch::randn({16, 32}).set_requires_grad(true), narrow = torch::randn({1, 16}).set_requires_grad(true);
+  auto loss_of = [&](const at::Tensor& a, const at::Tensor& b) {
+    return checkpointed([&](const at::Tensor& one, const at::Tensor& two) { return block(one) * block(two); }, a, b).sum();
+  };
+  at::Tensor loss, expected = loss_of((wide * 2).t(), narrow * 2);
+  {
+    ActivationOffload::Use use(activations);
+    loss = loss_of((wide * 2).t(), narrow * 2);
+  }
+  EXPECT_EQ(activations.host_bytes(), 32 * 16 * 4);  // the wide one
+  const auto want = torch::autograd::grad({expected}, {wide, narrow}, {}, true);
+  for (int again = 0; again < 2; ++again) {
+    wide.mutable_grad().reset();
+    narrow.mutable_grad().reset();
+    loss.backward({}, /*retain_graph=*/true);
+    EXPECT_TRUE(torch::equal(want[0], wide.grad()));
+    EXPECT_TRUE(torch::equal(want[1], narrow.grad()));
+  }
+}
+
+TEST(ActivationOffload, UnderFsdpAndWithALimit) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto plain = blocks(4), own = blocks(4);
+    FullyShardedDataParallel expected(plain, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    FullyShardedDataParallel fsdp(own, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    ActivationOffload activations(comm->device(), {.min_bytes = 0});
+    const at::Tensor x = seeded(comm->rank(), [] { return torch::randn({4, 16}); });
+    run(plain, x).backward();
+    {
+      ActivationOffload::Use use(activations);
+      run(own, x).backward();
+    }
+    for (size_t i = 0; i < fsdp.parameters().size(); ++i)
+      EXPECT_TRUE(torch::equal(fsdp.parameters()[i].grad(), expected.parameters()[i].grad())) << i;
+    ActivationOffload tight(comm->device(), {.host_limit_bytes = 300, .min_bytes = 0});
+    ActivationOffload::Use use(tight);
+    expect_contains(error_of<std::runtime_error>([&] { run(own, x); }), "an activation of shape [4, 16]");
+  });
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,268 @@
+// The disk tier: files that leave nothing, tensors that page in and out, FSDP whose shards and state lie
+// on a disk and whose results are the same bits.
+#include <sys/statvfs.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <random>
+
+#include "tessera/offload/disk_pager.h"
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+namespace fs = std::filesystem;
+
+// A folder that must be empty at the end of the test, and always.
+class Folder {
+ public:
+  Folder() {
+    std::string pattern = fs::temp_directory_path() / "tessera-disk-XXXXXX";
+    path_ = ::mkdtemp(pattern.data());
+  }
+  ~Folder() {
+    EXPECT_TRUE(fs::is_empty(path_));
+    fs::remove_all(path_);
+  }
+  std::string path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+TEST(DiskFile, GivesBackWhatWasWritten) {
+  const Folder folder;
+  DiskFile file(folder.path());
+  EXPECT_TRUE(fs::is_empty(folder.path()));  // it has no name
+  EXPECT_EQ(file.extend(2 * 4096), 0);
+  EXPECT_EQ(file.extend(4096), 2 * 4096);
+  alignas(4096) static char out[4096], in[4096];
+  for (int i = 0; i < 4096; ++i) out[i] = static_cast<char>(i * 7);
+  file.write(out, 4096, 4096);
+  file.read(in, 4096, 4096);
+  EXPECT_EQ(std::memcmp(in, out, 4096), 0);
+  file.read(in, 4096, 0);
+  EXPECT_EQ(std::count(in, in + 4096, 0), 4096);
+  EXPECT_NE(error_of<std::runtime_error>([&] { file.read(in, 4096, 1 << 20); }), "");
+}
+
+TEST(DiskFile, AMissingFolderAndAFullDiskAreNamed) {
+  expect_contains(error_of<std::runtime_error>([] { DiskFile file("/no/such/folder"); }), "'/no/such/folder': cannot make a file");
+  const Folder folder;
+  DiskFile file(folder.path());
+  struct statvfs room {};
+  ASSERT_EQ(::statvfs(folder.path().c_str(), &room), 0);
+  const auto beyond = static_cast<int64_t>(room.f_blocks * room.f_frsize) + (int64_t{1} << 30);
+  const std::string error = error_of<std::runtime_error>([&] { file.extend(DiskFile::whole_blocks(beyond)); });
+  expect_contains(error, "has no room");
+  expect_contains(error, "free");
+  EXPECT_EQ(file.bytes(), 0);
+  EXPECT_EQ(file.extend(4096), 0);
+}
+
+TEST(DiskFile, AKilledProcessLeavesNothing) {
+  const Folder folder;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    DiskFile file(folder.path());
+    file.extend(1 << 20);
+    ::kill(::getpid(), SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFSIGNALED(status));
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+// Ten times as many tensors as buffers, used in all ways, against the same in memory.
+TEST(DiskPager, TensorsOnDiskAreTensors) {
+  const Folder folder;
+  constexpr int kTensors = 30;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 6 * 12288, .read_ahead = 2, .threads = 2});
+  std::vector<at::Tensor> own, expected;
+  for (int i = 0; i < kTensors; ++i) {
+    own.push_back(pager.make({30, 40}, i % 2 == 0 ? at::IntArrayRef({40, 1}) : at::IntArrayRef({1, 30}), at::kFloat, "tensor " + std::to_string(i)));
+    expected.push_back(torch::zeros({30, 40}));
+    EXPECT_EQ(DiskPager::of(own.back()), &pager);
+    EXPECT_EQ(DiskPager::of(expected.back()), nullptr);
+  }
+  EXPECT_EQ(pager.disk_bytes(), kTensors * 8192);
+  std::mt19937 random(5);
+  for (int step = 0; step < 600; ++step) {
+    const size_t i = step % 3 == 0 ? random() % kTensors : static_cast<size_t>(step) % kTensors, j = random() % kTensors;
+    switch (random() % 5) {
+      case 0:
+        own[i].add_(own[j], 0.5), expected[i].add_(expected[j], 0.5);
+        break;
+      case 1:
+        own[i].select(0, 3).fill_(step), expected[i].select(0, 3).fill_(step);
+        break;
+      case 2:
+        own[i].copy_(expected[i]);
+        break;
+      case 3: {
+        auto held = pager.hold(own[i], /*writes=*/true);
+        held.values().mul_(0.5);
+        expected[i].mul_(0.5);
+        break;
+      }
+      default:
+        ASSERT_TRUE(torch::equal(own[i] + own[j], expected[i] + expected[j])) << step;
+    }
+    EXPECT_LE(pager.buffer_bytes(), 6 * 12288);
+  }
+  for (int i = 0; i < kTensors; ++i) EXPECT_TRUE(torch::equal(own[i], expected[i])) << i;
+  EXPECT_LE(pager.peak_buffer_bytes(), 6 * 12288);
+  EXPECT_GT(pager.written_bytes(), kTensors * 8192);
+  EXPECT_GT(pager.read_bytes(), kTensors * 8192);
+}
+
+TEST(DiskPager, WritesOnlyWhatChanged) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 3 * 8192, .read_ahead = 0});
+  std::vector<at::Tensor> tensors;
+  for (int i = 0; i < 6; ++i) tensors.push_back(pager.make({1024}, {1}, at::kFloat, "a tensor").fill_(i));
+  for (const auto& tensor : tensors) EXPECT_GE(tensor.sum().item<float>(), 0);
+  for (const auto& tensor : tensors) EXPECT_GE(tensor.sum().item<float>(), 0);
+  const int64_t written = pager.written_bytes();
+  EXPECT_LE(written, 6 * 4096);
+  for (int i = 0; i < 6; ++i) EXPECT_EQ(tensors[i].sum().item<float>(), 1024 * i);
+  EXPECT_EQ(pager.written_bytes(), written);
+}
+
+TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
+  const Folder folder;
+  at::Tensor outlives;
+  {
+    DiskPager pager({.directory = folder.path(), .buffer_bytes = 2 * 8192, .read_ahead = 1});
+    expect_contains(error_of<std::runtime_error>([&] { pager.make({5000}, {1}, at::kFloat, "the shard of unit 'big'"); }), "the shard of unit 'big'");
+    std::vector<at::Tensor> tensors;
+    for (int i = 0; i < 3; ++i) tensors.push_back(pager.make({1000}, {1}, at::kFloat, "tensor " + std::to_string(i)).fill_(1));
+    {
+      const auto first = pager.hold(tensors[0], false), second = pager.hold(tensors[1], false);
+      expect_contains(error_of<std::runtime_error>([&] { tensors[2].sum(); }), "tensor 2 needs 4096 bytes");
+    }
+    EXPECT_EQ(tensors[2].sum().item<float>(), 1000);
+    expect_contains(error_of<std::runtime_error>([&] { torch::cat(tensors); }), "all in use at once");
+    outlives = tensors[0];
+  }
+  EXPECT_NE(error_of<std::logic_error>([&] { outlives.sum(); }), "");
+  expect_contains(error_of<std::invalid_argument>([&] { DiskPager pager({.directory = folder.path(), .buffer_bytes = 1}); }), "buffer_bytes is 1");
+}
+
+torch::nn::Sequential linears() {
+  return seeded(9, [] {
+    torch::nn::Sequential model;
+    for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(kWidth, kWidth));
+    return model;
+  });
+}
+
+template <class Optimizer, class Model, class Options>
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, Model model, FsdpOptions fsdp_options, Options options,
+                                                  MemoryReport* memory = nullptr) {
+  fsdp_options.auto_wrap = wrap_by_size(40);
+  FullyShardedDataParallel fsdp(model, comm, fsdp_options);
+  Optimizer optimizer(fsdp.parameters(), options);
+  for (int step = 0; step < 6; ++step) {
+    optimizer.zero_grad();
+    const auto x = seeded(10 * step + comm->rank(), [] { return torch::randn({4, kWidth}); });
+    torch::mse_loss(fsdp(x).to(at::kFloat), x).backward();
+    fsdp.clip_grad_norm_(0.5);
+    optimizer.step();
+  }
+  if (memory != nullptr) *memory = fsdp.memory();
+  return fsdp.full_state_dict();
+}
+
+TEST(DiskTier, TrainsBitEqualToMemory) {
+  const Folder folder;
+  for (const int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (int kind = 0; kind < 3; ++kind) {
+        FsdpOptions plain;
+        if (kind == 1) plain.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+        FsdpOptions disk = plain;
+        disk.offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = 24 * 8192};
+        if (kind == 2) disk.offload.disk_units = [](const std::string& unit) { return unit.size() % 2 == 0; };
+        auto compare = [&](const auto& expected, const auto& own, const char* what) {
+          for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << what << " " << entry.key() << " kind " << kind;
+        };
+        MemoryReport memory;
+        const auto adam = torch::optim::AdamWOptions(1e-2);
+        auto compare_on = [&](auto make) {
+          compare(train<HostAdamW>(comm, make(), plain, adam), train<HostAdamW>(comm, make(), disk, adam, &memory), "HostAdamW");
+          compare(train<torch::optim::AdamW>(comm, make(), plain, adam), train<torch::optim::AdamW>(comm, make(), disk, adam), "torch's AdamW");
+        };
+        kind == 1 ? compare_on(linears) : compare_on([] { return seeded(7, [] { return RandomNet(31); }); });
+        EXPECT_GT(memory.disk_bytes, 0);
+        EXPECT_EQ(memory.device_bytes, 0);
+      }
+    });
+  }
+}
+
+// Shards and state of 24 MB through buffers of 9.
+TEST(DiskTier, StateLargerThanItsMemoryTrains) {
+  const Folder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(512, 512).bias(false)));
+    constexpr int64_t kBuffers = 9 << 20;
+    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                                .offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = kBuffers}});
+    HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    StepInBackward step(fsdp, optimizer);
+    for (int i = 0; i < 3; ++i) {
+      optimizer.zero_grad();
+      fsdp(torch::ones({2, 512})).sum().backward();
+      step.finish();
+      EXPECT_LE(fsdp.memory().host_bytes - fsdp.memory().grad_bytes, kBuffers);
+    }
+    EXPECT_EQ(fsdp.memory().disk_bytes, 3 * 8 * 512 * 512 * 4);
+    EXPECT_EQ(fsdp.memory().shard_bytes, 8 * 512 * 512 * 4);
+  });
+}
+
+TEST(DiskTier, CheckpointsComeAndGo) {
+  const Folder folder, elsewhere;
+  const std::string saved = folder.path() + "-checkpoint";
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto make = [&](uint64_t seed) { return seeded(seed, [] { return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::Linear(16, 8)); }); };
+    const FsdpOptions options{.offload = {.params = true, .grads = true, .directory = folder.path()}};
+    FullyShardedDataParallel one(make(1), comm, options), other(make(2), comm, options);
+    HostAdamW first(one.parameters(), torch::optim::AdamWOptions(1e-2)), second(other.parameters(), torch::optim::AdamWOptions(1e-2));
+    auto step = [&](auto& fsdp, auto& optimizer) {
+      optimizer.zero_grad();
+      fsdp(torch::ones({2, 8})).sum().backward();
+      optimizer.step();
+    };
+    step(one, first);
+    save_checkpoint(saved, one, first);
+    load_checkpoint(saved, other, second);
+    step(one, first);
+    step(other, second);
+    const auto expected = one.full_state_dict(), own = other.full_state_dict();
+    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+  });
+  fs::remove_all(saved);
+}
+
+TEST(DiskTier, MistakesAreNamed) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto wrap = [&](CpuOffload offload) { FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, {.offload = std::move(offload)}); };
+    expect_contains(error_of<std::invalid_argument>([&] { wrap({.directory = "/tmp"}); }), "offload.params is false");
+    expect_contains(error_of<std::runtime_error>([&] { wrap({.params = true, .directory = "/no/such/folder"}); }), "/no/such/folder");
+  });
+}
+
+}  // namespace
+}  // namespace tessera

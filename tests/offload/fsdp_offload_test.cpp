@@ -1,0 +1,418 @@
+// FSDP with shards and gradients in host memory: the same bits as without, less device memory, copies
+// beside computation.
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <set>
+
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+struct Data {
+  at::Tensor x, y;
+};
+
+Data batch(int step, int rows) {
+  return seeded(1000 + step, [&] { return Data{torch::randn({rows, kWidth}), torch::randn({rows, kWidth})}; });
+}
+
+int trees() {
+  const char* text = std::getenv("TESSERA_TEST_TREES");
+  return text != nullptr ? std::stoi(text) : 6;
+}
+
+FsdpOptions options(int kind) {
+  FsdpOptions options;
+  if (kind % 3 == 0) options.auto_wrap = wrap_modules<torch::nn::LinearImpl, torch::nn::GRUImpl>();
+  if (kind % 3 == 1) options.auto_wrap = wrap_by_size(1);
+  options.reshard_after_forward = kind % 2 == 0;
+  options.prefetch = kind % 4;
+  options.keep_recent = 1 + kind % 2;
+  options.sync_module_states = kind % 3 != 2;
+  options.offload.params = kind % 4 != 3;
+  options.offload.grads = kind % 4 != 2;
+  options.offload.pin_memory = kind % 2 == 0;
+  return options;
+}
+
+class OffloadParity : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Worlds, OffloadParity, testing::Values(1, 2, 3, 4, 5));
+
+TEST_P(OffloadParity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
+  const int world = GetParam();
+  constexpr int kRows = 4, kSteps = 8;
+  on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+    for (int kind = 0; kind < trees(); ++kind) {
+      auto build = [&] { return seeded(7, [&] { return RandomNet(300 * world + kind); }); };
+      auto reference = build();
+      auto model = build();
+      FullyShardedDataParallel fsdp(model, comm, options(kind));
+      torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
+      for (int step = 0; step < kSteps; ++step) {
+        const Data data = batch(step, world * kRows);
+        auto part = [&](auto& net, int rank) {
+          return torch::mse_loss(net(data.x.narrow(0, rank * kRows, kRows)), data.y.narrow(0, rank * kRows, kRows));
+        };
+        sharded.zero_grad(step % 2 == 0);
+        whole.zero_grad(step % 2 == 0);
+        at::Tensor loss = part(fsdp, comm->rank());
+        if (loss.requires_grad()) loss.backward();
+        reference_backward(reference, world, [&](int rank) { return part(reference, rank); });
+        sharded.step();
+        whole.step();
+      }
+      expect_same_parameters(fsdp, *reference, "tree " + std::to_string(300 * world + kind) + ":");
+      EXPECT_EQ(fsdp.memory().gathered_bytes + fsdp.memory().bucket_bytes + fsdp.memory().staging_bytes, 0);
+      if (testing::Test::HasFailure()) return;
+    }
+  });
+}
+
+struct Chain {
+  torch::nn::Sequential net;
+  explicit Chain(int layers, int64_t width) {
+    for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(width, width));
+  }
+};
+
+torch::nn::Sequential chain(int layers, int64_t width) {
+  return seeded(3, [&] { return Chain(layers, width).net; });
+}
+
+// Everything that a training loop may do with gradients, in one: accumulation in both ways, clipping,
+// loss scaling with a step left out, a frozen layer that thaws.
+template <class Optimizer, class Options>
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, FsdpOptions options, Options adam) {
+  options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+  auto model = chain(4, kWidth);
+  for (auto& parameter : model[1]->parameters()) parameter.set_requires_grad(false);
+  FullyShardedDataParallel fsdp(model, comm, options);
+  Optimizer optimizer(fsdp.parameters(), adam);
+  ShardedGradScaler scaler(comm, {.initial_scale = 1024});
+  for (int step = 0; step < 8; ++step) {
+    if (step == 5)
+      for (auto& parameter : model[1]->parameters()) parameter.set_requires_grad(true);
+    auto loss = [&](int part) {
+      const Data data = batch(100 * step + 10 * part + comm->rank(), 4);
+      return scaler.scale(torch::mse_loss(fsdp(data.x).to(at::kFloat), data.y)) * (step == 3 ? INFINITY : 1.0);
+    };
+    optimizer.zero_grad();
+    if (step % 3 == 1) {
+      auto guard = fsdp.no_sync();
+      loss(1).backward();
+    } else if (step % 3 == 2) {
+      loss(2).backward();
+    }
+    loss(0).backward();
+    scaler.unscale_(optimizer);
+    if (step != 3) fsdp.clip_grad_norm_(0.05);
+    EXPECT_EQ(scaler.step(optimizer), step != 3);
+    scaler.update();
+  }
+  return fsdp.full_state_dict();
+}
+
+TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
+  for (const int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (const bool mixed : {false, true}) {
+        FsdpOptions plain;
+        if (mixed) plain.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+        FsdpOptions offloaded = plain;
+        offloaded.offload = {.params = true, .grads = true};
+        auto compare = [&](const auto& expected, const auto& own) {
+          for (const auto& entry : expected)
+            EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key() << (mixed ? " mixed, world " : " world ") << world;
+        };
+        const auto adamw = torch::optim::AdamWOptions(1e-2);
+        compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw));
+        compare(train<AdamW>(comm, plain, adamw), train<AdamW>(comm, offloaded, adamw));
+        compare(train<HostAdamW>(comm, plain, adamw), train<HostAdamW>(comm, offloaded, adamw));
+      }
+    });
+  }
+}
+
+TEST(Offload, GradientsReducedIn16BitAreTheSame) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    FsdpOptions plain;
+    plain.mixed_precision = {.param_dtype = at::kHalf};
+    FsdpOptions offloaded = plain;
+    offloaded.offload = {.params = true, .grads = true};
+    const auto adam = torch::optim::AdamOptions(1e-2);
+    const auto expected = train<HostAdam>(comm, plain, adam), own = train<HostAdam>(comm, offloaded, adam);
+    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+  });
+}
+
+// The host optimizer writes the copy that travels; whoever else writes a shard makes it out of date.
+TEST(Offload, TheCopyIn16BitFollowsTheShard) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = chain(2, kWidth);
+    FullyShardedDataParallel fsdp(model, comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .mixed_precision = {.param_dtype = at::kBFloat16},
+                                   .offload = {.params = true, .grads = true}});
+    HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    auto expect_rounded = [&](const char* when) {
+      const auto exact = fsdp.full_state_dict();
+      torch::NoGradGuard no_grad;
+      const auto x = torch::eye(kWidth);
+      const auto seen = torch::linear(torch::linear(x.to(at::kBFloat16), exact["0.weight"].to(at::kBFloat16), exact["0.bias"].to(at::kBFloat16)),
+                                      exact["1.weight"].to(at::kBFloat16), exact["1.bias"].to(at::kBFloat16));
+      EXPECT_TRUE(torch::equal(fsdp(x), seen)) << when;
+    };
+    expect_rounded("at the start");
+    for (int step = 0; step < 3; ++step) {
+      const Data data = batch(step + 10 * comm->rank(), 4);
+      optimizer.zero_grad();
+      torch::mse_loss(fsdp(data.x).to(at::kFloat), data.y).backward();
+      optimizer.step();
+      expect_rounded("after a step");
+    }
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& shard : fsdp.parameters()) shard.mul_(1.01);
+    }
+    expect_rounded("after a write to the shards");
+    {
+      auto guard = fsdp.summon_full_params();
+      torch::NoGradGuard no_grad;
+      model[0]->parameters()[0].add_(0.3);
+    }
+    expect_rounded("after a write to the full parameters");
+  });
+}
+
+TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
+  constexpr int64_t kLayers = 8, kSide = 64, kUnitNumel = kSide * kSide + kSide, kUnitBytes = kUnitNumel * 4;
+  for (const int world : {1, 2, 4}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto train_memory = [&](CpuOffload offload) {
+        FullyShardedDataParallel fsdp(chain(kLayers, kSide), comm,
+                                      {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = offload, .prefetch = 1, .keep_recent = 1});
+        torch::optim::Adam adam(fsdp.parameters(), 1e-2);
+        for (int step = 0; step < 3; ++step) {
+          adam.zero_grad();
+          fsdp(torch::ones({2, kSide})).sum().backward();
+          adam.step();
+        }
+        return fsdp.memory();
+      };
+      const MemoryReport plain = train_memory({}), offloaded = train_memory({.params = true, .grads = true});
+      const int64_t shards = kLayers * kUnitBytes / world;
+      EXPECT_EQ(plain.shard_bytes, shards);
+      EXPECT_EQ(plain.device_bytes, 2 * shards);  // and gradients
+      EXPECT_EQ(plain.host_bytes, 0);
+      EXPECT_EQ(offloaded.device_bytes, 0);
+      EXPECT_EQ(offloaded.host_bytes, 2 * shards);
+      EXPECT_EQ(offloaded.pinned_bytes, 2 * shards);
+      // One in use and one ahead; a shard on its way for each of these and one more, gradients for those
+      // that are reduced and those that leave.
+      EXPECT_LE(offloaded.peak_gathered_bytes, (world == 1 ? 3 : 2) * kUnitBytes);
+      EXPECT_LE(offloaded.peak_staging_bytes, 7 * kUnitBytes / world);
+      EXPECT_GT(offloaded.peak_staging_bytes, 0);
+      const MemoryReport pageable = train_memory({.params = true, .grads = true, .pin_memory = false});
+      EXPECT_EQ(pageable.host_bytes, 2 * shards);
+      EXPECT_EQ(pageable.pinned_bytes, 0);
+      const MemoryReport params_only = train_memory({.params = true});
+      EXPECT_EQ(params_only.device_bytes, shards);
+      EXPECT_EQ(params_only.host_bytes, shards);
+    });
+  }
+}
+
+TEST(Offload, HostMemoryBeyondItsLimitIsRefusedByName) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto wrap = [&](int64_t limit) {
+      FullyShardedDataParallel fsdp(chain(2, 64), comm, {.offload = {.params = true, .grads = true, .host_limit_bytes = limit}});
+      fsdp(torch::ones({1, 64})).sum().backward();
+    };
+    constexpr int64_t kBytes = 2 * (64 * 64 + 64) * 4;
+    wrap(2 * kBytes);
+    expect_contains(error_of<std::runtime_error>([&] { wrap(2 * kBytes - 1); }), "host memory for gradients on rank 0");
+    expect_contains(error_of<std::runtime_error>([&] { wrap(kBytes - 1); }), "host memory for the shards on rank 0");
+    expect_contains(error_of<std::invalid_argument>([&] { wrap(-1); }), "host_limit_bytes is -1");
+  });
+}
+
+TEST(Offload, RanksThatDisagreeAreNamed) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const std::string error = error_of<std::invalid_argument>([&] {
+      FullyShardedDataParallel fsdp(chain(1, 4), comm, {.offload = {.params = comm->rank() == 1}});
+    });
+    expect_contains(error, "offload.params=");
+  });
+}
+
+// ---- overlap, without a clock: a copy is held back until something happens that a wrapper which
+// waited for it would never get to.
+
+class Events {
+ public:
+  void note(const std::string& event) {
+    std::lock_guard lock(mutex_);
+    seen_.insert(event);
+    changed_.notify_all();
+  }
+  void forget() {
+    std::lock_guard lock(mutex_);
+    seen_.clear();
+  }
+  bool wait(const std::string& event) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, std::chrono::seconds(60), [&] { return seen_.contains(event); });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::set<std::string> seen_;
+};
+
+struct NoteBackward : torch::autograd::Function<NoteBackward> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t note) {
+    context->saved_data["note"] = note;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<std::function<void()>*>(context->saved_data["note"].toInt()))();
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+// Linears of different widths, so that their copies are told apart by bytes.
+struct LabelledImpl : torch::nn::Module {
+  explicit LabelledImpl(Events& shared) : events(&shared) {
+    for (int i = 0; i < 4; ++i) {
+      layers->push_back(torch::nn::Linear(8 + 8 * i, 16 + 8 * i));
+      notes.push_back([this, i] { events->note("backward " + std::to_string(i)); });
+    }
+    register_module("layers", layers);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (int i = 0; i < 4; ++i) {
+      x = layers[i]->as<torch::nn::Linear>()->forward(x);
+      events->note("forward " + std::to_string(i));
+      // Comes after the gradients of layer i + 1, and before those of layer i.
+      x = NoteBackward::apply(x, reinterpret_cast<int64_t>(&notes[i]));
+    }
+    return x;
+  }
+  Events* events;
+  std::vector<std::function<void()>> notes;
+  torch::nn::ModuleList layers;
+};
+TORCH_MODULE(Labelled);
+
+int layer_of(int64_t bytes) {
+  for (int i = 0; i < 4; ++i)
+    if (bytes == ((8 + 8 * i) * (16 + 8 * i) + 16 + 8 * i) * 4) return i;
+  return -1;
+}
+
+TEST(Offload, ShardsComeWhileTheUnitsBeforeThemCompute) {
+  Events events;
+  std::atomic<bool> armed = false;
+  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    // The copy of layer i goes on only when forward has computed layer i - 1, and so began before.
+    auto hold = [&](CopyDirection direction, int64_t bytes) {
+      const int layer = layer_of(bytes);
+      if (armed && direction == CopyDirection::kToDevice && layer > 1) {
+        EXPECT_TRUE(events.wait("forward " + std::to_string(layer - 2))) << layer;
+      }
+      events.note("copy " + std::to_string(layer));
+    };
+    FullyShardedDataParallel fsdp(Labelled(events), comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}},
+                                   .prefetch = 0,
+                                   .keep_recent = 1});
+    fsdp(torch::ones({2, 8})).sum().backward();  // in which the order is learnt
+    events.forget();
+    armed = true;
+    torch::NoGradGuard no_grad;
+    fsdp(torch::ones({2, 8}));
+    EXPECT_TRUE(events.wait("copy 3"));
+  });
+}
+
+TEST(Offload, GradientsLeaveWhileBackwardGoesOn) {
+  Events events;
+  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    // The gradient of layer i leaves only when backward has come past layer i - 1.
+    auto hold = [&](CopyDirection direction, int64_t bytes) {
+      const int layer = layer_of(bytes);
+      if (direction == CopyDirection::kToHost && layer > 1) {
+        EXPECT_TRUE(events.wait("backward " + std::to_string(layer - 2))) << layer;
+      }
+    };
+    FullyShardedDataParallel fsdp(Labelled(events), comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}}});
+    fsdp(torch::ones({2, 8})).sum().backward();
+    for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+  });
+}
+
+TEST(Offload, AFailedCopyIsAnErrorAndTheNextStepIsClean) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    int failing = -1;
+    auto fail = [&](CopyDirection direction, int64_t) {
+      if (failing == static_cast<int>(direction)) throw std::runtime_error("the link is down");
+    };
+    FullyShardedDataParallel fsdp(chain(3, kWidth), comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = fail}}});
+    const auto x = torch::ones({2, kWidth});
+    fsdp(x).sum().backward();
+    std::vector<at::Tensor> expected;
+    for (const auto& shard : fsdp.parameters()) expected.push_back(shard.grad().clone());
+    for (const auto direction : {CopyDirection::kToDevice, CopyDirection::kToHost}) {
+      fsdp.zero_grad();
+      failing = static_cast<int>(direction);
+      expect_contains(error_of<std::runtime_error>([&] { fsdp(x).sum().backward(); }), "the link is down");
+      failing = -1;
+      fsdp.zero_grad();
+      fsdp(x).sum().backward();
+      const auto shards = fsdp.parameters();
+      for (size_t i = 0; i < shards.size(); ++i) EXPECT_TRUE(torch::equal(shards[i].grad(), expected[i])) << i;
+      EXPECT_EQ(fsdp.memory().staging_bytes + fsdp.memory().gathered_bytes + fsdp.memory().bucket_bytes, 0);
+    }
+  });
+}
+
+TEST(Offload, SlowLinksChangeNothing) {
+  on_ranks(3, [](std::shared_ptr<Communicator> comm) {
+    FsdpOptions slow;
+    slow.offload = {.params = true, .grads = true, .simulated_link = {.bytes_per_s = 1e6}};
+    FsdpOptions fast;
+    fast.offload = {.params = true, .grads = true};
+    const auto adam = torch::optim::AdamOptions(1e-2);
+    const auto expected = train<torch::optim::Adam>(comm, fast, adam), own = train<torch::optim::Adam>(comm, slow, adam);
+    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+  });
+}
+
+TEST(Offload, CheckpointsAndSummonedParametersSeeTheShards) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = chain(2, kWidth);
+    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    const auto before = fsdp.full_state_dict();
+    {
+      auto guard = fsdp.summon_full_params();
+      torch::NoGradGuard no_grad;
+      EXPECT_TRUE(torch::equal(model[0]->parameters()[0], before["0.weight"]));
+      model[0]->parameters()[0].mul_(2);
+    }
+    EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["0.weight"], 2 * before["0.weight"]));
+  });
+}
+
+}  // namespace
+}  // namespace tessera

@@ -1,0 +1,88 @@
+// OSS with its step in host memory: the same bits as on the device.
+#include "tests/support/random_net.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+at::Tensor batch(int seed) {
+  return seeded(1000 + seed, [] { return torch::randn({4, kWidth}); });
+}
+
+template <class Optimizer, class Options>
+std::vector<at::Tensor> train(std::shared_ptr<Communicator> comm, Options options, OssOptions oss, bool with_sdp) {
+  auto model = seeded(7, [] { return RandomNet(23); });
+  OSS<Optimizer> optimizer(unique_parameters(*model), options, comm, oss);
+  std::optional<ShardedDataParallel<RandomNet>> sdp;
+  std::optional<DistributedDataParallel<RandomNet>> ddp;
+  if (with_sdp) sdp.emplace(model, optimizer, comm);
+  else ddp.emplace(model, comm, DdpOptions{.find_unused_parameters = true});
+  for (int step = 0; step < 6; ++step) {
+    with_sdp ? sdp->zero_grad() : ddp->zero_grad();
+    const at::Tensor x = batch(10 * step + comm->rank());
+    torch::mse_loss(with_sdp ? (*sdp)(x) : (*ddp)(x), batch(step)).backward();
+    optimizer.clip_grad_norm_(0.5);
+    optimizer.step();
+    if (step == 2) {  // somebody writes to the parameters; the copies follow
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : unique_parameters(*model)) parameter.mul_(0.99);
+    }
+    if (step == 3) {  // states come and go under the parameters' own names
+      optimizer.consolidate_state_dict(-1);
+      const OptimizerStateDict dict = optimizer.state_dict();
+      optimizer.load_state_dict(dict);
+    }
+  }
+  for (const auto& parameter : unique_parameters(*model)) {
+    if (!oss.offload.grads || !optimizer.owns(parameter)) continue;
+    EXPECT_FALSE(parameter.grad().defined()) << parameter.sizes();
+  }
+  return unique_parameters(*model);
+}
+
+TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
+  for (const int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (const bool with_sdp : {false, true}) {
+        auto compare = [&](const auto& expected, const auto& own, const char* what) {
+          for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(expected[i], own[i])) << what << " " << i << " of " << world;
+        };
+        const OssOptions offloaded{.offload = {.params = true, .grads = true}};
+        const auto adam = torch::optim::AdamOptions(1e-2);
+        compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp), train<torch::optim::Adam>(comm, adam, offloaded, with_sdp), "torch's Adam");
+        compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp), "HostAdam");
+        const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
+        compare(train<torch::optim::SGD>(comm, sgd, {}, with_sdp), train<torch::optim::SGD>(comm, sgd, {.offload = {.params = true}}, with_sdp), "SGD");
+      }
+    });
+  }
+}
+
+TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential model;
+    for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
+    OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm, {.offload = {.params = true, .grads = true}});
+    ShardedDataParallel sdp(model, optimizer, comm);
+    EXPECT_EQ(sdp.memory().host_bytes, 0);
+    sdp(torch::ones({2, 64})).sum().backward();
+    optimizer.step();
+    EXPECT_EQ(sdp.memory().host_bytes, 2 * 64 * 64 * 4);
+    EXPECT_EQ(sdp.memory().pinned_bytes, 2 * 64 * 64 * 4);
+  });
+}
+
+TEST(OssOffload, MistakesAreNamed) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto make = [&](CpuOffload offload) {
+      OSS<torch::optim::Adam>(torch::nn::Linear(2, 2)->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = std::move(offload)});
+    };
+    expect_contains(error_of<std::invalid_argument>([&] { make({.grads = true}); }), "offload.grads");
+    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "/tmp"}); }), "offload.directory");
+  });
+}
+
+}  // namespace
+}  // namespace tessera

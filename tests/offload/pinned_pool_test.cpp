@@ -1,0 +1,65 @@
+// The pool of host memory: exact counts, reuse, the bound.
+#include "tessera/offload/pinned_pool.h"
+#include "tests/support/reference.h"
+
+namespace tessera {
+namespace {
+
+using namespace testing_support;
+
+TEST(PinnedPool, CountsWhatIsLentAndReusesIt) {
+  PinnedPool pool({});
+  at::Tensor first = pool.take(100, at::kFloat, "a test");
+  EXPECT_EQ(first.sizes(), at::IntArrayRef({100}));
+  EXPECT_EQ(first.scalar_type(), at::kFloat);
+  const void* memory = first.data_ptr();
+  EXPECT_EQ(pool.lent_bytes(), 400);
+  at::Tensor view = first.narrow(0, 10, 5);
+  first.reset();
+  EXPECT_EQ(pool.lent_bytes(), 400);  // a view is alive
+  view.reset();
+  EXPECT_EQ(pool.lent_bytes(), 0);
+  EXPECT_EQ(pool.owned_bytes(), 400);
+  at::Tensor again = pool.take(200, at::kBFloat16, "a test");
+  EXPECT_EQ(again.data_ptr(), memory);
+  EXPECT_EQ(pool.owned_bytes(), 400);
+  EXPECT_EQ(pool.peak_lent_bytes(), 400);
+  again.fill_(1);
+  EXPECT_EQ(again.sum().item<float>(), 200);
+  again.reset();
+  pool.trim();
+  EXPECT_EQ(pool.owned_bytes(), 0);
+}
+
+TEST(PinnedPool, OwnsNoMoreThanWasLentAtOneTime) {
+  PinnedPool pool({});
+  for (int64_t numel = 1; numel <= 64; ++numel) pool.take(numel, at::kFloat, "a test");
+  EXPECT_LE(pool.owned_bytes(), 64 * 4);
+  EXPECT_EQ(pool.peak_lent_bytes(), 64 * 4);
+}
+
+TEST(PinnedPool, RefusesMoreThanItsLimitAndStaysUsable) {
+  PinnedPool pool({.limit_bytes = 1000});
+  at::Tensor most = pool.take(200, at::kFloat, "most of it");
+  const std::string error = error_of<std::runtime_error>([&] { pool.take(51, at::kFloat, "unit 'b'"); });
+  expect_contains(error, "unit 'b'");
+  expect_contains(error, "204 bytes asked for, 800 lent, of at most 1000");
+  EXPECT_EQ(pool.take(50, at::kFloat, "the rest").numel(), 50);
+  EXPECT_NE(error_of<std::invalid_argument>([] { PinnedPool({.limit_bytes = -1}); }), "");
+}
+
+TEST(PinnedPool, TensorsOutliveThePool) {
+  at::Tensor kept;
+  {
+    PinnedPool pool({});
+    kept = pool.take(3, at::kDouble, "a test");
+  }
+  kept.fill_(2);
+  EXPECT_EQ(kept.sum().item<double>(), 6);
+  PinnedPool pool({});
+  EXPECT_EQ(pool.take(0, at::kFloat, "nothing").numel(), 0);
+  EXPECT_EQ(pool.owned_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace tessera
