@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/comm/trace.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
 
@@ -216,7 +217,10 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   }
   std::erase_if(checks_, [](const std::function<bool()>& check) { return !check(); });
   copy_options(*local_);
-  local_->step();
+  {
+    const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
+    local_->step();
+  }
   for (auto& buckets : buckets_) buckets->publish();
   return loss;
 }
