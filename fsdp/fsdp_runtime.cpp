@@ -125,6 +125,7 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
   reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
                                                ReducerChecks{options_.refuse_uneven_use, options_.check_finite});
   name_shards();
+  gathered_.trim();  // the module's own parameters were freed unit by unit
 }
 
 // A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is

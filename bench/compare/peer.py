@@ -245,11 +245,13 @@ def run(args):
     for step in range(args.warmup + args.steps):
         if step == args.warmup:
             dist.barrier()
+            cpu_before = time.process_time()
         began = time.perf_counter()
         loss = trainer.step(data)
         if step >= args.warmup:
             step_s.append(time.perf_counter() - began)
         losses.append(float(loss))
+    cpu_s = (time.process_time() - cpu_before) / args.steps
     rss_peak = resident_bytes("VmHWM:")
 
     slowest = torch.tensor(step_s, dtype=torch.float64)
@@ -257,12 +259,12 @@ def run(args):
     mean = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(mean)
     memory = [None] * args.ranks
-    dist.all_gather_object(memory, (rss_peak, rss_before))
+    dist.all_gather_object(memory, (rss_peak, rss_before, cpu_s))
     if rank == 0:
         slowest, mean = slowest.tolist(), (mean / args.ranks).tolist()
         print(json.dumps({"model": args.model, "wrapper": args.peer, "ranks": args.ranks, "batch": args.batch, "steps": args.steps,
                           "warmup": args.warmup, "threads": args.threads, "step_s_median": statistics.median(slowest),
-                          "step_s_min": min(slowest), "rss_before_bytes": max(memory)[1], "rss_peak_bytes": max(memory)[0],
+                          "step_s_min": min(slowest), "cpu_s": sum(m[2] for m in memory) / args.ranks, "rss_before_bytes": max(memory)[1], "rss_peak_bytes": max(memory)[0],
                           "loss": mean[-1], "losses": mean, "step_s": slowest}), flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -16,10 +16,10 @@ namespace {
 
 void print(const nlohmann::ordered_json& line) {
   const auto mib = [&](const char* field) { return line[field].get<double>() / (1 << 20); };
-  std::printf("%s, %s, %d ranks: median %.1f ms a step (slowest rank; min %.1f), of which waiting %.1f\n",
+  std::printf("%s, %s, %d ranks: median %.1f ms a step (slowest rank; min %.1f), of which waiting %.1f; processor %.1f\n",
               line["model"].get<std::string>().c_str(), line["wrapper"].get<std::string>().c_str(), line["ranks"].get<int>(),
               line["step_s_median"].get<double>() * 1e3, line["step_s_min"].get<double>() * 1e3,
-              line["comm_wait_s"].get<double>() * 1e3);
+              line["comm_wait_s"].get<double>() * 1e3, line["cpu_s"].get<double>() * 1e3);
   std::printf("held, MiB: parameters %.1f, gradients %.1f, optimizer %.1f, gathered at most %.1f, buckets at most %.1f; RSS %.1f, at most %.1f\n",
               mib("param_bytes"), mib("grad_bytes"), mib("optimizer_bytes"), mib("peak_gathered_bytes"), mib("peak_bucket_bytes"),
               mib("rss_before_bytes"), mib("rss_peak_bytes"));

@@ -1,5 +1,6 @@
 #include "measure.h"
 
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -22,6 +23,14 @@ int64_t resident_bytes(const char* field) {
     return kib * 1024;
   }
   return 0;
+}
+
+// Of all threads of this process, in the kernel and outside.
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec); };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
 double median(std::vector<double> values) {
@@ -72,10 +81,12 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
 
   std::vector<double> losses, step_s;
   tessera::Traffic before;
+  double cpu_before = 0;
   for (int step = 0; step < options.warmup + options.steps; ++step) {
     if (step == options.warmup) {
       comm->barrier("the end of warming up");
       before = comm->traffic();
+      cpu_before = cpu_seconds();
     }
     const auto began = Clock::now();
     trainer->zero_grad();
@@ -83,17 +94,18 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
     if (step >= options.warmup) step_s.push_back(std::chrono::duration<double>(Clock::now() - began).count());
     losses.push_back(loss.item<double>());
   }
+  const double cpu_after = cpu_seconds();
   const tessera::Traffic after = comm->traffic();
   const tessera::MemoryReport report = trainer->memory();
   const double steps = options.steps;
-  enum Column { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCollectives, kWait };
+  enum Column { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCollectives, kWait, kCpu };
   const OverRanks figures(*comm, {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
                                   static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
                                   static_cast<double>(report.peak_bucket_bytes), rss_before,
                                   static_cast<double>(resident_bytes("VmHWM:")),
                                   static_cast<double>(after.sent_bytes - before.sent_bytes) / steps,
                                   static_cast<double>(after.collectives - before.collectives) / steps,
-                                  (after.wait_s - before.wait_s) / steps});
+                                  (after.wait_s - before.wait_s) / steps, (cpu_after - cpu_before) / steps});
   const auto most = figures.most(), mean = figures.mean();
   const auto slowest = OverRanks(*comm, step_s).most();
   losses = OverRanks(*comm, losses).mean();
@@ -102,6 +114,7 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
   const auto bytes = [](double value) { return static_cast<int64_t>(value); };
   line["step_s_median"] = median(slowest);
   line["step_s_min"] = *std::min_element(slowest.begin(), slowest.end());
+  line["cpu_s"] = mean[kCpu];
   line["param_bytes"] = bytes(most[kParam]);
   line["grad_bytes"] = bytes(most[kGrad]);
   line["optimizer_bytes"] = bytes(most[kOptimizer]);

@@ -14,6 +14,8 @@ namespace train_step {
 // wherever the fields say so:
 //
 //   step_s_median, step_s_min   over steps, of the slowest rank in each
+//   cpu_s                       a step's processor time of all threads, the mean over ranks: less moved by
+//                               what else the machine does than the time that passes
 //   param_bytes, grad_bytes, optimizer_bytes, peak_gathered_bytes, peak_bucket_bytes
 //                               held by a rank after a step: the most over ranks
 //   model_bytes                 parameters of the whole model
