@@ -54,18 +54,19 @@ def parse():
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps")
+    parser.add_argument("--more", action="store_true", help="add rounds to what earlier calls have measured")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a run")
     args = parser.parse_args()
     if args.quick:
-        args.rounds, args.ranks = 2, [2]
+        args.rounds, args.ranks = min(args.rounds, 2), [2]
     return args
 
 
 def command(args, program, model, ranks):
     steps, warmup = STEPS[model]
     if args.quick:
-        steps = max(3, steps // 2)
+        steps, warmup = max(3, steps // 2), max(1, warmup // 2)
     common = ["--model", model, "--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup), "--threads", "1"]
     if program.startswith("tessera "):
         return [os.path.join(args.build, "bench/train_step"), "--wrapper", program.split()[1], "--json", *common]
@@ -87,6 +88,7 @@ def run(args, program, model, ranks):
 
 def measure(args, results):
     for round_number in range(args.rounds):
+        results["rounds"] += 1
         for ranks in args.ranks:
             for model in args.models:
                 order = args.programs[round_number % len(args.programs):] + args.programs[: round_number % len(args.programs)]
@@ -97,13 +99,11 @@ def measure(args, results):
                         continue  # it cannot run
                     began = time.time()
                     line = run(args, program, model, ranks)
-                    line["round"] = results["rounds"] + round_number
+                    line["round"] = results["rounds"]
                     runs.append(line)
                     told = line.get("error") or f"{line['step_s_median'] * 1e3:.1f} ms a step, processor {line['cpu_s'] * 1e3:.1f} ms"
                     print(f"round {round_number + 1}, {model}, {ranks} ranks, {program}: {told} ({time.time() - began:.0f} s)", flush=True)
                     save(args, results)
-    results["rounds"] += args.rounds
-    save(args, results)
 
 
 def save(args, results):
@@ -263,7 +263,7 @@ def render(results):
     folder = os.path.join(ROOT, "docs/benchmarks")
     os.makedirs(folder, exist_ok=True)
     draw(results, folder)
-    text = "\n".join([f"Measured on {results['machine']}. {results['rounds']} rounds.", "", *ratio_table(results), "",
+    text = "\n".join([f"Measured on {results['machine']}. Rounds: {results['rounds']}.", "", *ratio_table(results), "",
                       "![Step time of every program](benchmarks/step_time.svg)", "", "![Memory of every program](benchmarks/memory.svg)", "",
                       "### Every program", "", *full_table(results), "", "### Programs that could not be compared", "", *problems(results)])
     begin, end = "<!-- begin: written by `make bench` -->", "<!-- end: written by `make bench` -->"
@@ -280,11 +280,10 @@ def main():
     args = parse()
     path = os.path.join(args.out, "results.json")
     results = {"machine": machine(), "rounds": 0, "runs": {}}
-    if args.render:
+    if args.render or args.more:
         with open(path) as file:
             results = json.load(file)
-        results["rounds"] = results["rounds"] or 1 + max(run["round"] for runs in results["runs"].values() for run in runs if "round" in run)
-    else:
+    if not args.render:
         measure(args, results)
     render(results)
 
