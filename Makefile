@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test interop fuzz build setup clean format tidy
+.PHONY: demo test bench interop fuzz build setup clean format tidy
 
 demo: build
 	@$(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
@@ -13,6 +13,14 @@ test: setup
 	@cmake --preset $(PRESET) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON --log-level=WARNING >/dev/null
 	@cmake --build --preset $(PRESET) -j $(JOBS)
 	@ctest --preset $(PRESET)
+
+# Against Python's wrappers, side by side; see docs/benchmarks.md. BENCH=--quick takes a quarter of an hour.
+BENCH ?=
+bench: setup
+	@cmake --preset $(PRESET) -DTESSERA_BUILD_BENCH=ON --log-level=WARNING >/dev/null
+	@cmake --build --preset $(PRESET) -j $(JOBS) --target train_step
+	@bench/compare/setup.sh
+	@tools/python.sh bench/compare/compare.py --build $(BUILD) $(BENCH)
 
 # What Python writes we read, and the other way round. Sets up .deps/python the first time.
 interop: setup

@@ -4,6 +4,9 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#if __has_include(<malloc.h>)
+#include <malloc.h>
+#endif
 
 namespace tessera {
 
@@ -42,6 +45,10 @@ void BufferPool::trim() {
   std::lock_guard lock(mutex_);
   idle_.clear();
   idle_bytes_ = 0;
+#ifdef __GLIBC__
+  // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
+  if (device_.is_cpu()) ::malloc_trim(0);
+#endif
 }
 
 int64_t BufferPool::lent_bytes() const {

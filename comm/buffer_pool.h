@@ -25,7 +25,8 @@ class BufferPool {
   // with streams only when the stream that allocates next is ordered after the last use.
   at::Tensor take(int64_t bytes);
   void give(at::Tensor buffer);
-  // Frees what is not lent.
+  // Frees what is not lent, and gives the memory that the process has freed so far back to the system.
+  // For when what came before was not typical of what follows: construction, the first backward.
   void trim();
 
   int64_t lent_bytes() const;

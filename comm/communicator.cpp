@@ -9,8 +9,36 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "tessera/comm/trace.h"
+
 namespace tessera {
 namespace {
+
+// An operation with a span of its own, from here until it is waited for, and one for the wait.
+class TracedOperation : public Pending::Operation {
+ public:
+  TracedOperation(SpanKind kind, const char* operation, std::string_view what, Pending pending)
+      : kind_(kind), operation_(operation), what_(what.empty() ? operation : what), pending_(std::move(pending)) {}
+  void finish() override {
+    const auto waits = Trace::Clock::now();
+    pending_.wait();
+    const auto end = Trace::Clock::now();
+    Trace::active()->add(SpanKind::kWait, what_, operation_, waits, end);
+    Trace::active()->add(kind_, what_, operation_, began_, end);
+  }
+
+ private:
+  const SpanKind kind_;
+  const char* const operation_;
+  const std::string what_;
+  const Trace::Clock::time_point began_ = Trace::Clock::now();
+  Pending pending_;
+};
+
+Pending traced(SpanKind kind, const char* operation, std::string_view what, Pending pending) {
+  if (Trace::active() == nullptr || pending.done()) return pending;
+  return Pending(std::make_unique<TracedOperation>(kind, operation, what, std::move(pending)));
+}
 
 // The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
 // nothing here may be recorded by autograd.
@@ -67,7 +95,9 @@ Pending Communicator::all_gather(at::Tensor full, at::Tensor shard, std::vector<
   shard = checked(shard, "all-gather", "the shard");
   counts = checked(std::move(counts), full, shard, "all-gather");
   count(&Counters::collectives, 1);
-  if (size_ > 1) return start_all_gather(std::move(full), std::move(shard), std::move(counts), std::string(what));
+  if (size_ > 1)
+    return traced(SpanKind::kGather, "all-gather", what,
+                  start_all_gather(std::move(full), std::move(shard), std::move(counts), std::string(what)));
   copy_bytes(full, shard);
   return {};
 }
@@ -79,7 +109,8 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
   counts = checked(std::move(counts), full, shard, "reduce-scatter");
   count(&Counters::collectives, 1);
   if (size_ > 1)
-    return start_reduce_scatter(std::move(shard), std::move(full), op, std::move(counts), std::string(what));
+    return traced(SpanKind::kReduce, "reduce-scatter", what,
+                  start_reduce_scatter(std::move(shard), std::move(full), op, std::move(counts), std::string(what)));
   copy_bytes(shard, full);
   return {};
 }
@@ -87,21 +118,24 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
   tensor = checked(tensor, "all-reduce", "the tensor");
   count(&Counters::collectives, 1);
-  return size_ > 1 ? start_all_reduce(std::move(tensor), op, std::string(what)) : Pending();
+  if (size_ == 1) return {};
+  return traced(SpanKind::kReduce, "all-reduce", what, start_all_reduce(std::move(tensor), op, std::string(what)));
 }
 
 Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
   check_root(root, "broadcast");
   tensor = checked(tensor, "broadcast", "the tensor");
   count(&Counters::collectives, 1);
-  return size_ > 1 ? start_broadcast(std::move(tensor), root, std::string(what)) : Pending();
+  if (size_ == 1) return {};
+  return traced(SpanKind::kGather, "broadcast", what, start_broadcast(std::move(tensor), root, std::string(what)));
 }
 
 Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
   check_root(root, "reduce");
   tensor = checked(tensor, "reduce", "the tensor");
   count(&Counters::collectives, 1);
-  return size_ > 1 ? start_reduce(std::move(tensor), root, op, std::string(what)) : Pending();
+  if (size_ == 1) return {};
+  return traced(SpanKind::kReduce, "reduce", what, start_reduce(std::move(tensor), root, op, std::string(what)));
 }
 
 Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::vector<int64_t> counts,
@@ -111,7 +145,9 @@ Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::
   full = rank_ == root ? checked(full, "scatter", "the full tensor") : at::Tensor();
   counts = checked(std::move(counts), full, shard, "scatter");
   count(&Counters::collectives, 1);
-  if (size_ > 1) return start_scatter(std::move(shard), std::move(full), root, std::move(counts), std::string(what));
+  if (size_ > 1)
+    return traced(SpanKind::kGather, "scatter", what,
+                  start_scatter(std::move(shard), std::move(full), root, std::move(counts), std::string(what)));
   copy_bytes(shard, full);
   return {};
 }

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/launch.h"
+#include "tessera/comm/trace.h"
 
 namespace tessera {
 namespace {
@@ -40,6 +41,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   std::exception_ptr first_error;
   auto rank_main = [&](int rank) {
     std::shared_ptr<Communicator> comm;
+    Trace::set_rank_of_thread(rank);
     try {
       comm = make_gloo_communicator(store, rank, world, "127.0.0.1", options.timeout);
       body(comm);

@@ -144,6 +144,7 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
                                                ReducerChecks{options_.refuse_uneven_use, options_.check_finite},
                                                options_.offload.grads ? GradientSink{copies_.get(), &staging_} : GradientSink{});
   name_shards();
+  gathered_.trim();  // the module's own parameters were freed unit by unit
 }
 
 // A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is
@@ -321,6 +322,7 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::Use mode = mode_of_use();
   Quiet quiet;
+  trace_compute_ends();
   std::vector<Unit*> needed;
   for (Page* page : pages) {
     if (page->id() < 0)
@@ -353,6 +355,22 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
   for (Unit* unit : current_) unit->set_current(Page::Use::kNone);
   current_ = needed;
   for (Unit* unit : needed) unit->set_current(mode);
+  trace_compute(needed);
+}
+
+// A unit computes from its use on until another's, or the end of the pass; waits for gradients of
+// others lie within.
+void FsdpRuntime::trace_compute(const std::vector<Unit*>& units) {
+  if (Trace::active() == nullptr) return;
+  for (const Unit* unit : units) computing_ += (computing_.empty() ? "" : ", ") + unit->name();
+  computing_since_ = Trace::Clock::now();
+}
+
+void FsdpRuntime::trace_compute_ends() {
+  if (computing_.empty()) return;
+  Trace::active()->add(SpanKind::kCompute, computing_, inside_backward() ? "backward" : "forward", computing_since_,
+                       Trace::Clock::now());
+  computing_.clear();
 }
 
 void FsdpRuntime::make_resident(const std::vector<Unit*>& needed) {
@@ -420,6 +438,7 @@ void FsdpRuntime::enter_backward() {
 void FsdpRuntime::end_backward() {
   std::lock_guard lock(mutex_);
   Quiet quiet;
+  trace_compute_ends();
   in_backward_ = false;
   forward_is_new_ = true;
   if (!sync_) {
@@ -457,6 +476,7 @@ void FsdpRuntime::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return;  // a checkpointed part is computed again
   Quiet quiet;
+  trace_compute_ends();
   if (in_backward_) abandon_backward();
   forward_order_.begin_pass();
   forward_is_new_ = false;

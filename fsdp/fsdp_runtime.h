@@ -12,6 +12,7 @@
 
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/trace.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/residency.h"
 #include "tessera/fsdp/full_parameters.h"
@@ -88,6 +89,8 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
 
   std::string unit_names() const;
   void describe_order(std::ostream& text, const char* pass, const PrefetchOrder& order) const;
+  void trace_compute(const std::vector<Unit*>& units);  // from now on, until the next call
+  void trace_compute_ends();
   void enter_backward();
   void end_backward();
   void abandon_backward();
@@ -110,6 +113,8 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
 
   std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
   std::vector<Unit*> current_;  // of the last operator that came here
+  std::string computing_;       // their names, while they are being traced
+  Trace::Clock::time_point computing_since_;
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
   bool in_backward_ = false;

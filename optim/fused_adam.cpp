@@ -13,6 +13,8 @@
 #include <tuple>
 #include <vector>
 
+#include "tessera/comm/trace.h"
+
 namespace tessera {
 namespace {
 
@@ -83,6 +85,7 @@ at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Op
     loss = closure();
   }
   at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "a fused step");
   for (auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const Options&>(group.options());
     for (const at::Tensor& parameter : group.params())

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/comm/trace.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/oss/host_step.h"
@@ -224,7 +225,10 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   }
   std::erase_if(checks_, [](const std::function<bool()>& check) { return !check(); });
   copy_options(*local_);
-  host_ ? host_->step(*local_) : static_cast<void>(local_->step());
+  {
+    const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
+    host_ ? host_->step(*local_) : static_cast<void>(local_->step());
+  }
   for (auto& buckets : buckets_) buckets->publish();
   return loss;
 }

@@ -60,6 +60,7 @@ MemoryReport DdpModule::memory() const {
 }
 
 void DdpModule::begin_forward() {
+  trace_forward_begins();
   const bool trains = c10::GradMode::is_enabled() && *sync_ &&
                       std::any_of(planned_parameters().begin(), planned_parameters().end(),
                                   [](const PlannedParameter& parameter) { return parameter.tensor.requires_grad(); });
@@ -69,6 +70,7 @@ void DdpModule::begin_forward() {
 }
 
 void DdpModule::end_forward(const std::vector<at::Tensor>& tensors, bool complete) {
+  trace_forward_ends(tensors);
   last_forward_synced_ = c10::GradMode::is_enabled() && *sync_ && reducer_;
   if (!last_forward_synced_) return;
   if (!complete && (options_.find_unused_parameters || options_.static_graph))

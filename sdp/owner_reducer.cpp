@@ -341,6 +341,7 @@ void OwnerReducer::end_backward() {
   const bool any_used = std::any_of(marks.begin(), marks.end(), [](uint8_t mark) { return mark != kUnused; });
   if (!order_agreed_ && any_used) agree_on_order();
   in_backward_ = false;
+  if (std::exchange(first_backward_, false)) pool_.trim();  // before the optimizer makes its state
 }
 
 std::vector<uint8_t> OwnerReducer::exchange_marks() {

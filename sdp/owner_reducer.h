@@ -122,6 +122,7 @@ class OwnerReducer : public std::enable_shared_from_this<OwnerReducer> {
   size_t started_ = 0;
   bool order_agreed_ = false;
   bool in_backward_ = false;
+  bool first_backward_ = true;
   bool sync_ = true;
   int64_t held_bytes_ = 0;  // of gradients that travel without being copied
   int64_t peak_bytes_ = 0;

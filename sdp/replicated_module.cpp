@@ -1,6 +1,7 @@
 #include "tessera/sdp/replicated_module.h"
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <map>
 #include <sstream>
@@ -118,6 +119,24 @@ MemoryReport ReplicatedModule::memory_of_replica() const {
   report.unsharded_bytes = report.shard_bytes;
   report.device_bytes = report.shard_bytes + report.grad_bytes;
   return report;
+}
+
+void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) const {
+  Trace::active()->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());
+  if (!c10::GradMode::is_enabled()) return;
+  auto begun = std::make_shared<bool>(false);
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    output.register_hook([begun](const at::Tensor&) {
+      if (std::exchange(*begun, true)) return;
+      // What others have queued for the end of backward belongs to it: so this queues up once more, last.
+      auto& engine = torch::autograd::Engine::get_default_engine();
+      engine.queue_callback([&engine, since = Trace::Clock::now()] {
+        engine.queue_callback(
+            [since] { Trace::active()->add(SpanKind::kCompute, "backward", nullptr, since, Trace::Clock::now()); });
+      });
+    });
+  }
 }
 
 }  // namespace tessera

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/trace.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/unit_plan.h"
@@ -50,10 +51,22 @@ class ReplicatedModule : public ModelShards {
   MemoryReport memory_of_replica() const;
   const std::vector<PlannedParameter>& planned_parameters() const { return parameters_; }
 
+  // Spans of the trace, if there is one: forward from the first call to the second, backward from the
+  // first gradient of one of these tensors until it is over.
+  void trace_forward_begins() {
+    if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
+  }
+  void trace_forward_ends(const std::vector<at::Tensor>& outputs) const {
+    if (Trace::active() != nullptr) trace_passes(outputs);
+  }
+
  private:
+  void trace_passes(const std::vector<at::Tensor>& outputs) const;
+
   const std::shared_ptr<torch::nn::Module> module_;
   const std::shared_ptr<Communicator> comm_;
   std::vector<PlannedParameter> parameters_;
+  Trace::Clock::time_point forward_since_;
 };
 
 }  // namespace tessera

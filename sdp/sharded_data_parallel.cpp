@@ -110,11 +110,13 @@ MemoryReport SdpModule::memory() const {
 void SdpModule::reset_peak_memory() { reducer_->reset_peak(); }
 
 void SdpModule::begin_forward() {
+  trace_forward_begins();
   reducer_->begin_forward();
   if (options_.broadcast_buffers && c10::GradMode::is_enabled() && reducer_->sync() && has_buffers()) broadcast_buffers();
 }
 
 void SdpModule::end_forward(const std::vector<at::Tensor>& tensors) {
+  trace_forward_ends(tensors);
   if (c10::GradMode::is_enabled()) reducer_->expect_backward_of(tensors);
 }
 

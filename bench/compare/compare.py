@@ -1,0 +1,292 @@
+"""Trains the same models under Tessera's and Python's wrappers, in turn, and writes docs/benchmarks.md's tables.
+
+    compare.py --build build/release [--quick] [--models deep gpt] [--ranks 2 4] [--rounds 5]
+
+In a round every program runs once, one after the other, so that what else the machine does falls on all
+alike; a ratio is that of two runs of one round, and the table has its median over rounds and its range.
+Programs whose losses differ from the others' are not compared but listed, and so are those that fail.
+Everything measured goes to <out>/results.json; --render writes the tables from there again.
+"""
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(HERE))
+MIB = 1 << 20
+
+# name: (stage, what it is). Stages 1 and 2 compete: both split the optimizer's state.
+PROGRAMS = {
+    "tessera local": (None, "one process a rank, each by itself"),
+    "local": (None, "the same in Python"),
+    "tessera ddp": (0, "Tessera DistributedDataParallel"),
+    "ddp": (0, "PyTorch DDP, bucket views"),
+    "tessera oss": (1, "Tessera DDP + OSS"),
+    "tessera sdp": (2, "Tessera OSS + ShardedDataParallel"),
+    "zero1": (1, "PyTorch DDP + ZeroRedundancyOptimizer, bucket views"),
+    "fairscale_sdp": (2, "FairScale OSS + ShardedDDP"),
+    "deepspeed1": (1, "DeepSpeed ZeRO 1"),
+    "deepspeed2": (2, "DeepSpeed ZeRO 2"),
+    "tessera fsdp": (3, "Tessera FullyShardedDataParallel"),
+    "fsdp1": (3, "PyTorch FSDP1"),
+    "fsdp2": (3, "PyTorch FSDP2"),
+    "fairscale_fsdp": (3, "FairScale FSDP"),
+    "deepspeed3": (3, "DeepSpeed ZeRO 3"),
+}
+# Ours against the fastest peer of the stage: at most this.
+TARGETS = {("tessera fsdp", "deep"): 0.5, ("tessera fsdp", "recipe"): 0.6, ("tessera fsdp", "gpt"): 0.85, ("tessera fsdp", "mlp"): 0.3,
+           ("tessera sdp", "recipe"): 0.7, ("tessera sdp", "gpt"): 0.9}
+STEPS = {"gpt": (8, 2), "deep": (10, 3), "recipe": (5, 2), "mlp": (60, 10)}  # timed, warm-up
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", default=os.path.join(ROOT, "build/release"))
+    parser.add_argument("--out", default=os.path.join(ROOT, "out/bench"))
+    parser.add_argument("--models", nargs="+", default=["mlp", "deep", "gpt", "recipe"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps")
+    parser.add_argument("--more", action="store_true", help="add rounds to what earlier calls have measured")
+    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--timeout", type=int, default=900, help="seconds for a run")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.ranks = min(args.rounds, 2), [2]
+    return args
+
+
+def command(args, program, model, ranks):
+    steps, warmup = STEPS[model]
+    if args.quick:
+        steps, warmup = max(3, steps // 2), max(1, warmup // 2)
+    common = ["--model", model, "--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup), "--threads", "1"]
+    if program.startswith("tessera "):
+        return [os.path.join(args.build, "bench/train_step"), "--wrapper", program.split()[1], "--json", *common]
+    return [sys.executable, os.path.join(HERE, "peer.py"), "--peer", program, *common]
+
+
+def run(args, program, model, ranks):
+    try:
+        done = subprocess.run(command(args, program, model, ranks), capture_output=True, text=True, timeout=args.timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end within {args.timeout} s"}
+    if done.returncode == 0:
+        for line in reversed(done.stdout.splitlines()):
+            if line.startswith("{"):
+                return json.loads(line)
+    errors = [line for line in done.stderr.splitlines() if re.search(r"(Error|Exception|error)\b.*:", line)] or done.stderr.splitlines()
+    return {"error": errors[-1].strip()[:300] if errors else f"exit code {done.returncode}"}
+
+
+def measure(args, results):
+    for round_number in range(args.rounds):
+        results["rounds"] += 1
+        for ranks in args.ranks:
+            for model in args.models:
+                order = args.programs[round_number % len(args.programs):] + args.programs[: round_number % len(args.programs)]
+                for program in order:
+                    key = f"{model}/{ranks}/{program}"
+                    runs = results["runs"].setdefault(key, [])
+                    if runs and "error" in runs[-1]:
+                        continue  # it cannot run
+                    began = time.time()
+                    line = run(args, program, model, ranks)
+                    line["round"] = results["rounds"]
+                    runs.append(line)
+                    told = line.get("error") or f"{line['step_s_median'] * 1e3:.1f} ms a step, processor {line['cpu_s'] * 1e3:.1f} ms"
+                    print(f"round {round_number + 1}, {model}, {ranks} ranks, {program}: {told} ({time.time() - began:.0f} s)", flush=True)
+                    save(args, results)
+
+
+def save(args, results):
+    os.makedirs(args.out, exist_ok=True)
+    with open(os.path.join(args.out, "results.json"), "w") as file:
+        json.dump(results, file)
+
+
+def machine():
+    name = "unknown processor"
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                name = line.split(":")[1].strip()
+                break
+    with open("/proc/meminfo") as file:
+        memory = int(file.readline().split()[1]) / (1 << 20)
+    return f"{os.cpu_count()} cores of {name}, {memory:.0f} GiB, Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
+
+
+# ---- tables ------------------------------------------------------------------------------------
+
+
+def good_runs(results, model, ranks, program):
+    return [run for run in results["runs"].get(f"{model}/{ranks}/{program}", []) if "error" not in run]
+
+
+def loss_problem(results, model, ranks, program):
+    """What is wrong with a program's losses, None if nothing: they are compared with our DDP's."""
+    runs, reference = good_runs(results, model, ranks, program), good_runs(results, model, ranks, "tessera ddp")
+    if not runs or not reference or PROGRAMS[program][0] is None:
+        return None
+    for step, (loss, expected) in enumerate(zip(runs[0]["losses"], reference[0]["losses"])):
+        if abs(loss - expected) > 5e-3 * max(abs(expected), 1e-2):
+            return f"trains otherwise: loss {loss:.6g} in step {step + 1}, expected {expected:.6g}"
+    return None
+
+
+def peers_of(results, model, ranks, ours):
+    stages = {0: (0,), 1: (1, 2), 2: (1, 2), 3: (3,)}[PROGRAMS[ours][0]]
+    found = []
+    for program, (stage, _) in PROGRAMS.items():
+        if stage in stages and not program.startswith("tessera") and good_runs(results, model, ranks, program):
+            if loss_problem(results, model, ranks, program) is None:
+                found.append(program)
+    return found
+
+
+def ratios(results, model, ranks, ours, peer, field):
+    """Of ours to the peer's, a number for each round in which both ran."""
+    theirs = {run["round"]: run[field] for run in good_runs(results, model, ranks, peer)}
+    return [run[field] / theirs[run["round"]] for run in good_runs(results, model, ranks, ours) if run["round"] in theirs]
+
+
+def median_of(results, model, ranks, program, field):
+    values = [run[field] for run in good_runs(results, model, ranks, program)]
+    return statistics.median(values) if values else None
+
+
+def spread(values):
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def cases(results):
+    keys = sorted({tuple(key.split("/")[:2]) for key in results["runs"]}, key=lambda k: (int(k[1]), list(STEPS).index(k[0])))
+    return [(model, int(ranks)) for model, ranks in keys]
+
+
+def ratio_table(results):
+    lines = ["| model | ranks | ours | fastest peer of the stage | step time, ours / theirs | processor time, ours / theirs | target |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
+    for model, ranks in cases(results):
+        for ours in ("tessera fsdp", "tessera sdp", "tessera oss", "tessera ddp"):
+            peers = peers_of(results, model, ranks, ours)
+            if not peers or not good_runs(results, model, ranks, ours):
+                continue
+            fastest = min(peers, key=lambda peer: median_of(results, model, ranks, peer, "step_s_median"))
+            time_ratios = ratios(results, model, ranks, ours, fastest, "step_s_median")
+            cpu_ratios = ratios(results, model, ranks, ours, fastest, "cpu_s")
+            if not time_ratios:
+                continue
+            target = TARGETS.get((ours, model))
+            verdict = "" if target is None else f"{target}: {'met' if statistics.median(time_ratios) <= target else 'missed'}"
+            lines.append(f"| {model} | {ranks} | {PROGRAMS[ours][1]} | {PROGRAMS[fastest][1]} | {spread(time_ratios)} | {spread(cpu_ratios)} | {verdict} |")
+    return lines
+
+
+def full_table(results):
+    lines = ["| model | ranks | program | step, ms (range over runs) | processor, ms | RSS growth, MiB | held, MiB | sent / parameters |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for model, ranks in cases(results):
+        for program in PROGRAMS:
+            runs = good_runs(results, model, ranks, program)
+            if not runs:
+                continue
+            times = [run["step_s_median"] * 1e3 for run in runs]
+            growth = statistics.median((run["rss_peak_bytes"] - run["rss_before_bytes"]) / MIB for run in runs)
+            held, sent = "", ""
+            if "param_bytes" in runs[0]:
+                held = f"{sum(runs[0][field] for field in ('param_bytes', 'grad_bytes', 'optimizer_bytes', 'peak_gathered_bytes', 'peak_bucket_bytes')) / MIB:.0f}"
+                sent = f"{runs[0]['sent_bytes'] / runs[0]['model_bytes']:.2f}"
+            lines.append(f"| {model} | {ranks} | {PROGRAMS[program][1]} | {statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f}) | "
+                         f"{statistics.median(run['cpu_s'] for run in runs) * 1e3:.1f} | {growth:.0f} | {held} | {sent} |")
+    return lines
+
+
+def problems(results):
+    lines = []
+    for model, ranks in cases(results):
+        for program in PROGRAMS:
+            runs = results["runs"].get(f"{model}/{ranks}/{program}", [])
+            error = next((run["error"] for run in runs if "error" in run), None) or loss_problem(results, model, ranks, program)
+            if error:
+                lines.append(f"* {PROGRAMS[program][1]}, {model}, {ranks} ranks: {error}")
+    return lines or ["None: every program ran, and all losses agreed."]
+
+
+def draw(results, folder):
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "tessera"
+    import matplotlib.pyplot as plt
+
+    ranks_shown = min(ranks for _, ranks in cases(results))
+    models = [model for model, ranks in cases(results) if ranks == ranks_shown]
+    programs = [p for p in PROGRAMS if PROGRAMS[p][0] is not None]
+    plots = [("step_time", "ms a step", lambda run: run["step_s_median"] * 1e3),
+             ("memory", "growth of resident memory, MiB", lambda run: (run["rss_peak_bytes"] - run["rss_before_bytes"]) / MIB)]
+    for name, label, value in plots:
+        figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 4.6), sharey=True, squeeze=False)
+        for axis, model in zip(axes[0], models):
+            shown = [p for p in programs if good_runs(results, model, ranks_shown, p)]
+            for row, program in enumerate(programs):
+                if program not in shown:
+                    continue
+                values = [value(run) for run in good_runs(results, model, ranks_shown, program)]
+                middle = statistics.median(values)
+                axis.barh(row, middle, color="#c2571a" if program.startswith("tessera") else "#8a97a6",
+                          xerr=[[middle - min(values)], [max(values) - middle]], ecolor="#333333", capsize=2)
+                axis.text(max(values), row, f" {middle:.3g}", va="center", fontsize=7)
+            axis.set_yticks(range(len(programs)), [PROGRAMS[p][1].replace(", bucket views", "") for p in programs], fontsize=8)
+            axis.invert_yaxis() if axis is axes[0][0] else None
+            axis.margins(x=0.18)
+            axis.set_title(f"{model}, {ranks_shown} ranks", fontsize=10)
+            axis.set_xlabel(label, fontsize=8)
+            axis.tick_params(axis="x", labelsize=7)
+            for side in ("top", "right"):
+                axis.spines[side].set_visible(False)
+        figure.tight_layout()
+        figure.savefig(os.path.join(folder, name + ".svg"), metadata={"Date": None})
+        plt.close(figure)
+
+
+def render(results):
+    document = os.path.join(ROOT, "docs/benchmarks.md")
+    folder = os.path.join(ROOT, "docs/benchmarks")
+    os.makedirs(folder, exist_ok=True)
+    draw(results, folder)
+    text = "\n".join([f"Measured on {results['machine']}. Rounds: {results['rounds']}.", "", *ratio_table(results), "",
+                      "![Step time of every program](benchmarks/step_time.svg)", "", "![Memory of every program](benchmarks/memory.svg)", "",
+                      "### Every program", "", *full_table(results), "", "### Programs that could not be compared", "", *problems(results)])
+    begin, end = "<!-- begin: written by `make bench` -->", "<!-- end: written by `make bench` -->"
+    with open(document) as file:
+        before, _, rest = file.read().partition(begin)
+    after = rest.partition(end)[2]
+    with open(document, "w") as file:
+        file.write(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    print("\n".join(ratio_table(results)))
+    print("\n".join(problems(results)))
+
+
+def main():
+    args = parse()
+    path = os.path.join(args.out, "results.json")
+    results = {"machine": machine(), "rounds": 0, "runs": {}}
+    if args.render or args.more:
+        with open(path) as file:
+            results = json.load(file)
+    if not args.render:
+        measure(args, results)
+    render(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The models, values and data of bench/train_step, for Python's wrappers.
+
+Parameters and data are the same function of (index of the parameter, index of the element) as there,
+so that both sides start from the same bits whatever their random generators do.
+"""
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DATA_STREAM = 1 << 20  # above it data, below it parameters
+SIZES = {  # batch of a rank, layers, width
+    "gpt": (4, 6, 384),
+    "deep": (8, 48, 512),
+    "recipe": (20, 20, 2000),
+    "mlp": (16, 2, 256),
+}
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x):  # [B, T, width] -> [B, T, width]
+        batch, length, width = x.shape
+        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = CausalSelfAttention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.expand = nn.Linear(width, 4 * width)
+        self.projection = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        attended = x + self.attention(self.attention_norm(x))
+        return attended + self.projection(F.gelu(self.expand(self.mlp_norm(attended)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    def __init__(self, vocabulary, layers, width, heads, context):
+        super().__init__()
+        self.token_embedding = nn.Embedding(vocabulary, width)
+        self.position_embedding = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens, targets):
+        positions = torch.arange(tokens.shape[1])
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Chain(nn.Module):
+    """Linear layers one after the other: with ReLU between them, or not."""
+
+    def __init__(self, widths, relu, loss):
+        super().__init__()
+        self.relu, self.loss = relu, loss
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+
+    def forward(self, x, targets):
+        for layer in self.layers:
+            x = layer(x)
+            if self.relu:
+                x = x.relu()
+        return self.loss(x, targets)
+
+
+def hashed(stream, numel):
+    """`numel` numbers of [-1, 1), as doubles."""
+    with np.errstate(over="ignore"):
+        x = np.arange(numel, dtype=np.uint32) + np.uint32(stream * 0x9E3779B1 & 0xFFFFFFFF)
+        x ^= x >> np.uint32(16)
+        x *= np.uint32(0x85EBCA6B)
+        x ^= x >> np.uint32(13)
+        x *= np.uint32(0xC2B2AE35)
+        x ^= x >> np.uint32(16)
+    return x.astype(np.float64) / 2147483648.0 - 1.0
+
+
+def values(shape, stream, scale, shift=0.0):
+    numbers = hashed(stream, math.prod(shape)) * scale + shift
+    return torch.from_numpy(numbers.astype(np.float32)).view(shape)
+
+
+def choices(shape, stream, count):
+    numbers = (hashed(stream, math.prod(shape)) + 1) / 2 * count
+    return torch.from_numpy(numbers.astype(np.int64)).view(shape)
+
+
+def make_model(args):
+    if args.model == "gpt":
+        model = Gpt(args.vocabulary, args.layers, args.width, args.heads, args.context)
+    elif args.model == "mlp":
+        model = Chain([256, 128, 10], True, F.cross_entropy)
+    else:
+        model = Chain([args.width] * (args.layers + 1), args.model == "deep", F.mse_loss)
+    with torch.no_grad():
+        for stream, (name, parameter) in enumerate(model.named_parameters()):
+            matrix = parameter.dim() == 2
+            scale = math.sqrt((6.0 if args.model == "deep" else 3.0) / parameter.shape[1]) if matrix else 0.02
+            shift = 1.0 if not matrix and name.endswith("weight") else 0.0
+            parameter.copy_(values(tuple(parameter.shape), stream, scale, shift))
+    return model
+
+
+def make_batch(args, rank):
+    stream = DATA_STREAM + 2 * rank
+    if args.model == "gpt":
+        tokens = choices((args.batch, args.context + 1), stream, args.vocabulary)
+        return tokens[:, : args.context], tokens[:, 1:]
+    inputs = values((args.batch, args.width), stream, math.sqrt(3.0))
+    if args.model == "mlp":
+        return inputs, choices((args.batch,), stream + 1, 10)
+    return inputs, values((args.batch, args.width), stream + 1, math.sqrt(3.0))
+
+
+def unit_class(args):
+    """What is wrapped by itself: a block of gpt, each linear layer of the others."""
+    return Block if args.model == "gpt" else nn.Linear

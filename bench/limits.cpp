@@ -1,0 +1,85 @@
+// What can a step not be faster than, on this machine, now? The two things that it must do, each by
+// itself: compute (the model and the optimizer, undistributed, as many processes as there are ranks,
+// the optimizer on all parameters), and move the bytes of its stage; and what it costs to copy as many.
+//
+//   limits --model deep --ranks 2 --json
+//
+// Options are train_step's; compare a result with its step_s_median of the same hour.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <boost/program_options.hpp>
+#include <chrono>
+#include <functional>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "measure.h"
+#include "options.h"
+#include "tessera/tessera.h"
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_of(const std::function<void()>& work) {
+  const auto began = Clock::now();
+  work();
+  return std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+// The median over `repeats`, of the slowest rank in each.
+double median_over(int repeats, tessera::Communicator& comm, const std::function<void()>& work) {
+  std::vector<double> seconds;
+  for (int i = 0; i < repeats; ++i) {
+    comm.barrier();
+    const auto slowest = torch::tensor({seconds_of(work)}, torch::kFloat64);
+    comm.all_reduce(slowest, tessera::ReduceOp::kMax).wait();
+    seconds.push_back(slowest.item<double>());
+  }
+  std::sort(seconds.begin(), seconds.end());
+  return seconds[seconds.size() / 2];
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    auto options = train_step::parse(argc, argv);
+    if (!options) return 0;
+    if (!tessera::launched() && options->ranks > 1) return tessera::spawn_local(options->ranks, argc, argv);
+    at::set_num_threads(options->threads);
+    const auto comm = tessera::init();
+    options->wrapper = "local";
+    const auto local = train_step::measure(*options, comm);
+
+    // All parameters, padded to whole shards; the bytes of one all-gather are (N-1)/N of them.
+    const int64_t shard_bytes = (local["model_bytes"].get<int64_t>() + comm->size() - 1) / comm->size();
+    const auto full = torch::zeros({shard_bytes * comm->size()}, torch::kByte), copy = torch::zeros_like(full);
+    const auto shard = full.narrow(0, comm->rank() * shard_bytes, shard_bytes);
+    const double exchange_s = median_over(5, *comm, [&] { comm->all_gather(full, shard).wait(); });
+    const double memcpy_s = median_over(5, *comm, [&] { copy.copy_(full); });
+    if (comm->rank() == 0) {
+      const nlohmann::ordered_json line = {{"model", options->model},
+                                           {"ranks", comm->size()},
+                                           {"model_bytes", local["model_bytes"]},
+                                           {"compute_s", local["step_s_median"]},
+                                           {"compute_cpu_s", local["cpu_s"]},
+                                           {"exchange_stage_0_and_2_s", 2 * exchange_s},
+                                           {"exchange_stage_1_and_3_s", 3 * exchange_s},
+                                           {"memcpy_s", memcpy_s}};
+      if (options->json) {
+        std::cout << line.dump() << std::endl;
+      } else {
+        for (const auto& [name, value] : line.items()) std::cout << name << ": " << value << "\n";
+      }
+    }
+    return 0;
+  } catch (const boost::program_options::error& error) {
+    std::cerr << "limits: " << error.what() << "\n";
+    return 2;
+  } catch (const std::exception& error) {
+    std::cerr << "limits: " << error.what() << "\n";
+    return 1;
+  }
+}

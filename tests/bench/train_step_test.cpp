@@ -1,0 +1,163 @@
+// Runs train_step as scripts do: every model under every wrapper, and its trace.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "tests/support/child_process.h"
+
+namespace {
+
+using tessera::testing::ChildProcess;
+using nlohmann::json;
+
+json run(std::vector<std::string> arguments, const ChildProcess::Environment& environment = {}) {
+  arguments.insert(arguments.begin(), TRAIN_STEP_EXECUTABLE);
+  arguments.insert(arguments.end(), {"--json", "--steps", "2", "--warmup", "1"});
+  ChildProcess child(arguments, environment);
+  EXPECT_EQ(child.wait(std::chrono::seconds(200)), 0) << child.output();
+  return json::parse(child.output());
+}
+
+const std::map<std::string, std::vector<std::string>> kSmall = {
+    {"gpt", {"--layers", "2", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"}},
+    {"deep", {"--count", "5", "--width", "24"}},
+    {"recipe", {"--layers", "3", "--width", "40"}},
+    {"mlp", {}}};
+
+json run_small(const std::string& model, const std::string& wrapper, int ranks, std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments = {"--model", model, "--wrapper", wrapper, "--ranks", std::to_string(ranks)};
+  arguments.insert(arguments.end(), kSmall.at(model).begin(), kSmall.at(model).end());
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return run(arguments);
+}
+
+class TrainStep : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Models, TrainStep, ::testing::Values("gpt", "deep", "recipe", "mlp"),
+                         [](const auto& info) { return info.param; });
+
+// SGD is pointwise and every element gets the same operations in every wrapper: equal bits.
+TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
+  constexpr int kRanks = 2;
+  std::map<std::string, json> lines;
+  for (const std::string wrapper : {"local", "ddp", "oss", "sdp", "fsdp"})
+    lines[wrapper] = run_small(GetParam(), wrapper, kRanks, {"--optimizer", "sgd"});
+  for (const auto& [wrapper, line] : lines) {
+    for (const char* field : {"step_s_median", "step_s_min", "param_bytes", "grad_bytes", "optimizer_bytes", "peak_gathered_bytes",
+                              "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives", "comm_wait_s", "loss", "param_sum"})
+      EXPECT_TRUE(line.contains(field) && line[field].is_number()) << wrapper << " " << field;
+    EXPECT_EQ(line["wrapper"], wrapper);
+    EXPECT_EQ(line["ranks"], kRanks);
+    EXPECT_EQ(line["losses"].size(), 3u);
+    EXPECT_LE(line["step_s_min"], line["step_s_median"]);
+    EXPECT_GT(line["rss_peak_bytes"], line["rss_before_bytes"]);
+    EXPECT_EQ(line["losses"][0], lines["local"]["losses"][0]) << wrapper << ": the same values and data at the start";
+    if (wrapper != "local") {
+      EXPECT_EQ(line["param_sum"], lines["ddp"]["param_sum"]) << wrapper;
+      EXPECT_EQ(line["losses"], lines["ddp"]["losses"]) << wrapper;
+    }
+  }
+  EXPECT_NE(lines["local"]["param_sum"], lines["ddp"]["param_sum"]) << "by itself a rank sees half of the data";
+  const double model = lines["ddp"]["model_bytes"];
+  for (const std::string wrapper : {"local", "ddp", "oss"}) {
+    EXPECT_EQ(lines[wrapper]["param_bytes"], model) << wrapper;
+    EXPECT_EQ(lines[wrapper]["grad_bytes"], model) << wrapper;
+  }
+  // Padding comes on top: of buckets, and of units to whole cache lines for each rank.
+  EXPECT_GE(lines["fsdp"]["param_bytes"].get<double>(), model / kRanks);
+  EXPECT_LE(lines["fsdp"]["param_bytes"].get<double>(), model / kRanks * 1.05 + 4096);
+  EXPECT_EQ(lines["fsdp"]["grad_bytes"], lines["fsdp"]["param_bytes"]);
+  // Sent a step, as docs/zero.md has it; in SDP and FSDP some bytes for the agreement on what was used.
+  const double part = static_cast<double>(kRanks - 1) / kRanks;
+  EXPECT_EQ(lines["local"]["sent_bytes"], 0);
+  EXPECT_NEAR(lines["ddp"]["sent_bytes"].get<double>() / model, 2 * part, 0.02);
+  EXPECT_NEAR(lines["oss"]["sent_bytes"].get<double>() / model, 3 * part, 0.05);
+  EXPECT_NEAR(lines["sdp"]["sent_bytes"].get<double>() / model, 2 * part, 0.05);
+  EXPECT_LE(lines["fsdp"]["sent_bytes"].get<double>() / model, 3 * part * 1.05 + 0.02);
+  EXPECT_GE(lines["fsdp"]["sent_bytes"].get<double>() / model, 2 * part);  // the last units stay for backward
+}
+
+TEST(TrainStepMore, AdamHoldsTwoNumbersForEachOfItsParameters) {
+  const json ddp = run_small("recipe", "ddp", 3), fsdp = run_small("recipe", "fsdp", 3), sdp = run_small("recipe", "sdp", 3);
+  EXPECT_EQ(ddp["optimizer_bytes"].get<int64_t>(), 2 * ddp["param_bytes"].get<int64_t>());
+  EXPECT_LT(fsdp["optimizer_bytes"].get<int64_t>(), ddp["optimizer_bytes"].get<int64_t>() / 2);
+  EXPECT_LT(sdp["optimizer_bytes"].get<int64_t>(), ddp["optimizer_bytes"].get<int64_t>() / 2);
+  EXPECT_NEAR(fsdp["loss"].get<double>(), ddp["loss"].get<double>(), 1e-5);
+}
+
+TEST(TrainStepMore, Bfloat16HalvesTheBytes) {
+  const json full = run_small("deep", "fsdp", 2), half = run_small("deep", "fsdp", 2, {"--dtype", "bfloat16"});
+  EXPECT_EQ(half["model_bytes"].get<int64_t>() * 2, full["model_bytes"].get<int64_t>());
+  EXPECT_NEAR(half["sent_bytes"].get<double>() / full["sent_bytes"].get<double>(), 0.5, 0.1);
+  EXPECT_NEAR(half["loss"].get<double>(), full["loss"].get<double>(), 0.1);
+}
+
+TEST(TrainStepMore, MistakesEndWithAMessage) {
+  ChildProcess child({TRAIN_STEP_EXECUTABLE, "--model", "resnet"});
+  EXPECT_EQ(child.wait(), 2);
+  EXPECT_NE(child.output().find("--model must be gpt, deep, recipe or mlp, got 'resnet'"), std::string::npos) << child.output();
+}
+
+// ---- the trace ---------------------------------------------------------------------------------
+
+struct Span {
+  double begin, end;
+  std::string category, name;
+};
+
+// Spans on one line of the picture lie within one another or apart.
+void expect_nested(std::vector<Span> spans, const std::string& where) {
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin != b.begin ? a.begin < b.begin : a.end > b.end; });
+  std::vector<Span> open;
+  constexpr double kRounding = 1e-2;  // microseconds
+  for (const Span& span : spans) {
+    while (!open.empty() && open.back().end <= span.begin + kRounding) open.pop_back();
+    if (!open.empty()) {
+      EXPECT_LE(span.end, open.back().end + kRounding) << where << ": " << span.category << " '" << span.name << "' overlaps "
+                                                       << open.back().category << " '" << open.back().name << "'";
+    }
+    open.push_back(span);
+  }
+}
+
+class Traced : public ::testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp", "fsdp"), [](const auto& info) { return info.param; });
+
+TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
+  char path[] = "/tmp/tessera-trace-XXXXXX";
+  ::close(::mkstemp(path));
+  std::ofstream(path) << "{\"traceEvents\": [{\"ph\": \"X\", \"pid\": 7}]}";  // of an earlier run: to be replaced
+  run({"--model", "deep", "--count", "4", "--width", "16", "--wrapper", GetParam(), "--ranks", "3"}, {{"TESSERA_TRACE", path}});
+  std::ifstream file(path);
+  const json trace = json::parse(file);
+  ::unlink(path);
+  std::map<int, std::set<std::string>> categories, units;
+  std::map<std::pair<int, int>, std::vector<Span>> lines;
+  for (const json& event : trace["traceEvents"]) {
+    if (event["ph"] != "X") continue;
+    const int rank = event["pid"];
+    categories[rank].insert(event["cat"]);
+    if (event["cat"] == "compute") units[rank].insert(event["name"]);
+    EXPECT_GE(event["dur"].get<double>(), 0);
+    lines[{rank, event["tid"]}].push_back(
+        {event["ts"], event["ts"].get<double>() + event["dur"].get<double>(), event["cat"], event["name"]});
+  }
+  ASSERT_EQ(categories.size(), 3u);
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(categories[rank], (std::set<std::string>{"compute", "gather", "optimizer", "reduce", "wait"})) << "rank " << rank;
+    if (GetParam() == "fsdp") {
+      for (const char* unit : {"unit 'layers.0'", "unit 'layers.3'"}) EXPECT_TRUE(units[rank].contains(unit)) << unit;
+    } else {
+      EXPECT_EQ(units[rank], (std::set<std::string>{"forward", "backward"}));
+    }
+  }
+  for (const auto& [line, spans] : lines)
+    expect_nested(spans, "rank " + std::to_string(line.first) + ", line " + std::to_string(line.second));
+}
+
+}  // namespace
