@@ -18,14 +18,17 @@ tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, cons
 
 }  // namespace
 
-DistributedModel::DistributedModel(Gpt model, const torch::optim::AdamWOptions& options,
+template <class AdamW>
+DistributedModel<AdamW>::DistributedModel(Gpt model, const torch::optim::AdamWOptions& options,
                                    std::shared_ptr<tessera::Communicator> comm, tessera::ZeroOptions zero)
     : units_(tessera::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
       zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
-at::Tensor DistributedModel::forward(const at::Tensor& tokens) { return zero_(tokens); }
+template <class AdamW>
+at::Tensor DistributedModel<AdamW>::forward(const at::Tensor& tokens) { return zero_(tokens); }
 
-at::Tensor DistributedModel::add_gradients(const Batch& batch, double scale, bool last_of_step) {
+template <class AdamW>
+at::Tensor DistributedModel<AdamW>::add_gradients(const Batch& batch, double scale, bool last_of_step) {
   std::optional<tessera::Scope> without_reduction;
   if (!last_of_step) without_reduction.emplace(zero_.no_sync());
   const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
@@ -33,13 +36,17 @@ at::Tensor DistributedModel::add_gradients(const Batch& batch, double scale, boo
   return loss.detach();
 }
 
-double DistributedModel::clip_grad_norm(double max_norm) { return zero_.clip_grad_norm_(max_norm); }
+template <class AdamW>
+double DistributedModel<AdamW>::clip_grad_norm(double max_norm) { return zero_.clip_grad_norm_(max_norm); }
 
-void DistributedModel::step() { zero_.step(); }
+template <class AdamW>
+void DistributedModel<AdamW>::step() { zero_.step(); }
 
-void DistributedModel::zero_grad() { zero_.zero_grad(); }
+template <class AdamW>
+void DistributedModel<AdamW>::zero_grad() { zero_.zero_grad(); }
 
-MemoryUse DistributedModel::memory() const {
+template <class AdamW>
+MemoryUse DistributedModel<AdamW>::memory() const {
   const auto report = zero_.memory();
   return {.parameter_bytes = report.shard_bytes,
           .grad_bytes = report.grad_bytes,
@@ -48,7 +55,8 @@ MemoryUse DistributedModel::memory() const {
           .peak_bucket_bytes = report.peak_bucket_bytes};
 }
 
-std::string DistributedModel::describe() const {
+template <class AdamW>
+std::string DistributedModel<AdamW>::describe() const {
   const int ranks = zero_.comm()->size();
   const std::string over = std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
   switch (zero_.stage()) {
@@ -62,5 +70,8 @@ std::string DistributedModel::describe() const {
       return "fsdp: " + std::to_string(units_) + " units, each split over " + over;
   }
 }
+
+template class DistributedModel<torch::optim::AdamW>;
+template class DistributedModel<tessera::HostAdamW>;
 
 }  // namespace train_gpt

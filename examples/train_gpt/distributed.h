@@ -9,6 +9,8 @@
 namespace train_gpt {
 
 // The model on several ranks, in the ZeRO stage that `options` names; in stage 3 a unit is a block.
+// `AdamW` is torch's, or Tessera's for host memory.
+template <class AdamW>
 class DistributedModel final : public Trainable {
  public:
   // `zero` without groups and a wrap policy: this class sets them.
@@ -27,7 +29,10 @@ class DistributedModel final : public Trainable {
 
  private:
   size_t units_;
-  mutable tessera::Zero<Gpt, torch::optim::AdamW> zero_;
+  mutable tessera::Zero<Gpt, AdamW> zero_;
 };
+
+extern template class DistributedModel<torch::optim::AdamW>;
+extern template class DistributedModel<tessera::HostAdamW>;
 
 }  // namespace train_gpt

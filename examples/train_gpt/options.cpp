@@ -48,7 +48,7 @@ po::typed_value<bool>* boolean(bool* value) {
 
 // What needs a second look after parsing.
 struct RawOptions {
-  std::string data, out, wrapper;
+  std::string data, out, wrapper, offload, offload_directory;
   int ranks = 0;
   int64_t warmup = 0, val_every = 0;
 };
@@ -80,6 +80,10 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
       "reshard-after-forward", boolean(&options.reshard_after_forward),
       "fsdp: release each unit between its forward and its backward")(
+      "offload", po::value(&raw.offload)->default_value(name_of(options.offload))->value_name("WHERE"),
+      "none; cpu: oss, sdp and fsdp keep what they split in host memory and step there; disk: fsdp, in a file")(
+      "offload-directory", po::value(&raw.offload_directory)->value_name("DIR"),
+      "disk: a folder on a local disk; not given: OUT")(
       "threads", number(&options.threads),
       "threads of each rank; 0: the machine's cores divided by its ranks");
   return ranks;
@@ -155,6 +159,13 @@ Wrapper parse_wrapper(const std::string& name) {
   throw OptionsError("--wrapper must be local, ddp, oss, sdp or fsdp, got '" + name + "'");
 }
 
+Offload parse_offload(const std::string& name) {
+  for (const auto offload : {Offload::kNone, Offload::kCpu, Offload::kDisk}) {
+    if (name == name_of(offload)) return offload;
+  }
+  throw OptionsError("--offload must be none, cpu or disk, got '" + name + "'");
+}
+
 bool given(const po::variables_map& values, const char* name) {
   return values.count(name) > 0 && !values[name].defaulted();
 }
@@ -215,6 +226,14 @@ void check_together(const TrainOptions& options, const po::variables_map& values
                          name_of(options.wrapper));
     }
   }
+  const bool splits = options.wrapper == Wrapper::kOss || options.wrapper == Wrapper::kSdp || options.wrapper == Wrapper::kFsdp;
+  if ((options.offload == Offload::kCpu && !splits) || (options.offload == Offload::kDisk && options.wrapper != Wrapper::kFsdp)) {
+    throw OptionsError(std::string("--offload ") + name_of(options.offload) + " is for --wrapper " +
+                       (options.offload == Offload::kDisk ? "fsdp" : "oss, sdp and fsdp") + ", not " + name_of(options.wrapper));
+  }
+  if (options.offload != Offload::kDisk && given(values, "offload-directory")) {
+    throw OptionsError("--offload-directory has no effect without --offload disk");
+  }
   for (const char* name : {"prompt", "temperature", "top-k"}) {
     if (options.sample == 0 && given(values, name)) {
       throw OptionsError("--" + std::string(name) + " has no effect with --sample 0");
@@ -268,6 +287,18 @@ const char* name_of(Wrapper wrapper) {
   return "?";
 }
 
+const char* name_of(Offload offload) {
+  switch (offload) {
+    case Offload::kNone:
+      return "none";
+    case Offload::kCpu:
+      return "cpu";
+    case Offload::kDisk:
+      return "disk";
+  }
+  return "?";
+}
+
 TrainOptions demo_options() {
   TrainOptions options;
   options.model.layers = 4;
@@ -294,6 +325,8 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   options.data = raw.data;
   options.out = raw.out;
   options.wrapper = parse_wrapper(raw.wrapper);
+  options.offload = parse_offload(raw.offload);
+  options.offload_directory = given(values, "offload-directory") ? raw.offload_directory : options.out.string();
   if (given(values, "ranks")) options.ranks = raw.ranks;
   if (given(values, "warmup")) options.warmup = raw.warmup;
   if (given(values, "val-every")) options.val_every = raw.val_every;

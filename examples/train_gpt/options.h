@@ -22,7 +22,11 @@ class OptionsError : public std::invalid_argument {
 // optimizer state, of the gradients too, or of the parameters too.
 enum class Wrapper { kLocal, kDdp, kOss, kSdp, kFsdp };
 
+// Where parameters and optimizer state lie while they are not in use.
+enum class Offload { kNone, kCpu, kDisk };
+
 const char* name_of(Wrapper wrapper);
+const char* name_of(Offload offload);
 
 // The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
 struct TrainOptions {
@@ -33,6 +37,8 @@ struct TrainOptions {
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;
   bool reshard_after_forward = true;
+  Offload offload = Offload::kNone;
+  std::filesystem::path offload_directory;  // of kDisk; empty: `out`
   int threads = 0;  // 0: the cores divided by the ranks of this machine
 
   GptOptions model;  // but for `vocabulary`, which the data decides

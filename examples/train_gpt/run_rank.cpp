@@ -72,7 +72,14 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
   tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
-  return std::make_unique<DistributedModel>(std::move(model), adamw, std::move(comm), std::move(zero));
+  if (options.offload == Offload::kNone)
+    return std::make_unique<DistributedModel<torch::optim::AdamW>>(std::move(model), adamw, std::move(comm), std::move(zero));
+  zero.fsdp.offload = zero.oss.offload = {.params = true, .grads = true};
+  if (options.offload == Offload::kDisk) {
+    std::filesystem::create_directories(options.offload_directory);
+    zero.fsdp.offload.directory = options.offload_directory.string();
+  }
+  return std::make_unique<DistributedModel<tessera::HostAdamW>>(std::move(model), adamw, std::move(comm), std::move(zero));
 }
 
 // What rank 0 shows and writes while it trains.

@@ -100,6 +100,9 @@ TEST(TrainGpt, LossesDoNotDependOnHowTheBatchIsSpread) {
            "--wrapper fsdp --ranks 2 --batch 6 --val-batches 2 --sample 20",
            "--wrapper fsdp --ranks 4 --batch 3 --val-batches 2 --sample 20",
            "--wrapper fsdp --ranks 2 --batch 3 --accumulate 2 --val-batches 2 --sample 0",
+           "--wrapper fsdp --ranks 2 --batch 6 --val-batches 2 --sample 0 --offload cpu",
+           "--wrapper fsdp --ranks 2 --batch 6 --val-batches 2 --sample 0 --offload disk",
+           "--wrapper sdp --ranks 2 --batch 6 --val-batches 2 --sample 0 --offload cpu",
            "--wrapper fsdp --ranks 2 --batch 6 --val-batches 2 --sample 0 --reshard-after-forward false "
            "--prefetch 0",
        }) {

@@ -150,6 +150,31 @@ TEST(Offload, GradientsReducedIn16BitAreTheSame) {
   });
 }
 
+TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
+  on_ranks(4, [](std::shared_ptr<Communicator> comm) {
+    FsdpOptions plain;
+    plain.hybrid.ranks_per_copy = 2;
+    FsdpOptions offloaded = plain;
+    offloaded.offload = {.params = true, .grads = true};
+    const auto adam = torch::optim::AdamOptions(1e-2);
+    const auto expected = train<torch::optim::Adam>(comm, plain, adam), own = train<torch::optim::Adam>(comm, offloaded, adam);
+    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+  });
+}
+
+// Constructors allocate nothing, and each unit's values go to the host as soon as they are there.
+TEST(Offload, DeferredModelsAreFilledIntoHostMemory) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(3, [] { return deferred([] { return Chain(4, kWidth).net; }); });
+    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    EXPECT_GT(fsdp.memory().host_bytes, 0);
+    EXPECT_EQ(fsdp.memory().device_bytes, 0);
+    torch::NoGradGuard no_grad;
+    const auto x = torch::ones({2, kWidth});
+    EXPECT_TRUE(torch::equal(fsdp(x), chain(4, kWidth)->forward(x)));
+  });
+}
+
 // The host optimizer writes the copy that travels; whoever else writes a shard makes it out of date.
 TEST(Offload, TheCopyIn16BitFollowsTheShard) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
