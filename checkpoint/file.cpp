@@ -131,6 +131,11 @@ void rename_entry(const std::filesystem::path& from, const std::filesystem::path
   if (result != 0) fail_at(to, "renaming " + from.string() + " to it");
 }
 
+std::string five_digits(int64_t number) {
+  const std::string digits = std::to_string(number);
+  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
+}
+
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b) {
   if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return;
   if (errno == EINVAL || errno == ENOSYS)

@@ -53,6 +53,9 @@ void rename_entry(const std::filesystem::path& from, const std::filesystem::path
 // Exchanges two directory entries in one step.
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b);
 
+// A number as names of files have it: 42 is "00042".
+std::string five_digits(int64_t number);
+
 // What errno says.
 std::string system_error_text(int error_number);
 

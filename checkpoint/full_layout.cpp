@@ -9,11 +9,6 @@
 namespace tessera {
 namespace {
 
-std::string five_digits(size_t number) {
-  const std::string digits = std::to_string(number);
-  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
-}
-
 // Tensors in their order, a new group where the next would exceed the limit.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);

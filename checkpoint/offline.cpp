@@ -1,5 +1,6 @@
 #include "tessera/checkpoint/offline.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/isnan.h>
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/dtype.h"
 #include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/load_plan.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/slice_reader.h"
@@ -27,11 +29,6 @@ bool is_checkpoint(const fs::path& path) {
 Manifest manifest_of(const fs::path& directory) {
   if (!is_checkpoint(directory)) throw CheckpointError(explain_missing(directory));
   return read_manifest(directory);
-}
-
-std::string five_digits(int number) {
-  const std::string digits = std::to_string(number);
-  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
 }
 
 // What one of `ranks` ranks writes of a checkpoint. Small tensors go round.

@@ -35,10 +35,6 @@ UnderwayByGroup& underway() {
   return map;
 }
 
-std::string five_digits(int number) {
-  const std::string digits = std::to_string(number);
-  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
-}
 fs::path message_path(const fs::path& directory, int rank) { return directory / (".message-" + five_digits(rank)); }
 
 // So that ranks whose optimizers differ are told apart without sending the names of all parameters.

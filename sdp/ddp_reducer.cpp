@@ -21,7 +21,7 @@ namespace tessera {
 namespace {
 
 // All-reduces under way while the next bucket fills up. Each holds room for what the peers send.
-constexpr size_t kMaxInFlight = 1;
+constexpr size_t kBucketsInFlight = 1;
 
 int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
 
@@ -55,7 +55,7 @@ struct DdpReducer::Transport : std::enable_shared_from_this<DdpReducer::Transpor
                                         : comm->all_reduce(flight.wire, ReduceOp::kAverage, what);
     auto done = flight.done;
     flights.push_back(std::move(flight));
-    while (flights.size() > (is_last_moment ? 0 : kMaxInFlight)) finish_oldest();
+    while (flights.size() > (is_last_moment ? 0 : kBucketsInFlight)) finish_oldest();
     if (!flights.empty() && !std::exchange(callback_queued, true))
       torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] {
         self->callback_queued = false;
