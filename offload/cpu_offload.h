@@ -21,7 +21,7 @@ struct CpuOffload {
   // In page-locked memory, which devices copy from and to without the host's help.
   bool pin_memory = true;
   // The most host memory that the wrapper may take, in bytes. 0: no bound. Beyond it construction or
-  // backward throws std::runtime_error that names the unit.
+  // backward throws std::runtime_error that says what the memory was for, and the rank.
   int64_t host_limit_bytes = 0;
   // With `params`: a folder on a local disk. The shards of the units that `disk_units` names (its argument
   // as in describe(): "blocks.3"; empty: all) lie there instead, and so does their state with HostAdam

@@ -94,6 +94,7 @@ void other_dtype_step(const at::Tensor& parameter, const at::Tensor& gradient, S
                      std::get<0>(options.betas()), std::get<1>(options.betas()), options.weight_decay(), options.eps(),
                      options.amsgrad(), /*maximize=*/false);
   }
+  parameter.unsafeGetTensorImpl()->bump_version();  // which the fused operators do not
 }
 
 // One call's work: what must stay alive for it, and the parts that threads share.

@@ -96,8 +96,12 @@ at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Op
       auto& [batch, steps] = batches[{parameter.scalar_type(), parameter.device().type(), parameter.device().index()}];
       add_to_batch(batch, steps, state_of<State>(optimizer, parameter), parameter, options.amsgrad());
     }
-    for (auto& [kind, entry] : batches)
-      if (!entry.first.parameters.empty()) launch(entry.first, options);
+    for (auto& [kind, entry] : batches) {
+      if (entry.first.parameters.empty()) continue;
+      launch(entry.first, options);
+      // The fused operators leave the versions of what they write alone, by which others know of writes.
+      for (const at::Tensor& parameter : entry.first.parameters) parameter.unsafeGetTensorImpl()->bump_version();
+    }
   }
   return loss;
 }
