@@ -32,7 +32,7 @@ def measure(args):
     for title, (label, values, flags) in cases.items():
         rows = []
         for value in values:
-            lines = [run(args.build, steps=5, warmup=2, **flags(value)) for _ in range(args.rounds)]
+            lines = [run(args.build, steps=3, warmup=1, **flags(value)) for _ in range(args.rounds)]
             rows.append((value, statistics.median(line["step_s_median"] for line in lines), statistics.median(line["cpu_s"] for line in lines)))
             print(f"{title}: {value}: {rows[-1][1] * 1e3:.2f} ms a step, processor {rows[-1][2] * 1e3:.2f} ms a rank", flush=True)
         results[title] = (label, rows)
