@@ -57,6 +57,8 @@ def draw(results, path):
         axis.set_xlabel(label, fontsize=8)
         axis.set_ylabel("ms", fontsize=8)
         axis.tick_params(labelsize=7)
+        axis.set_xticks(x, [str(value) for value in x])
+        axis.minorticks_off()
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
