@@ -28,9 +28,14 @@ double seconds_of(const std::function<void()>& work) {
   return std::chrono::duration<double>(Clock::now() - began).count();
 }
 
-// The median over `repeats`, of the slowest rank in each.
-double median_over(int repeats, tessera::Communicator& comm, const std::function<void()>& work) {
+struct Cost {
+  double seconds = 0, cpu_seconds = 0;
+};
+
+// The median over `repeats`, of the slowest rank in each; processor time is their mean, on rank 0.
+Cost cost_of(int repeats, tessera::Communicator& comm, const std::function<void()>& work) {
   std::vector<double> seconds;
+  const double cpu_before = train_step::cpu_seconds();
   for (int i = 0; i < repeats; ++i) {
     comm.barrier();
     const auto slowest = torch::tensor({seconds_of(work)}, torch::kFloat64);
@@ -38,7 +43,7 @@ double median_over(int repeats, tessera::Communicator& comm, const std::function
     seconds.push_back(slowest.item<double>());
   }
   std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
+  return {seconds[seconds.size() / 2], (train_step::cpu_seconds() - cpu_before) / repeats};
 }
 
 }  // namespace
@@ -57,17 +62,19 @@ int main(int argc, char** argv) {
     const int64_t shard_bytes = (local["model_bytes"].get<int64_t>() + comm->size() - 1) / comm->size();
     const auto full = torch::zeros({shard_bytes * comm->size()}, torch::kByte), copy = torch::zeros_like(full);
     const auto shard = full.narrow(0, comm->rank() * shard_bytes, shard_bytes);
-    const double exchange_s = median_over(5, *comm, [&] { comm->all_gather(full, shard).wait(); });
-    const double memcpy_s = median_over(5, *comm, [&] { copy.copy_(full); });
+    const Cost exchange = cost_of(5, *comm, [&] { comm->all_gather(full, shard).wait(); });
+    const Cost memcpy = cost_of(5, *comm, [&] { copy.copy_(full); });
     if (comm->rank() == 0) {
       const nlohmann::ordered_json line = {{"model", options->model},
                                            {"ranks", comm->size()},
                                            {"model_bytes", local["model_bytes"]},
                                            {"compute_s", local["step_s_median"]},
                                            {"compute_cpu_s", local["cpu_s"]},
-                                           {"exchange_stage_0_and_2_s", 2 * exchange_s},
-                                           {"exchange_stage_1_and_3_s", 3 * exchange_s},
-                                           {"memcpy_s", memcpy_s}};
+                                           {"exchange_stage_0_and_2_s", 2 * exchange.seconds},
+                                           {"exchange_stage_1_and_3_s", 3 * exchange.seconds},
+                                           {"exchange_stage_0_and_2_cpu_s", 2 * exchange.cpu_seconds},
+                                           {"exchange_stage_1_and_3_cpu_s", 3 * exchange.cpu_seconds},
+                                           {"memcpy_s", memcpy.seconds}};
       if (options->json) {
         std::cout << line.dump() << std::endl;
       } else {

@@ -481,6 +481,8 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
       options->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
       options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
       group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+      // A rank that has nothing to exchange must not leave while others are still connecting.
+      group->barrier()->wait(timeout);
     } catch (const std::exception& error) {
       std::ostringstream text;
       text << "rank " << rank << " of " << size << " (address " << address << ") could not join the group within "

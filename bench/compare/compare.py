@@ -230,7 +230,7 @@ def draw(results, folder):
 
     ranks_shown = min(ranks for _, ranks in cases(results))
     models = [model for model, ranks in cases(results) if ranks == ranks_shown]
-    programs = [p for p in PROGRAMS if PROGRAMS[p][0] is not None]
+    programs = [p for p in PROGRAMS if PROGRAMS[p][0] is not None and any(good_runs(results, m, ranks_shown, p) for m in models)]
     plots = [("step_time", "ms a step", lambda run: run["step_s_median"] * 1e3),
              ("memory", "growth of resident memory, MiB", lambda run: (run["rss_peak_bytes"] - run["rss_before_bytes"]) / MIB)]
     for name, label, value in plots:
@@ -244,7 +244,7 @@ def draw(results, folder):
                 middle = statistics.median(values)
                 axis.barh(row, middle, color="#c2571a" if program.startswith("tessera") else "#8a97a6",
                           xerr=[[middle - min(values)], [max(values) - middle]], ecolor="#333333", capsize=2)
-                axis.text(max(values), row, f" {middle:.3g}", va="center", fontsize=7)
+                axis.text(max(values), row, f" {middle:.0f}" if middle >= 100 else f" {middle:.3g}", va="center", fontsize=7)
             axis.set_yticks(range(len(programs)), [PROGRAMS[p][1].replace(", bucket views", "") for p in programs], fontsize=8)
             axis.invert_yaxis() if axis is axes[0][0] else None
             axis.margins(x=0.18)

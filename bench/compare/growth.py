@@ -32,7 +32,7 @@ def measure(args):
     for title, (label, values, flags) in cases.items():
         rows = []
         for value in values:
-            lines = [run(args.build, steps=5, warmup=2, **flags(value)) for _ in range(args.rounds)]
+            lines = [run(args.build, steps=3, warmup=1, **flags(value)) for _ in range(args.rounds)]
             rows.append((value, statistics.median(line["step_s_median"] for line in lines), statistics.median(line["cpu_s"] for line in lines)))
             print(f"{title}: {value}: {rows[-1][1] * 1e3:.2f} ms a step, processor {rows[-1][2] * 1e3:.2f} ms a rank", flush=True)
         results[title] = (label, rows)
@@ -57,6 +57,8 @@ def draw(results, path):
         axis.set_xlabel(label, fontsize=8)
         axis.set_ylabel("ms", fontsize=8)
         axis.tick_params(labelsize=7)
+        axis.set_xticks(x, [str(value) for value in x])
+        axis.minorticks_off()
         axis.legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})

@@ -25,14 +25,6 @@ int64_t resident_bytes(const char* field) {
   return 0;
 }
 
-// Of all threads of this process, in the kernel and outside.
-double cpu_seconds() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec); };
-  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
-
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
   return values[values.size() / 2];
@@ -72,6 +64,13 @@ nlohmann::ordered_json settings(const Options& options, int ranks) {
 }
 
 }  // namespace
+
+double cpu_seconds() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec); };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
 
 nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tessera::Communicator>& comm) {
   comm->barrier("the start");  // connections are made before memory is looked at

@@ -30,4 +30,7 @@ namespace train_step {
 // Collective.
 nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tessera::Communicator>& comm);
 
+// Processor time of all threads of this process so far, in the kernel and outside.
+double cpu_seconds();
+
 }  // namespace train_step
