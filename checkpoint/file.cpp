@@ -132,8 +132,9 @@ void rename_entry(const std::filesystem::path& from, const std::filesystem::path
 }
 
 std::string five_digits(int64_t number) {
-  const std::string digits = std::to_string(number);
-  return std::string(digits.size() < 5 ? 5 - digits.size() : 0, '0') + digits;
+  std::string digits = std::to_string(number);
+  while (digits.size() < 5) digits.insert(digits.begin(), '0');
+  return digits;
 }
 
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b) {

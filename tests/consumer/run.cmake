@@ -20,7 +20,7 @@ endif()
 if(MODE STREQUAL "add_subdirectory")
   # Nor a precompiled header: it would cost more than it saves here, and without it every source
   # file has to include what it uses.
-  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
+  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DTESSERA_UNITY=ON
     "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
     # What only Tessera's own tests, benchmarks and examples need must not be asked for.
     -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
