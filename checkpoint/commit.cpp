@@ -72,7 +72,7 @@ PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(ta
     throw CheckpointError(target_.string() + ": exists and is not a directory");
   if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_))
     throw CheckpointError(target_.string() + ": is a directory that holds something else than a checkpoint; it is left as it is");
-  const std::string prefix = "." + target_.filename().string() + kSaving;
+  const std::string prefix = std::string(".").append(target_.filename().string()) + kSaving;
   clear_leftovers(folder, prefix);
   path_ = folder / (prefix + to_hex(id_));
   if (!fs::create_directory(path_, error)) fail(path_, "creating", error);
@@ -120,7 +120,7 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
   const size_t excess = all.size() > static_cast<size_t>(keep) ? all.size() - static_cast<size_t>(keep) : 0;
   for (size_t i = 0; i < excess; ++i) {
     // Out of sight first, so that one that is half removed is not taken for whole.
-    const fs::path hidden = folder / ("." + all[i].filename().string() + kSaving + to_hex(draw_id()));
+    const fs::path hidden = folder / (std::string(".").append(all[i].filename().string()) + kSaving + to_hex(draw_id()));
     rename_entry(all[i], hidden, false);
   }
   clear_leftovers(folder, "");

@@ -63,7 +63,7 @@ FullLayout plan_full_files(const std::filesystem::path& file, const std::vector<
 
 std::filesystem::path draft_of(const std::filesystem::path& path) {
   std::filesystem::path draft = path;
-  return draft.replace_filename("." + path.filename().string() + ".draft");
+  return draft.replace_filename(std::string(".").append(path.filename().string()) + ".draft");
 }
 
 void publish(const FullLayout& layout) {
