@@ -84,6 +84,10 @@ void File::read(void* data, int64_t bytes, int64_t position) const {
   }
 }
 
+void File::start_reading(int64_t position, int64_t bytes) const {
+  ::posix_fadvise(fd_, position, bytes, POSIX_FADV_WILLNEED);  // only a hint
+}
+
 void File::start_writing_out(int64_t position, int64_t bytes) const {
   ::sync_file_range(fd_, position, bytes, SYNC_FILE_RANGE_WRITE);  // only a hint: errors come from sync()
 }

@@ -27,6 +27,8 @@ class File {
   void write(const void* data, int64_t bytes, int64_t position) const;
   // Throws if the file ends before.
   void read(void* data, int64_t bytes, int64_t position) const;
+  // Asks the disk to fetch what will be read soon: it works while the caller does something else.
+  void start_reading(int64_t position, int64_t bytes) const;
   // Asks the disk to begin with what was written there, so that sync() has less left to wait for.
   void start_writing_out(int64_t position, int64_t bytes) const;
   void sync() const;

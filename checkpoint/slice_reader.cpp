@@ -88,7 +88,10 @@ void SliceReader::read_part(const std::string& name, const SavedSlice& slice, co
 
   const File& file = file_of(slice.file);
   size_t first = 0;
-  for (const Interval& interval : intervals) {
+  for (size_t i = 0; i < intervals.size(); ++i) {
+    const Interval& interval = intervals[i];
+    if (i + 1 < intervals.size())  // fetched while this one's checksums are taken
+      file.start_reading(slice.begin + intervals[i + 1].begin, intervals[i + 1].end - intervals[i + 1].begin);
     while ((runs[first].source + runs[first].numel) * element_bytes <= interval.begin) ++first;
     const Run& run = runs[first];
     const int64_t run_begin = run.source * element_bytes, run_end = run_begin + run.numel * element_bytes;
