@@ -481,8 +481,10 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
       options->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
       options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
       group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
-      // A rank that has nothing to exchange must not leave while others are still connecting.
-      group->barrier()->wait(timeout);
+      // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
+      // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
+      if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
+      store->wait({"tessera/all_connected"}, timeout);
     } catch (const std::exception& error) {
       std::ostringstream text;
       text << "rank " << rank << " of " << size << " (address " << address << ") could not join the group within "

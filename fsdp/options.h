@@ -43,7 +43,7 @@ struct HybridSharding {
 
 struct FsdpOptions {
   // Which modules become units (see WrapPolicy). Empty: the whole model is one unit.
-  WrapPolicy auto_wrap;
+  WrapPolicy auto_wrap{};
 
   // true: a unit's parameters are released after its forward and gathered again in backward
   // (ZeRO-3: 1.5 times DDP's traffic, least memory). false: they stay from forward until backward
@@ -51,9 +51,9 @@ struct FsdpOptions {
   // evaluation until the next backward ends.
   bool reshard_after_forward = true;
 
-  MixedPrecision mixed_precision;
+  MixedPrecision mixed_precision{};
 
-  CpuOffload offload;
+  CpuOffload offload{};
 
   // How many units ahead of the one in use are gathered, in forward and in backward, in the order
   // seen in the iteration before. 0: none. Costs one gathered unit of memory each.
@@ -67,11 +67,11 @@ struct FsdpOptions {
   // they are the same on all ranks already.
   bool sync_module_states = true;
 
-  HybridSharding hybrid;
+  HybridSharding hybrid{};
 
   // Modules whose parameters stay as they are: whole on every rank, not in parameters(), their
   // gradients not reduced. For frozen parts that are used everywhere, or trained in another way.
-  WrapPolicy ignored_modules;
+  WrapPolicy ignored_modules{};
 
   // true: backward throws std::invalid_argument, on all ranks, if a parameter had a gradient on
   // some ranks only, which otherwise counts as 0 on the others.
