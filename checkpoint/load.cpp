@@ -1,6 +1,5 @@
 #include <ATen/core/grad_mode.h>
 
-
 #include <set>
 #include <sstream>
 
@@ -45,9 +44,11 @@ nlohmann::json load(const fs::path& dir, ModelShards& model, torch::optim::Optim
            return std::string();
          }),
          what);
-  // From here on nothing can fail but memory that ends.
+  // From here on nothing can fail but memory that ends, and ranks that are gone.
   const at::NoGradGuard no_grad;
   loaded.apply();
+  // Ranks that are threads share generators: one that went on would find its own turned back by one that lags.
+  comm.barrier(what);
   if (options.bytes_read != nullptr) *options.bytes_read = loaded.bytes_read;
   return manifest.extra;
 }
