@@ -18,7 +18,7 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/flat/residency.h"
 #include "tessera/offload/disk_file.h"
-#include "tessera/offload/disk_queue.h"
+#include "tessera/offload/task_queue.h"
 
 namespace tessera {
 
@@ -128,7 +128,7 @@ class DiskPager : public Pager {
   std::map<std::thread::id, std::vector<int>> in_use_;  // by a thread's last operator
   int last_loaded_ = -1;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
-  DiskQueue queue_;  // last: its threads use the rest
+  TaskQueue queue_;  // last: its threads use the rest
 };
 
 }  // namespace tessera

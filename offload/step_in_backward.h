@@ -2,16 +2,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <condition_variable>
-#include <deque>
-#include <exception>
-#include <mutex>
+#include <future>
 #include <optional>
-#include <thread>
 #include <vector>
 
 #include "tessera/flat/gradient_source.h"
 #include "tessera/offload/partial_step.h"
+#include "tessera/offload/task_queue.h"
 
 namespace tessera {
 
@@ -52,21 +49,15 @@ class StepInBackward {
 
  private:
   void arrived(const std::vector<at::Tensor>& parameters);
-  void run(int threads);
-  void wait_until_idle();
+  void wait_for_steps();
 
   GradientSource& source_;
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
   std::vector<at::Tensor> deferred_;  // with max_norm
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::vector<at::Tensor>> queue_;
-  bool is_stepping_ = false;
-  bool is_closing_ = false;
-  std::exception_ptr failure_;
-  std::thread worker_;
+  std::vector<std::future<void>> steps_;  // of this backward
+  TaskQueue worker_{1};                   // after what its tasks use
   std::optional<Scope> subscription_;
 };
 

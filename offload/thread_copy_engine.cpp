@@ -1,12 +1,10 @@
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <future>
-#include <mutex>
 #include <thread>
 
 #include "tessera/offload/copy_engine.h"
+#include "tessera/offload/task_queue.h"
 
 namespace tessera {
 namespace {
@@ -14,68 +12,27 @@ namespace {
 // The copies of one direction, one after the other. Its thread calls no operator of torch: only bytes move.
 class Lane {
  public:
-  Lane(CopyDirection direction, const SimulatedLink& link) : direction_(direction), link_(link), worker_([this] { run(); }) {}
-  ~Lane() {
-    {
-      std::lock_guard lock(mutex_);
-      is_closing_ = true;
-    }
-    changed_.notify_one();
-    worker_.join();
-  }
+  Lane(CopyDirection direction, const SimulatedLink& link) : direction_(direction), link_(link) {}
 
   std::future<void> add(const at::Tensor& to, const at::Tensor& from) {
-    Task task{to.mutable_data_ptr(), from.const_data_ptr(), static_cast<int64_t>(from.nbytes()), {}};
-    std::future<void> done = task.done.get_future();
-    {
-      std::lock_guard lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    changed_.notify_one();
-    return done;
+    return queue_.add([this, to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = static_cast<int64_t>(from.nbytes())] {
+      copy(to, from, bytes);
+    });
   }
 
  private:
-  struct Task {
-    void* to;
-    const void* from;
-    int64_t bytes;
-    std::promise<void> done;
-  };
-
-  void run() {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return is_closing_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      Task task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      try {
-        copy(task);
-        task.done.set_value();
-      } catch (...) {
-        task.done.set_exception(std::current_exception());
-      }
-    }
-  }
-
-  void copy(const Task& task) const {
+  void copy(void* to, const void* from, int64_t bytes) const {
     const auto begin = std::chrono::steady_clock::now();
-    if (link_.before_copy) link_.before_copy(direction_, task.bytes);
-    if (task.bytes > 0) std::memcpy(task.to, task.from, task.bytes);
+    if (link_.before_copy) link_.before_copy(direction_, bytes);
+    if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
     if (link_.bytes_per_s > 0)
       std::this_thread::sleep_until(begin + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                                std::chrono::duration<double>(static_cast<double>(task.bytes) / link_.bytes_per_s)));
+                                                std::chrono::duration<double>(static_cast<double>(bytes) / link_.bytes_per_s)));
   }
 
   const CopyDirection direction_;
   const SimulatedLink& link_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<Task> tasks_;
-  bool is_closing_ = false;
-  std::thread worker_;
+  TaskQueue queue_{1};  // last: its thread uses the rest
 };
 
 class ThreadCopy : public Copy::Operation {

@@ -1,14 +1,14 @@
-#include "tessera/offload/disk_queue.h"
+#include "tessera/offload/task_queue.h"
 
 #include <utility>
 
 namespace tessera {
 
-DiskQueue::DiskQueue(int threads) {
+TaskQueue::TaskQueue(int threads) {
   for (int i = 0; i < threads; ++i) workers_.emplace_back([this] { run(); });
 }
 
-DiskQueue::~DiskQueue() {
+TaskQueue::~TaskQueue() {
   {
     std::lock_guard lock(mutex_);
     is_closing_ = true;
@@ -17,7 +17,7 @@ DiskQueue::~DiskQueue() {
   for (std::thread& worker : workers_) worker.join();
 }
 
-std::future<void> DiskQueue::add(std::function<void()> task) {
+std::future<void> TaskQueue::add(std::function<void()> task) {
   std::packaged_task<void()> packaged(std::move(task));
   std::future<void> done = packaged.get_future();
   {
@@ -28,7 +28,7 @@ std::future<void> DiskQueue::add(std::function<void()> task) {
   return done;
 }
 
-void DiskQueue::run() {
+void TaskQueue::run() {
   for (;;) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return is_closing_ || !tasks_.empty(); });

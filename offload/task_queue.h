@@ -11,14 +11,15 @@
 
 namespace tessera {
 
-// Threads that wait for a disk in the place of those who have other things to do. Tasks are begun in
-// the order of the calls. Thread-safe. Destruction waits for all of them.
-class DiskQueue {
+// Threads that do, or wait for, something in the place of those who have other things to do. Tasks are
+// begun in the order of the calls; with one thread they also end in it. Thread-safe. Destruction waits
+// for all of them. (c10::ThreadPool does not hand a task's exception to anybody.)
+class TaskQueue {
  public:
-  explicit DiskQueue(int threads);
-  ~DiskQueue();
-  DiskQueue(const DiskQueue&) = delete;
-  DiskQueue& operator=(const DiskQueue&) = delete;
+  explicit TaskQueue(int threads);
+  ~TaskQueue();
+  TaskQueue(const TaskQueue&) = delete;
+  TaskQueue& operator=(const TaskQueue&) = delete;
 
   // The future throws what the task threw.
   std::future<void> add(std::function<void()> task);
