@@ -63,7 +63,6 @@ class FlatGroup {
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
   bool has_narrow_copy() const { return narrow_ != nullptr; }
-  int64_t narrow_bytes() const { return narrow_ ? bytes(layout_.shard_numel(), gather_dtype_) : 0; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
   // This rank's part of the flat buffer, [layout().shard_numel()].

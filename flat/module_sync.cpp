@@ -25,7 +25,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   for (const at::Tensor& given : tensors) {
     at::Tensor tensor = given.detach();
     if (!tensor.defined() || tensor.numel() == 0) continue;
-    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous()) {
+    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
     } else {
       small[tensor.scalar_type()].push_back(tensor);
@@ -56,7 +56,8 @@ std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>
     const at::Tensor& tensor = parameter.tensor;
     std::ostringstream line;
     line << "parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " " << tensor.sizes()
-         << (tensor.is_contiguous() ? "" : " not contiguous") << (tensor.requires_grad() ? "" : " frozen");
+         << (tensor.is_contiguous() ? "" : " not contiguous") << (tensor.requires_grad() ? "" : " frozen")
+         << (parameter.full_precision ? " full precision" : "");
     for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
     lines.push_back(line.str());
   }

@@ -12,7 +12,7 @@
 namespace tessera {
 
 // tensors <- rank 0's. Small ones of one dtype travel together, large ones as they are; any dtype,
-// any strides, on the communicator's device. Collective; the same list of shapes on all ranks.
+// any strides, any device: what is not on the communicator's travels by way of it. Collective; the same list of shapes on all ranks.
 // Not recorded by autograd.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what);
 
@@ -20,7 +20,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
 std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module);
 
 // A line for each parameter and buffer that says what all ranks must have alike: name, dtype,
-// shape, layout in memory, frozen or not, ties. For require_agreement().
+// shape, layout in memory, frozen or not, kept in full precision or not, ties. For require_agreement().
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 

@@ -3,7 +3,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -16,6 +15,8 @@
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/deferred.h"
+#include "tessera/flat/gradient_hook.h"
+#include "tessera/flat/module_sync.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/unit_plan.h"
 
@@ -32,20 +33,6 @@ struct Quiet {
 };
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-// Takes the gradient away before autograd would accumulate it into the module's own parameter.
-class GradientHook : public torch::autograd::FunctionPreHook {
- public:
-  using Take = std::function<void(const at::Tensor&)>;
-  explicit GradientHook(Take take) : take_(std::move(take)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
-    take_(gradients.at(0));
-    return {at::Tensor()};
-  }
-
- private:
-  Take take_;
-};
 
 void check_parameter(const PlannedParameter& parameter, const Communicator& comm) {
   std::ostringstream problem;
@@ -138,7 +125,8 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
     for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *groups_.world);
   check_agreement(plan);
   make_units(plan);
-  if (options_.sync_module_states) broadcast_buffers();
+  if (options_.sync_module_states)
+    broadcast_tensors(module_->buffers(), *groups_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers();
   reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
                                                ReducerChecks{options_.refuse_uneven_use, options_.check_finite},
@@ -218,44 +206,10 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
           << " offload.params=" << options_.offload.params << " offload.grads=" << options_.offload.grads
           << " offload.disk=" << !options_.offload.directory.empty();
   lines.push_back(options.str());
-  for (const PlannedUnit& unit : plan) {
-    for (const PlannedParameter& parameter : unit.parameters) {
-      const at::Tensor& tensor = parameter.tensor;
-      std::ostringstream line;
-      line << "unit '" << unit.name << "': parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " "
-           << tensor.sizes() << (tensor.is_contiguous() ? "" : " not contiguous")
-           << (tensor.requires_grad() ? "" : " frozen") << (parameter.full_precision ? " full precision" : "");
-      for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
-      lines.push_back(line.str());
-    }
-  }
-  for (const auto& buffer : module_->named_buffers()) {
-    std::ostringstream line;
-    line << "buffer '" << buffer.key() << "' ";
-    if (buffer.value().defined()) line << buffer.value().scalar_type() << " " << buffer.value().sizes();
-    lines.push_back(line.str());
-  }
+  for (const PlannedUnit& unit : plan)
+    for (const std::string& line : describe_parameters(unit.parameters)) lines.push_back("unit '" + unit.name + "': " + line);
+  for (std::string& line : describe_buffers(*module_)) lines.push_back(std::move(line));
   require_agreement(*groups_.world, "the module to shard", lines);
-}
-
-// Coalesced by dtype: batch norms bring many small ones.
-void FsdpRuntime::broadcast_buffers() {
-  std::map<at::ScalarType, std::vector<at::Tensor>> by_dtype;
-  for (const auto& buffer : module_->named_buffers())
-    if (buffer.value().defined() && buffer.value().numel() > 0)
-      by_dtype[buffer.value().scalar_type()].push_back(buffer.value());
-  for (auto& [dtype, buffers] : by_dtype) {
-    std::vector<at::Tensor> pieces;
-    for (const at::Tensor& buffer : buffers) pieces.push_back(buffer.detach().reshape({-1}).to(groups_.world->device()));
-    at::Tensor flat = at::cat(pieces);
-    // Bytes travel, so that bool and complex buffers do too.
-    groups_.world->broadcast(flat.view(at::kByte), 0, "the module's buffers").wait();
-    int64_t offset = 0;
-    for (at::Tensor& buffer : buffers) {
-      buffer.detach().copy_(flat.narrow(0, offset, buffer.numel()).view(buffer.sizes()));
-      offset += buffer.numel();
-    }
-  }
 }
 
 // In place: the module's members are these very tensors.
@@ -309,6 +263,7 @@ void FsdpRuntime::install_hooks(Unit& unit) {
         auto runtime = weak.lock();
         if (!runtime) throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
         runtime->gradient_arrived(index, g, p, gradient);
+        return at::Tensor();  // nothing is left for the module's own parameter
       };
       group.accumulators[p] = torch::autograd::impl::grad_accumulator(parameter);
       group.accumulators[p]->add_pre_hook(std::make_unique<GradientHook>(std::move(take)));

@@ -75,7 +75,6 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   void make_units(std::vector<PlannedUnit>& plan);
   FlatGroupOptions::Memory host_memory(const char* purpose);
   FlatGroupOptions::Memory shard_memory(const std::string& unit);
-  void broadcast_buffers();
   void cast_buffers();
   void name_shards();
   void install_hooks(Unit& unit);
