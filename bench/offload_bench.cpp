@@ -78,7 +78,7 @@ void disk_by_itself(benchmark::State& state) {
   double written_s = 0, read_s = 0;
   const auto pass = [&](bool writes) {
     const auto began = std::chrono::steady_clock::now();
-    tessera::DiskQueue queue(4);
+    tessera::TaskQueue queue(4);
     std::vector<std::future<void>> done;
     std::vector<at::Tensor> targets;
     for (int i = 0; i < kTargets; ++i) targets.push_back(torch::empty({kBlock + 4096}, at::kByte));

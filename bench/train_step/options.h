@@ -9,7 +9,7 @@
 
 namespace train_step {
 
-// What one run measures. Sizes that are not given are the model's own (default_sizes()).
+// What one run measures. Sizes that are not given are the model's own.
 struct Options {
   std::string model = "gpt";      // gpt, deep, recipe, mlp
   std::string wrapper = "fsdp";   // local, ddp, oss, sdp, fsdp

@@ -4,7 +4,7 @@
 
 #include "tessera/checkpoint/full_file.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/child_process.h"
 #include "tests/support/reference.h"
 

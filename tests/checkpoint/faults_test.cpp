@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "tests/checkpoint/replicated.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
 
 namespace tessera {

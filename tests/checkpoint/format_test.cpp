@@ -11,7 +11,7 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
 #include "tessera/checkpoint/verify.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
 
 namespace tessera {

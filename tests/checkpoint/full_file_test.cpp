@@ -6,7 +6,7 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 

@@ -13,7 +13,7 @@
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/checkpoint/verify.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
 
 namespace tessera {

@@ -1,5 +1,4 @@
 // What is saved by one layout on some ranks and loaded by another on others is the same state.
-#include <cstdlib>
 #include <fstream>
 #include <map>
 
@@ -7,7 +6,7 @@
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/checkpoint/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -18,10 +17,7 @@ using namespace testing_support;
 using torch::optim::Adam;
 using torch::optim::AdamOptions;
 
-int trees() {
-  const char* text = std::getenv("TESSERA_TEST_TREES");
-  return text == nullptr ? 12 : std::atoi(text);
-}
+int trees() { return trees_to_test(12); }
 
 // A random tree made by `seed`, with other values in its parameters and buffers.
 RandomNet make_net(unsigned seed, uint64_t values) {

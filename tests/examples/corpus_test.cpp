@@ -4,10 +4,12 @@
 
 #include <cmath>
 
-#include "temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace train_gpt {
 namespace {
+
+using tessera::testing_support::TemporaryFolder;
 
 using namespace std::string_literals;
 

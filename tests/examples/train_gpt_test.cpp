@@ -12,12 +12,14 @@
 #include <thread>
 #include <vector>
 
-#include "temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tests/support/child_process.h"
 
 namespace train_gpt {
 namespace {
+
+using tessera::testing_support::TemporaryFolder;
 
 constexpr const char* kTiny =
     " --layers 2 --width 24 --heads 3 --context 16 --steps 8 --lr 1e-2 --val-every 4 --threads 1 ";

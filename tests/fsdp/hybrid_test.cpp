@@ -1,4 +1,5 @@
 // Hybrid sharding: copies of the model, each sharded within a part of the ranks.
+#include "tests/fsdp/linear_chain.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -6,16 +7,6 @@ namespace tessera {
 namespace {
 
 using namespace testing_support;
-
-torch::nn::Sequential chain(int depth, int64_t width) {
-  torch::nn::Sequential model;
-  for (int i = 0; i < depth; ++i) model->push_back(torch::nn::Linear(width, width));
-  return model;
-}
-
-at::Tensor input(int rank, int64_t width) {
-  return seeded(50 + rank, [&] { return torch::randn({4, width}); });
-}
 
 FsdpOptions hybrid(int ranks_per_copy) {
   return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .hybrid = {.ranks_per_copy = ranks_per_copy}};

@@ -1,4 +1,5 @@
 // Parameters that are not all alike, full parameters, and checks that are off by default.
+#include "tests/fsdp/linear_chain.h"
 #include "tests/support/reference.h"
 
 namespace tessera {
@@ -6,14 +7,6 @@ namespace {
 
 using namespace testing_support;
 
-torch::nn::Sequential chain(int depth, int64_t width) {
-  torch::nn::Sequential model;
-  for (int i = 0; i < depth; ++i) model->push_back(torch::nn::Linear(width, width));
-  return model;
-}
-at::Tensor input(int rank, int64_t width = 8) {
-  return seeded(50 + rank, [&] { return torch::randn({4, width}); });
-}
 FsdpOptions per_linear() { return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}; }
 
 // ---- kinds of parameters

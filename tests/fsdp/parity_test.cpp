@@ -1,6 +1,5 @@
 // FSDP against the unsharded loop: bit for bit, over random module trees, worlds, policies and
 // options.
-#include <cstdlib>
 
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -41,10 +40,7 @@ std::unique_ptr<torch::optim::Optimizer> optimizer(int kind, std::vector<at::Ten
 }
 
 // How many trees a world: fewer under sanitizers (tests/TestEnvironment.cmake), which are slow.
-int trees() {
-  const char* text = std::getenv("TESSERA_TEST_TREES");
-  return text != nullptr ? std::stoi(text) : 10;
-}
+int trees() { return trees_to_test(10); }
 
 struct Data {
   at::Tensor x, y;

@@ -14,6 +14,7 @@
 #include "tessera/offload/disk_pager.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -24,18 +25,11 @@ namespace fs = std::filesystem;
 // A folder that must be empty at the end of the test, and always.
 class Folder {
  public:
-  Folder() {
-    std::string pattern = fs::temp_directory_path() / "tessera-disk-XXXXXX";
-    path_ = ::mkdtemp(pattern.data());
-  }
-  ~Folder() {
-    EXPECT_TRUE(fs::is_empty(path_));
-    fs::remove_all(path_);
-  }
-  std::string path() const { return path_; }
+  ~Folder() { EXPECT_TRUE(fs::is_empty(folder_.path())); }
+  std::string path() const { return folder_.path(); }
 
  private:
-  fs::path path_;
+  const TemporaryFolder folder_;
 };
 
 TEST(DiskFile, GivesBackWhatWasWritten) {

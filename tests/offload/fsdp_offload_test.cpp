@@ -2,7 +2,6 @@
 // beside computation.
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <set>
 
 #include "tests/support/random_net.h"
@@ -21,10 +20,7 @@ Data batch(int step, int rows) {
   return seeded(1000 + step, [&] { return Data{torch::randn({rows, kWidth}), torch::randn({rows, kWidth})}; });
 }
 
-int trees() {
-  const char* text = std::getenv("TESSERA_TEST_TREES");
-  return text != nullptr ? std::stoi(text) : 6;
-}
+int trees() { return trees_to_test(6); }
 
 FsdpOptions options(int kind) {
   FsdpOptions options;

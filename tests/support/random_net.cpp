@@ -1,5 +1,7 @@
 #include "tests/support/random_net.h"
 
+#include <cstdlib>
+
 namespace tessera::testing_support {
 namespace {
 
@@ -114,6 +116,11 @@ RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
       return [linear](at::Tensor x) mutable { return torch::tanh(linear(x)); };
     }
   }
+}
+
+int trees_to_test(int usually) {
+  const char* text = std::getenv("TESSERA_TEST_TREES");
+  return text != nullptr ? std::stoi(text) : usually;
 }
 
 }  // namespace tessera::testing_support

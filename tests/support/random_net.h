@@ -36,4 +36,7 @@ struct RandomNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(RandomNet);
 
+// How many trees a property is tried on: `usually`, or what TESSERA_TEST_TREES says.
+int trees_to_test(int usually);
+
 }  // namespace tessera::testing_support

@@ -1,5 +1,4 @@
 // All stages against the unsharded loop: bit for bit, over random module trees and worlds.
-#include <cstdlib>
 
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -9,10 +8,7 @@ namespace {
 
 using namespace testing_support;
 
-int trees() {
-  const char* text = std::getenv("TESSERA_TEST_TREES");
-  return text != nullptr ? std::stoi(text) : 5;
-}
+int trees() { return trees_to_test(5); }
 
 struct Data {
   at::Tensor x, y;

@@ -7,13 +7,13 @@
 #include <stdexcept>
 #include <string>
 
-namespace train_gpt {
+namespace tessera::testing_support {
 
 // A folder of a test's own, gone at the end.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    auto pattern = (std::filesystem::temp_directory_path() / "train_gpt_test.XXXXXX").string();
+    auto pattern = (std::filesystem::temp_directory_path() / "tessera-test-XXXXXX").string();
     if (mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed for " + pattern);
     path_ = pattern;
   }
@@ -38,4 +38,4 @@ class TemporaryFolder {
   std::filesystem::path path_;
 };
 
-}  // namespace train_gpt
+}  // namespace tessera::testing_support
