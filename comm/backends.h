@@ -11,14 +11,19 @@
 
 namespace tessera {
 
-// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors). `store` is where the ranks
-// find each other: the same one on all ranks, used by this group alone (wrap it in a PrefixStore
-// otherwise), shared by the group for its lifetime. `address` is the address or host name of this
-// rank's own network interface. Collective; throws CommError if the ranks do not meet in time.
+struct GlooOptions {
+  std::string address;  // or host name, of this rank's own network interface
+  std::chrono::milliseconds timeout;
+  bool peer_memory = true;  // InitOptions::peer_memory
+};
+
+// Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
+// memory. `store` is where the ranks find each other: the same one on all ranks, used by this group
+// alone (wrap it in a PrefixStore otherwise), shared by the group for its lifetime. Collective; throws CommError if the ranks do not meet in time.
 // If the process leaves SIGPIPE at its default, which is to die, it is ignored from now on: a peer
 // that dies is to be an error, and gloo does not guard its writes.
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                     const std::string& address, std::chrono::milliseconds timeout);
+                                                     GlooOptions options);
 
 // The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws
 // std::invalid_argument.

@@ -3,7 +3,8 @@
 // gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its
 // all-gather is a ring of copies. Here every operation is a set of sends and receives between
 // pairs of ranks, all at once, straight out of and into the caller's tensors; sums are taken in
-// rank order when the operation is waited for. Each message carries a tag made of the operation's
+// rank order when the operation is waited for. Ranks of one host read and write each other's memory
+// (PeerMemory), others use gloo's TCP. Each message carries a tag made of the operation's
 // number and a hash of what it is for, so that ranks which have diverged never mix up data: they
 // stall, and StallWatch says why.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -23,6 +24,7 @@
 #include "tessera/comm/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/peer_memory.h"
 #include "tessera/comm/process_group.h"
 #include "tessera/comm/rank_order_sum.h"
 #include "tessera/comm/stall_watch.h"
@@ -39,9 +41,12 @@ constexpr int64_t kOneStepBytes = 1 << 16;
 
 class GlooCommunicator;
 
+// Over TCP, with work, or in memory, announced.
 struct Message {
-  c10::intrusive_ptr<c10d::Work> work;  // holds the tensor
-  int peer;  // -1: gloo's own collective, with all of them
+  c10::intrusive_ptr<c10d::Work> work;
+  PeerMemory::Announced announced;
+  at::Tensor tensor;  // stays alive
+  int peer;           // -1: gloo's own collective, with all of them
   bool is_send;
 };
 
@@ -64,7 +69,10 @@ class GlooOperation : public Pending::Operation {
   std::string description() const;
 
  private:
+  void start_message(const at::Tensor& tensor, int peer, bool is_send);
+  bool wait_for(const Message& message, std::string* cause);
   int tag() const;
+  uint64_t memory_tag() const;
 
   const std::shared_ptr<GlooCommunicator> comm_;
   const char* const name_;
@@ -81,11 +89,12 @@ class GlooCommunicator : public Communicator,
                          public BackendCollectives,
                          public std::enable_shared_from_this<GlooCommunicator> {
  public:
-  GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroupGloo> group, c10::intrusive_ptr<c10d::Store> store, int rank,
-                   int size, std::string address, std::chrono::milliseconds timeout)
-      : Communicator(rank, size, at::kCPU, timeout),
+  GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroupGloo> group, std::unique_ptr<PeerMemory> memory,
+                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options)
+      : Communicator(rank, size, at::kCPU, options.timeout),
         store_(std::move(store)),
-        address_(std::move(address)),
+        options_(std::move(options)),
+        memory_(std::move(memory)),
         group_(std::move(group)),
         staging_(at::kCPU),
         watch_(store_, rank, size, [this] { interrupt(); }) {}
@@ -96,11 +105,8 @@ class GlooCommunicator : public Communicator,
     watch_.publish_failure(reason);
     std::lock_guard lock(mutex_);
     if (!broken_) broken_ = "this rank left the group: " + reason;
-    if (current_) {
-      current_->abort();  // another thread waits: it closes the connections when it wakes up
-    } else {
-      close_locked();
-    }
+    // Where another thread waits, it closes the connections when it wakes up.
+    if (!interrupt_locked()) close_locked();
   }
 
   Pending start_backend_all_reduce(at::Tensor tensor, std::string what) override {
@@ -111,7 +117,7 @@ class GlooCommunicator : public Communicator,
 
  protected:
   std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
-    return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, address_, timeout());
+    return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, options_);
   }
   Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override;
   Pending start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, Counts counts,
@@ -119,7 +125,8 @@ class GlooCommunicator : public Communicator,
   Pending start_all_reduce(at::Tensor tensor, ReduceOp op, std::string what) override;
   Pending start_broadcast(at::Tensor tensor, int root, std::string what) override;
   Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) override;
-  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) override;
+  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts,
+                        std::string what) override;
 
  private:
   friend class GlooOperation;
@@ -128,27 +135,34 @@ class GlooCommunicator : public Communicator,
     return std::make_unique<GlooOperation>(shared_from_this(), name, std::move(what), numel);
   }
   // Messages of the parts of an operation; `op` outlives them.
-  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard, const Counts& counts);
+  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+                       const Counts& counts);
   std::vector<at::Tensor> exchange_parts(GlooOperation& op, const at::Tensor& full, const Counts& counts);
 
   void interrupt() {
     std::lock_guard lock(mutex_);
-    if (current_) current_->abort();
+    interrupt_locked();
   }
+  bool interrupt_locked();
   void close() noexcept {
     std::lock_guard lock(mutex_);
     close_locked();
   }
   void close_locked() noexcept;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> connections();
+  bool begin_wait_for(const Message& message);
+  void end_waits();
   [[noreturn]] void fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause);
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const std::string address_;
-  std::mutex mutex_;  // guards the next six
+  const GlooOptions options_;
+  const std::unique_ptr<PeerMemory> memory_;  // null: no other rank on this host, or none that can be reached
+  std::mutex mutex_;                          // guards the next seven
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null once the group is broken
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;
   c10::intrusive_ptr<c10d::Work> current_;  // what this rank's thread waits for
+  bool waits_for_memory_ = false;           // or that
   std::vector<Message> orphans_;            // of operations that were dropped, with their buffers
   std::vector<at::Tensor> orphan_buffers_;
 
@@ -171,14 +185,16 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
 
 // ---------------------------------------------------------------------------------------------
 
-GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what, int64_t numel)
+GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what,
+                             int64_t numel)
     : comm_(std::move(comm)), name_(name), what_(std::move(what)), numel_(numel) {
   const std::string text = description();
   fingerprint_ = static_cast<uint32_t>(Fingerprint().add(text).value());
   sequence_ = comm_->sequence_++;
   comm_->watch_.started(sequence_, text);
   std::lock_guard lock(comm_->mutex_);
-  if (comm_->broken_) throw CommError(text + " on rank " + std::to_string(comm_->rank()) + ": " + *comm_->broken_);
+  if (comm_->broken_)
+    throw CommError(text + " on rank " + std::to_string(comm_->rank()) + ": " + *comm_->broken_);
   comm_->operations_.insert(this);
 }
 
@@ -206,24 +222,34 @@ int GlooOperation::tag() const {
   return static_cast<int>((sequence_ & 0x3fff) << 17 | (step_ & 0x3) << 15 | (fingerprint_ & 0x7fff));
 }
 
+uint64_t GlooOperation::memory_tag() const {
+  return sequence_ << 34 | static_cast<uint64_t>(step_) << 32 | fingerprint_;
+}
+
 void GlooOperation::send(const at::Tensor& tensor, int peer) {
-  if (tensor.numel() == 0) return;
-  std::vector<at::Tensor> tensors{tensor};
-  try {
-    messages_.push_back({comm_->group_->send(tensors, peer, tag()), peer, true});
-  } catch (const std::exception& error) {
-    comm_->fail(*this, peer, true, error.what());
-  }
+  start_message(tensor, peer, /*is_send=*/true);
   comm_->count_sent(static_cast<int64_t>(tensor.nbytes()));
 }
 
 void GlooOperation::receive(const at::Tensor& tensor, int peer) {
+  start_message(tensor, peer, /*is_send=*/false);
+}
+
+void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_send) {
   if (tensor.numel() == 0) return;
-  std::vector<at::Tensor> tensors{tensor};
   try {
-    messages_.push_back({comm_->group_->recv(tensors, peer, tag()), peer, false});
+    if (PeerMemory* memory = comm_->memory_.get(); memory != nullptr && memory->reaches(peer)) {
+      auto announced =
+          is_send ? memory->send(tensor, peer, memory_tag()) : memory->receive(tensor, peer, memory_tag());
+      if (announced) messages_.push_back({nullptr, std::move(announced), tensor, peer, is_send});
+      return;
+    }
+    std::vector<at::Tensor> tensors{tensor};
+    const auto group = comm_->connections();
+    messages_.push_back({is_send ? group->send(tensors, peer, tag()) : group->recv(tensors, peer, tag()),
+                         nullptr, tensor, peer, is_send});
   } catch (const std::exception& error) {
-    comm_->fail(*this, peer, false, error.what());
+    comm_->fail(*this, peer, is_send, error.what());
   }
 }
 
@@ -231,7 +257,7 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   std::vector<at::Tensor> tensors{tensor};
   try {
-    messages_.push_back({comm_->group_->allreduce(tensors), -1, true});
+    messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, tensor, -1, true});
   } catch (const std::exception& error) {
     comm_->fail(*this, -1, true, error.what());
   }
@@ -247,33 +273,51 @@ at::Tensor GlooOperation::staging(int64_t numel, at::ScalarType dtype) {
 void GlooOperation::drop_messages() noexcept { messages_.clear(); }
 
 void GlooOperation::wait_for_messages() {
+  if (messages_.empty()) return;
   const auto began = steady_clock::now();
   comm_->watch_.begin_wait();
   for (const Message& message : messages_) {
-    bool arrived = true;
-    {
-      std::lock_guard lock(comm_->mutex_);
-      if (comm_->broken_) arrived = false;
-      comm_->current_ = message.work;
-    }
+    bool arrived = comm_->begin_wait_for(message);
     std::string cause;
-    try {
-      arrived = arrived && message.work->wait(comm_->timeout());
-    } catch (const std::exception& error) {
-      cause = error.what();
-      arrived = false;
-    }
+    if (arrived) arrived = wait_for(message, &cause);
     if (arrived) continue;
     comm_->watch_.end_wait();
     comm_->fail(*this, message.peer, message.is_send, cause);  // clears messages_, so the loop ends here
   }
-  {
-    std::lock_guard lock(comm_->mutex_);
-    comm_->current_.reset();
-  }
+  comm_->end_waits();
   comm_->watch_.end_wait();
   messages_.clear();
   comm_->count_wait(steady_clock::now() - began);
+}
+
+bool GlooOperation::wait_for(const Message& message, std::string* cause) {
+  if (message.work) {
+    try {
+      return message.work->wait(comm_->timeout());
+    } catch (const std::exception& error) {
+      *cause = error.what();
+      return false;
+    }
+  }
+  switch (comm_->memory_->wait(message.announced)) {
+    case PeerMemory::Outcome::kDone:
+      return true;
+    case PeerMemory::Outcome::kInterrupted:
+      return false;
+    case PeerMemory::Outcome::kTimedOut:
+      *cause = "timed out";
+      return false;
+    case PeerMemory::Outcome::kPeerLeft:
+      *cause = "it has left the group";
+      return false;
+    case PeerMemory::Outcome::kPeerDied:
+      *cause = "its process is gone";
+      return false;
+    case PeerMemory::Outcome::kOtherBytes:
+      *cause = "it has another number of bytes for it";
+      return false;
+  }
+  return false;
 }
 
 void GlooOperation::finish() {
@@ -285,7 +329,37 @@ void GlooOperation::finish() {
 
 // ---------------------------------------------------------------------------------------------
 
+c10::intrusive_ptr<c10d::ProcessGroupGloo> GlooCommunicator::connections() {
+  std::lock_guard lock(mutex_);
+  if (!group_) throw std::runtime_error(broken_.value_or("the group is closed"));
+  return group_;
+}
+
+// False where the group is broken, and there is nothing to wait for.
+bool GlooCommunicator::begin_wait_for(const Message& message) {
+  std::lock_guard lock(mutex_);
+  current_ = message.work;
+  waits_for_memory_ = message.announced != nullptr;
+  if (waits_for_memory_ && !broken_) memory_->clear_interrupt();
+  return !broken_;
+}
+
+void GlooCommunicator::end_waits() {
+  std::lock_guard lock(mutex_);
+  current_.reset();
+  waits_for_memory_ = false;
+}
+
+// Whether there was a wait to interrupt.
+bool GlooCommunicator::interrupt_locked() {
+  if (current_) current_->abort();
+  if (waits_for_memory_) memory_->interrupt();
+  return current_ || waits_for_memory_;
+}
+
 void GlooCommunicator::close_locked() noexcept {
+  if (memory_) memory_->close();  // first: the tensors below are then nobody's but ours
+  waits_for_memory_ = false;
   current_.reset();
   for (GlooOperation* operation : operations_) operation->drop_messages();
   orphans_.clear();
@@ -304,12 +378,12 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
     text << ": " << explanation;
   } else if (cause.find("imed out") != std::string::npos) {
     text << ": timed out after " << static_cast<double>(timeout().count()) * 1e-3 << " s "
-         << (peer < 0 ? "with all ranks" : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
+         << (peer < 0 ? "with all ranks"
+                      : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
          << "; " << watch_.who_waits();
   } else if (!cause.empty()) {
     text << ": " << (peer < 0 ? "a connection" : "the connection to rank " + std::to_string(peer))
-         << " is closed, so that rank has ended or failed ("
-         << cause.substr(0, cause.find('\n')) << ")";
+         << " is closed, so that rank has ended or failed (" << cause.substr(0, cause.find('\n')) << ")";
   }
   watch_.publish_failure(text.str());
   {
@@ -360,14 +434,15 @@ std::vector<at::Tensor> GlooCommunicator::exchange_parts(GlooOperation& op, cons
   return parts;
 }
 
-Pending GlooCommunicator::start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) {
+Pending GlooCommunicator::start_all_gather(at::Tensor full, at::Tensor shard, Counts counts,
+                                           std::string what) {
   auto op = start("all-gather", std::move(what), full.numel());
   exchange_shards(*op, full, shard, counts);
   return Pending(std::move(op));
 }
 
-Pending GlooCommunicator::start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp reduce, Counts counts,
-                                               std::string what) {
+Pending GlooCommunicator::start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp reduce,
+                                               Counts counts, std::string what) {
   auto op = start("reduce-scatter", std::move(what), full.numel());
   auto parts = exchange_parts(*op, full, counts);
   op->complete = [shard, parts, reduce] { reduce_in_rank_order(shard, parts, reduce); };
@@ -440,7 +515,8 @@ Pending GlooCommunicator::start_reduce(at::Tensor tensor, int root, ReduceOp red
   return Pending(std::move(op));
 }
 
-Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) {
+Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts,
+                                        std::string what) {
   const int64_t numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   auto op = start("scatter", std::move(what), numel);
   if (rank() != root) {
@@ -463,36 +539,42 @@ Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int r
 // SIGPIPE instead of an error. (Python ignores the signal, so torch's users never see it.)
 void ignore_broken_pipes() {
   struct sigaction current = {};
-  if (sigaction(SIGPIPE, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) return;  // the program's own choice
+  if (sigaction(SIGPIPE, nullptr, &current) != 0 || current.sa_handler != SIG_DFL)
+    return;  // the program's own choice
   current.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &current, nullptr);
 }
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                     const std::string& address, std::chrono::milliseconds timeout) {
+std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank,
+                                                     int size, GlooOptions options) {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
+  std::unique_ptr<PeerMemory> memory;
   if (size > 1) {
     ignore_broken_pipes();
     try {
-      auto options = c10d::ProcessGroupGloo::Options::create(timeout);
-      options->timeout = timeout;
-      options->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
-      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(address));
-      group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
+      auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+      gloo->timeout = options.timeout;
+      gloo->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
+      gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+      group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
+      memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
       // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
       // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
-      if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
-      store->wait({"tessera/all_connected"}, timeout);
+      if (store->add("tessera/connected", 1) == size)
+        store->set("tessera/all_connected", std::vector<uint8_t>{1});
+      store->wait({"tessera/all_connected"}, options.timeout);
     } catch (const std::exception& error) {
       std::ostringstream text;
-      text << "rank " << rank << " of " << size << " (address " << address << ") could not join the group within "
-           << static_cast<double>(timeout.count()) * 1e-3 << " s: " << error.what();
+      text << "rank " << rank << " of " << size << " (address " << options.address
+           << ") could not join the group within " << static_cast<double>(options.timeout.count()) * 1e-3
+           << " s: " << error.what();
       throw CommError(text.str());
     }
   }
-  return std::make_shared<GlooCommunicator>(std::move(group), std::move(store), rank, size, address, timeout);
+  return std::make_shared<GlooCommunicator>(std::move(group), std::move(memory), std::move(store), rank, size,
+                                            std::move(options));
 }
 
 }  // namespace tessera

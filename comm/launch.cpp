@@ -85,8 +85,8 @@ std::shared_ptr<Communicator> init(InitOptions options) {
     return make_nccl_communicator(meeting.store, environment.rank, environment.world_size, choice.device,
                                   options.timeout);
   }
-  return make_gloo_communicator(meeting.store, environment.rank, environment.world_size, meeting.address,
-                                options.timeout);
+  return make_gloo_communicator(meeting.store, environment.rank, environment.world_size,
+                                {meeting.address, options.timeout, options.peer_memory});
 }
 
 }  // namespace tessera

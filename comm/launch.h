@@ -17,6 +17,9 @@ struct InitOptions {
   std::optional<at::Device> device;
   // The longest that an operation waits for the other ranks, and that ranks wait to find each other.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  // With gloo: ranks of one host copy straight between each other's memory where the kernel lets them,
+  // instead of through TCP. TESSERA_PEER_MEMORY=0 in the environment of any of them switches it off.
+  bool peer_memory = true;
 };
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE,

@@ -43,7 +43,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
     std::shared_ptr<Communicator> comm;
     Trace::set_rank_of_thread(rank);
     try {
-      comm = make_gloo_communicator(store, rank, world, "127.0.0.1", options.timeout);
+      comm = make_gloo_communicator(store, rank, world, {"127.0.0.1", options.timeout, options.peer_memory});
       body(comm);
     } catch (...) {
       {

@@ -23,6 +23,21 @@ at::Tensor summed(int world, int64_t numel, at::ScalarType dtype = at::kFloat) {
   return sum.to(dtype);
 }
 
+// Messages go from memory to memory, or by TCP.
+std::vector<InitOptions> transports() {
+  InitOptions in_memory, by_tcp;
+  by_tcp.peer_memory = false;
+  return {in_memory, by_tcp};
+}
+
+// Ranks as threads.
+void over_each_transport(int world, const std::function<void(std::shared_ptr<Communicator>)>& body) {
+  for (const InitOptions& options : transports()) {
+    SCOPED_TRACE(options.peer_memory ? "in memory" : "by TCP");
+    run_ranks(world, body, options);
+  }
+}
+
 class Collectives : public testing::TestWithParam<std::tuple<int, int64_t>> {
  protected:
   int world() const { return std::get<0>(GetParam()); }
@@ -38,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Collectives,
                          });
 
 TEST_P(Collectives, AllGatherPutsShardsInRankOrder) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     at::Tensor full = torch::full({world() * numel()}, -1.0f);
     comm->all_gather(full, numbers(comm->rank(), numel())).wait();
     for (int rank = 0; rank < world(); ++rank)
@@ -47,7 +62,7 @@ TEST_P(Collectives, AllGatherPutsShardsInRankOrder) {
 }
 
 TEST_P(Collectives, AllGatherInPlace) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     at::Tensor full = torch::full({world() * numel()}, -1.0f);
     at::Tensor own = full.narrow(0, comm->rank() * numel(), numel());
     own.copy_(numbers(comm->rank(), numel()));
@@ -58,7 +73,7 @@ TEST_P(Collectives, AllGatherInPlace) {
 }
 
 TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     at::Tensor shard = torch::full({numel()}, -1.0f);
     comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel())).wait();
     EXPECT_TRUE(
@@ -67,7 +82,7 @@ TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
 }
 
 TEST_P(Collectives, UnevenAndEmptyParts) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     std::vector<int64_t> counts;  // rank 0 has none; the others more and more
     int64_t total = 0, begin = 0;
     for (int rank = 0; rank < world(); ++rank) {
@@ -85,7 +100,7 @@ TEST_P(Collectives, UnevenAndEmptyParts) {
 }
 
 TEST_P(Collectives, AllReduceInEveryOpAndDtype) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong}) {
       at::Tensor sum = numbers(comm->rank(), numel(), dtype);
       comm->all_reduce(sum).wait();
@@ -104,7 +119,7 @@ TEST_P(Collectives, AllReduceInEveryOpAndDtype) {
 }
 
 TEST_P(Collectives, RootedOperationsFromEveryRoot) {
-  run_ranks(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     for (int root = 0; root < world(); ++root) {
       at::Tensor sent = numbers(comm->rank(), numel());
       comm->broadcast(sent, root).wait();
@@ -134,7 +149,7 @@ TEST(CollectivesOrder, SumsAreTakenInRankOrder) {
         at::Tensor values = torch::randn({numel});
         expected = rank == 0 ? values : expected + values;
       }
-      run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      over_each_transport(world, [&](std::shared_ptr<Communicator> comm) {
         static std::mutex seeding;
         at::Tensor values;
         {
@@ -154,7 +169,7 @@ TEST(CollectivesOrder, SumsAreTakenInRankOrder) {
 }
 
 TEST(CollectivesOrder, SixteenBitSumsAreRoundedOnce) {
-  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(3, [](std::shared_ptr<Communicator> comm) {
     // 256 + 1 is 256 in bfloat16, so rounding after each addition would lose both ones.
     at::Tensor value = torch::full({4}, comm->rank() == 0 ? 256.0f : 1.0f).to(at::kBFloat16);
     comm->all_reduce(value).wait();
@@ -163,7 +178,7 @@ TEST(CollectivesOrder, SixteenBitSumsAreRoundedOnce) {
 }
 
 TEST(CollectivesAsync, ManyInFlightAndWaitedInAnyOrder) {
-  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(3, [](std::shared_ptr<Communicator> comm) {
     std::vector<at::Tensor> fulls, shards, sums;
     std::vector<Pending> pending;
     for (int i = 0; i < 20; ++i) {
@@ -181,7 +196,7 @@ TEST(CollectivesAsync, ManyInFlightAndWaitedInAnyOrder) {
 }
 
 TEST(CollectivesAsync, HandlesKeepTensorsAlive) {
-  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     at::Tensor full = torch::empty({2 << 20});
     Pending pending =
         comm->all_gather(full, torch::full({1 << 20}, comm->rank() + 1.0f));  // the shard is a temporary
@@ -192,7 +207,7 @@ TEST(CollectivesAsync, HandlesKeepTensorsAlive) {
 }
 
 TEST(CollectivesAsync, DroppedHandlesDoNotHarmTheOthers) {
-  run_ranks(3, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(3, [](std::shared_ptr<Communicator> comm) {
     { Pending dropped = comm->all_gather(torch::empty({3 << 18}), torch::zeros({1 << 18})); }
     at::Tensor sum = torch::ones({1000});
     comm->all_reduce(sum).wait();
@@ -202,7 +217,7 @@ TEST(CollectivesAsync, DroppedHandlesDoNotHarmTheOthers) {
 }
 
 TEST(CollectivesTraffic, EachRankSendsNoMoreThanItMust) {
-  run_ranks(4, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(4, [](std::shared_ptr<Communicator> comm) {
     const int64_t shard_bytes = 1 << 20;
     at::Tensor full = torch::empty({4 * shard_bytes / 4}), shard = torch::zeros({shard_bytes / 4});
     comm->all_gather(full, shard).wait();
@@ -227,7 +242,7 @@ std::string error_of(Call call) {
 }
 
 TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
-  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     at::Tensor three = torch::zeros({3}), four = torch::zeros({4}), two = torch::zeros({2});
     EXPECT_NE(error_of<std::invalid_argument>([&] {
                 comm->all_gather(four, three).wait();
@@ -257,32 +272,37 @@ TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
 }
 
 TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
-  const auto began = std::chrono::steady_clock::now();
-  std::string seen_by_others;
-  std::mutex mutex;
-  const std::string thrown = error_of<std::runtime_error>([&] {
-    run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
-      if (comm->rank() == 2) throw std::runtime_error("the disk of rank 2 is on fire");
-      try {
-        comm->all_reduce(torch::zeros({10}), ReduceOp::kSum, "unit 'blocks.3'").wait();
-      } catch (const CommError& error) {
-        std::lock_guard lock(mutex);
-        seen_by_others = error.what();
-        throw;
-      }
+  for (const InitOptions& options : transports()) {
+    const auto began = std::chrono::steady_clock::now();
+    std::string seen_by_others;
+    std::mutex mutex;
+    const std::string thrown = error_of<std::runtime_error>([&] {
+      run_ranks(
+          3,
+          [&](std::shared_ptr<Communicator> comm) {
+            if (comm->rank() == 2) throw std::runtime_error("the disk of rank 2 is on fire");
+            try {
+              comm->all_reduce(torch::zeros({10}), ReduceOp::kSum, "unit 'blocks.3'").wait();
+            } catch (const CommError& error) {
+              std::lock_guard lock(mutex);
+              seen_by_others = error.what();
+              throw;
+            }
+          },
+          options);
     });
-  });
-  EXPECT_EQ(thrown, "the disk of rank 2 is on fire");
-  EXPECT_NE(seen_by_others.find("all-reduce of unit 'blocks.3'"), std::string::npos) << seen_by_others;
-  EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos)
-      << seen_by_others;
-  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+    EXPECT_EQ(thrown, "the disk of rank 2 is on fire");
+    EXPECT_NE(seen_by_others.find("all-reduce of unit 'blocks.3'"), std::string::npos) << seen_by_others;
+    EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos)
+        << seen_by_others;
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+  }
 }
 
 // gloo writes without MSG_NOSIGNAL: with the default action the process would be gone.
 TEST(CollectivesErrors, APeerThatDiesWhileItIsWrittenToIsNoSignal) {
   std::signal(SIGPIPE, SIG_DFL);
-  run_ranks(2, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
+  over_each_transport(2, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
   struct sigaction action = {};
   sigaction(SIGPIPE, nullptr, &action);
   EXPECT_EQ(action.sa_handler, SIG_IGN);
@@ -290,51 +310,57 @@ TEST(CollectivesErrors, APeerThatDiesWhileItIsWrittenToIsNoSignal) {
 }
 
 TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {
-  InitOptions options;
-  options.timeout = milliseconds(1500);
-  std::atomic<int> ended = 0;
-  const std::string thrown = error_of<CommError>([&] {
-    run_ranks(
-        3,
-        [&](std::shared_ptr<Communicator> comm) {
-          if (comm->rank() == 1) {  // stuck until the others have given up
-            while (ended < 2) std::this_thread::sleep_for(milliseconds(20));
-            return;
-          }
-          try {
-            comm->barrier("the end of the epoch");
-          } catch (const CommError&) {
-            ++ended;
-            throw;
-          }
-        },
-        options);
-  });
-  EXPECT_NE(thrown.find("of the end of the epoch"), std::string::npos) << thrown;
-  EXPECT_NE(thrown.find("1.5 s"), std::string::npos) << thrown;
-  EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+  for (InitOptions options : transports()) {
+    options.timeout = milliseconds(1500);
+    std::atomic<int> ended = 0;
+    const std::string thrown = error_of<CommError>([&] {
+      run_ranks(
+          3,
+          [&](std::shared_ptr<Communicator> comm) {
+            if (comm->rank() == 1) {  // stuck until the others have given up
+              while (ended < 2) std::this_thread::sleep_for(milliseconds(20));
+              return;
+            }
+            try {
+              comm->barrier("the end of the epoch");
+            } catch (const CommError&) {
+              ++ended;
+              throw;
+            }
+          },
+          options);
+    });
+    EXPECT_NE(thrown.find("of the end of the epoch"), std::string::npos) << thrown;
+    EXPECT_NE(thrown.find("1.5 s"), std::string::npos) << thrown;
+    EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+  }
 }
 
 TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
-  const auto began = std::chrono::steady_clock::now();
-  const std::string thrown = error_of<CommError>([&] {
-    run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
-      at::Tensor value = torch::zeros({8});
-      comm->all_reduce(value).wait();
-      // Rank 1 leaves out a layer whose successor is just as large.
-      if (comm->rank() != 1) comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.3'").wait();
-      comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.4'").wait();
+  for (const InitOptions& options : transports()) {
+    const auto began = std::chrono::steady_clock::now();
+    const std::string thrown = error_of<CommError>([&] {
+      run_ranks(
+          3,
+          [&](std::shared_ptr<Communicator> comm) {
+            at::Tensor value = torch::zeros({8});
+            comm->all_reduce(value).wait();
+            // Rank 1 leaves out a layer whose successor is just as large.
+            if (comm->rank() != 1) comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.3'").wait();
+            comm->all_gather(torch::zeros({24}), value, {}, "unit 'blocks.4'").wait();
+          },
+          options);
     });
-  });
-  EXPECT_NE(thrown.find("diverged"), std::string::npos) << thrown;
-  EXPECT_NE(thrown.find("unit 'blocks.3'"), std::string::npos) << thrown;
-  EXPECT_NE(thrown.find("unit 'blocks.4'"), std::string::npos) << thrown;
-  EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
-  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+    EXPECT_NE(thrown.find("diverged"), std::string::npos) << thrown;
+    EXPECT_NE(thrown.find("unit 'blocks.3'"), std::string::npos) << thrown;
+    EXPECT_NE(thrown.find("unit 'blocks.4'"), std::string::npos) << thrown;
+    EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+  }
 }
 
 TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {
-  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+  over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     if (comm->rank() == 1) {
       comm->abort("out of paper");
       comm->abort("a second reason, which does not count");

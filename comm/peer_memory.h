@@ -1,0 +1,86 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/shared_board.h"
+
+namespace tessera {
+
+// Messages between ranks of one host that go straight from one's memory into the other's: one copy, no
+// socket, no thread, no staging.
+//
+// A message is announced on a board that the ranks share (shared_board.h): where the tensor lies, and a
+// tag. Who comes second, the sender or the receiver, copies, then and there, by process_vm_writev or
+// process_vm_readv, or memcpy where ranks are threads of one process. So whoever announces a message that
+// its peer waits for finds it done. (Cross-memory attach, as Open MPI and UCX move messages within a host.)
+//
+// Linux alone has the calls; a kernel or a container may forbid them. connect() tries them and leaves out
+// what does not work. Under Yama's ptrace_scope 1 it lets processes of the same user attach to this one
+// (prctl PR_SET_PTRACER), as those libraries do.
+class PeerMemory {
+ public:
+  // A message that this rank announced; without a slot it is over.
+  struct Ticket {
+    SharedBoard::Slot* slot;
+    const int peer;
+  };
+  using Announced = std::shared_ptr<Ticket>;  // null: over at once
+
+  enum class Outcome { kDone, kInterrupted, kTimedOut, kPeerLeft, kPeerDied, kOtherBytes };
+
+  // Finds out through the store which ranks share a host and whether they reach each other's memory; all
+  // or none of a host's ranks do. Null if nobody is reached. Collective; `is_wanted` may differ.
+  static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size,
+                                             std::chrono::milliseconds timeout, bool is_wanted);
+  ~PeerMemory();
+
+  bool reaches(int peer) const { return local_[peer] >= 0; }
+
+  // The peer's message with the same tag gets, or gives, the tensor's bytes. The tensor is contiguous, on
+  // the CPU, and stays alive and as it is until wait() or close(). Throws std::runtime_error if the peer's
+  // memory cannot be reached any more, or has another number of bytes for this tag. A rank that is a
+  // thousand messages ahead of its peer waits for it here, at most the timeout.
+  Announced send(const at::Tensor& tensor, int peer, uint64_t tag);
+  Announced receive(const at::Tensor& tensor, int peer, uint64_t tag);
+
+  // Returns when the message is over. After anything but kDone it is still announced: close() follows.
+  Outcome wait(const Announced& message);
+
+  // Makes a wait() of another thread return kInterrupted, or the next one. Thread-safe.
+  void interrupt();
+  void clear_interrupt() { interrupted_.store(false); }
+
+  // Takes back what was announced and not met, so that no peer touches this rank's memory once this has
+  // returned; waits of peers for it end. Thread-safe, and more than once.
+  void close() noexcept;
+
+ private:
+  PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board,
+             std::chrono::milliseconds timeout);
+  Announced announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag);
+  void fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer);
+  void copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const;
+  template <class IsOver>
+  Outcome watch(int peer, IsOver is_over);
+  bool reap();
+  bool is_alive(int peer) const;
+  SharedBoard::Member& member(int peer) const { return board_->member(local_[peer]); }
+
+  const int rank_;
+  const std::vector<int> local_;  // a rank's number on this host, -1 on others
+  const std::shared_ptr<SharedBoard> board_;
+  const std::chrono::milliseconds timeout_;
+  const bool may_spin_;               // a processor is there for every rank
+  std::vector<Announced> announced_;  // and some that are over
+  size_t reap_at_ = 64;
+  std::atomic<bool> interrupted_ = false;
+};
+
+}  // namespace tessera

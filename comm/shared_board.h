@@ -1,0 +1,92 @@
+#pragma once
+
+#include <pthread.h>
+#include <sys/types.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace tessera {
+
+// Shared memory in which the ranks of one host announce messages to each other: a member for each rank,
+// and slots for each ordered pair of them. Plain data, all zero at first but for the locks.
+//
+// It has no name that could be left behind: it is a memfd, which the others open through /proc, where the
+// kernel asks for the same permission as for reading the process's memory.
+class SharedBoard {
+ public:
+  enum State : uint32_t { kFree, kSend, kReceive, kCopying, kDone, kOtherBytes, kBroken };
+
+  // One announced message, and what became of it: kCopying and the states after it are its peer's doing.
+  // Its announcer frees it.
+  struct Slot {
+    std::atomic<uint32_t> state;
+    uint64_t tag;
+    uint64_t address;  // in the announcer's memory
+    uint64_t bytes;
+    uint64_t other_bytes;  // kOtherBytes: what the peer came with
+  };
+
+  struct alignas(64) Member {
+    std::atomic<uint32_t> events;  // counts up at whatever this rank may wait for
+    std::atomic<uint32_t> is_asleep;
+    std::atomic<uint32_t> has_left;
+    int32_t pid;
+    uint64_t magic_address;  // where kMagic lies in its memory: for the question whether it is alive
+  };
+
+  // What goes from one rank to another.
+  struct alignas(64) Channel {
+    static constexpr size_t kSlots = 1024;
+    pthread_mutex_t mutex;  // robust: a process that dies does not take it along
+    uint32_t used;          // slots beyond were never used
+    Slot slots[kSlots];
+  };
+
+  static constexpr uint64_t kMagic = 0x7e55e2a0c0ffee11;
+
+  // A new one for that many ranks. Throws std::system_error.
+  static std::shared_ptr<SharedBoard> create(int ranks);
+  // The one that another process made and has open as `fd`.
+  static std::shared_ptr<SharedBoard> open(pid_t pid, int fd, int ranks);
+  ~SharedBoard();
+  SharedBoard(const SharedBoard&) = delete;
+  SharedBoard& operator=(const SharedBoard&) = delete;
+
+  int fd() const { return fd_; }
+  void close_fd();  // once all have opened it
+  int ranks() const { return ranks_; }
+  Member& member(int rank) const;
+  Channel& channel(int from, int to) const;
+
+  // The slot that the peer announced with this tag and the opposite kind, which the caller then has to
+  // fulfil (kCopying; kOtherBytes if it has another number of bytes, and all is said); else a new
+  // announcement; neither if there is no room. Throws std::runtime_error if the peer died in here.
+  struct Meeting {
+    Slot* met = nullptr;
+    Slot* announced = nullptr;
+  };
+  static Meeting announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes);
+  // Frees what was announced in this kind and not met yet. `while_copying` is called for as long as
+  // something is being copied, until it returns false.
+  static void take_back(Channel& channel, State kind, const std::function<bool()>& while_copying);
+
+  // Lets the member look again at what it waits for.
+  static void notify(Member& member);
+  // Returns when `events` is not `seen` any more, or after that time, or for no reason.
+  static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
+
+ private:
+  SharedBoard(int fd, int ranks);
+
+  int fd_;
+  const int ranks_;
+  const size_t bytes_;
+  std::byte* base_;
+};
+
+}  // namespace tessera
