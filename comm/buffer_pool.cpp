@@ -47,6 +47,9 @@ void BufferPool::trim() {
   idle_bytes_ = 0;
 #ifdef __GLIBC__
   // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
+  // One thread at a time: where another allocator serves malloc, glibc's has yet to set itself up, unlocked.
+  static std::mutex trimming;
+  std::lock_guard lock_trimming(trimming);
   if (device_.is_cpu()) ::malloc_trim(0);
 #endif
 }

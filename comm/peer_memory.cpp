@@ -19,8 +19,8 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// How often a rank that waits looks whether its peer still lives.
-constexpr auto kLookEvery = std::chrono::milliseconds(50);
+// How often a rank that waits asks whether its peer still lives.
+constexpr auto kAskEvery = std::chrono::milliseconds(50);
 // How long it looks for the message before it sleeps: waking up costs about as much.
 constexpr auto kSpin = std::chrono::microseconds(30);
 
@@ -274,7 +274,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
   SharedBoard::Member& self = member(rank_);
   if (is_over()) return Outcome::kDone;
   const auto began = steady_clock::now();
-  auto looked = began;
+  auto asked = began;
   for (;;) {
     // In this order: what the peer did before it left is seen.
     const uint32_t seen = self.events.load();
@@ -285,11 +285,11 @@ PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
     const auto now = steady_clock::now();
     if (may_spin_ && now - began < kSpin) continue;
     if (now - began >= timeout_) return Outcome::kTimedOut;
-    if (now - looked >= kLookEvery) {
-      looked = now;
+    if (now - asked >= kAskEvery) {
+      asked = now;
       if (!is_alive(peer)) return Outcome::kPeerDied;
     }
-    SharedBoard::sleep(self, seen, std::min<std::chrono::nanoseconds>(kLookEvery, began + timeout_ - now));
+    SharedBoard::sleep(self, seen, std::min<std::chrono::nanoseconds>(kAskEvery, began + timeout_ - now));
   }
 }
 
