@@ -41,12 +41,11 @@ constexpr int64_t kOneStepBytes = 1 << 16;
 
 class GlooCommunicator;
 
-// Over TCP, with work, or in memory, announced.
 struct Message {
-  c10::intrusive_ptr<c10d::Work> work;
-  PeerMemory::Announced announced;
-  at::Tensor tensor;  // stays alive
-  int peer;           // -1: gloo's own collective, with all of them
+  c10::intrusive_ptr<c10d::Work> work;  // over TCP: holds the tensor
+  PeerMemory::Announced announced;      // in memory: of
+  at::Tensor tensor;
+  int peer;  // -1: gloo's own collective, with all of them
   bool is_send;
 };
 
@@ -247,7 +246,10 @@ void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_se
     std::vector<at::Tensor> tensors{tensor};
     const auto group = comm_->connections();
     messages_.push_back({is_send ? group->send(tensors, peer, tag()) : group->recv(tensors, peer, tag()),
-                         nullptr, tensor, peer, is_send});
+                         nullptr,
+                         {},
+                         peer,
+                         is_send});
   } catch (const std::exception& error) {
     comm_->fail(*this, peer, is_send, error.what());
   }
@@ -257,7 +259,7 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   std::vector<at::Tensor> tensors{tensor};
   try {
-    messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, tensor, -1, true});
+    messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, {}, -1, true});
   } catch (const std::exception& error) {
     comm_->fail(*this, -1, true, error.what());
   }
