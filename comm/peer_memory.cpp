@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <iterator>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -92,62 +94,66 @@ std::shared_ptr<SharedBoard> open_board(const std::string& notice, int ranks) {
   return SharedBoard::open(pid, fd, ranks);
 }
 
+// In their order; none where this rank is not to take part.
+std::vector<int> ranks_of_host(Notices& notices, int rank, int size, bool is_wanted) {
+  const std::string identity = is_wanted && !is_switched_off() ? host_identity() : kNone;
+  notices.put("host", identity);
+  std::vector<int> everyone(size), host;
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto identities = notices.of("host", everyone);
+  if (identity != kNone)
+    std::copy_if(everyone.begin(), everyone.end(), std::back_inserter(host),
+                 [&](int peer) { return identities[peer] == identity; });
+  return host;
+}
+
+bool all_agree(Notices& notices, const std::string& kind, const std::vector<int>& host, bool answer) {
+  notices.put(kind, answer ? "yes" : "no");
+  const auto answers = notices.of(kind, host);
+  return std::all_of(answers.begin(), answers.end(), [](const std::string& text) { return text == "yes"; });
+}
+
+// The board of a host's ranks, if all of them have opened it and reach each other's memory, else null.
+std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::vector<int>& host) {
+  const int ranks = static_cast<int>(host.size());
+  const auto self = std::find(host.begin(), host.end(), rank) - host.begin();
+  std::shared_ptr<SharedBoard> board;
+  try {
+    if (self == 0) {
+      board = SharedBoard::create(ranks);
+      std::ostringstream notice;
+      notice << ::getpid() << ' ' << board->fd() << ' ' << as_integer(&board);
+      notices.put("board", notice.str());
+    } else {
+      board = open_board(notices.of("board", {host.front()})[0], ranks);
+    }
+    SharedBoard::Member& member = board->member(static_cast<int>(self));
+    member.pid = ::getpid();
+    member.magic_address = as_integer(&magic);
+  } catch (const std::runtime_error&) {  // not allowed here
+    if (self == 0) notices.put("board", kNone);
+  }
+  bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
+  for (int peer = 0; reaches_all && peer < ranks; ++peer)
+    reaches_all = reads_magic(board->member(peer).pid, board->member(peer).magic_address);
+  if (!all_agree(notices, "reaches", host, reaches_all)) return nullptr;
+  if (self == 0) board->close_fd();
+  return board;
+}
+
 }  // namespace
 
 std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
                                                 std::chrono::milliseconds timeout, bool is_wanted) {
   Notices notices(store, rank);
-  std::vector<int> everyone(size), host, local(size, -1);
-  for (int peer = 0; peer < size; ++peer) everyone[peer] = peer;
-  const std::string identity = is_wanted && !is_switched_off() ? host_identity() : kNone;
-  notices.put("host", identity);
-  const auto identities = notices.of("host", everyone);
-  if (identity == kNone) return nullptr;
-  for (int peer = 0; peer < size; ++peer) {
-    if (identities[peer] != identity) continue;
-    local[peer] = static_cast<int>(host.size());
-    host.push_back(peer);
-  }
-  const int ranks = static_cast<int>(host.size());
-  if (ranks == 1) return nullptr;
+  const auto host = ranks_of_host(notices, rank, size, is_wanted);
+  if (host.size() < 2) return nullptr;
   if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1")
     ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
-
-  std::shared_ptr<SharedBoard> board;
-  if (host.front() == rank) {
-    std::ostringstream notice;
-    try {
-      board = SharedBoard::create(ranks);
-      notice << ::getpid() << ' ' << board->fd() << ' ' << as_integer(&board);
-    } catch (const std::system_error&) {
-      notice << kNone;
-    }
-    notices.put("board", notice.str());
-  }
-  std::string failure;
-  try {
-    const std::string notice = notices.of("board", {host.front()})[0];
-    if (!board) board = open_board(notice, ranks);
-    SharedBoard::Member& self = board->member(local[rank]);
-    self.pid = ::getpid();
-    self.magic_address = as_integer(&magic);
-  } catch (const std::runtime_error& error) {
-    failure = error.what();
-    board.reset();
-  }
-  notices.put("opened", failure.empty() ? "yes" : "no");
-  auto all_say_yes = [&](const char* kind) {
-    const auto answers = notices.of(kind, host);
-    return std::all_of(answers.begin(), answers.end(),
-                       [](const std::string& answer) { return answer == "yes"; });
-  };
-  const bool is_open = all_say_yes("opened");
-  bool reaches_all = is_open;
-  for (int peer = 0; reaches_all && peer < ranks; ++peer)
-    reaches_all = reads_magic(board->member(peer).pid, board->member(peer).magic_address);
-  notices.put("reaches", reaches_all ? "yes" : "no");
-  if (!all_say_yes("reaches")) return nullptr;
-  if (host.front() == rank) board->close_fd();
+  auto board = share_board(notices, rank, host);
+  if (!board) return nullptr;
+  std::vector<int> local(size, -1);
+  for (size_t i = 0; i < host.size(); ++i) local[host[i]] = static_cast<int>(i);
   return std::unique_ptr<PeerMemory>(new PeerMemory(rank, std::move(local), std::move(board), timeout));
 }
 

@@ -73,7 +73,9 @@ std::shared_ptr<SharedBoard> SharedBoard::open(pid_t pid, int fd, int ranks) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (own < 0) fail(path.c_str());
-  return std::shared_ptr<SharedBoard>(new SharedBoard(own, ranks));
+  std::shared_ptr<SharedBoard> board(new SharedBoard(own, ranks));
+  board->close_fd();
+  return board;
 }
 
 SharedBoard::SharedBoard(int fd, int ranks) : fd_(fd), ranks_(ranks), bytes_(bytes_for(ranks)) {
