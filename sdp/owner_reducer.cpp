@@ -147,12 +147,8 @@ void OwnerReducer::make_room(size_t bucket) {
     return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
   });
   if (plan.owner == comm_->rank() && !any_defined) {
-    if (!state.gradient.defined() || !is_ours_alone(state)) {
-      state.gradient = at::empty({plan.numel}, first.options().requires_grad(false));
-      state.views.clear();
-      for (size_t member = 0; member < plan.members.size(); ++member)
-        state.views.push_back(part_of(state.gradient, bucket, member).detach());
-    }
+    if (!state.gradient.defined()) make_gradients();
+    if (!is_ours_alone(state)) make_gradient(bucket);
     state.flat = state.gradient;
     state.is_gradient = true;
     return;
@@ -160,6 +156,23 @@ void OwnerReducer::make_room(size_t bucket) {
   state.flat = pool_.take(plan.numel * static_cast<int64_t>(first.element_size())).view(first.scalar_type());
   state.is_borrowed = true;
   note_bytes();
+}
+
+// All of them together: were they made as they are needed, what autograd frees in between would leave
+// holes in the heap, too small for the next gradient of the same size by what memalign wants to align it.
+void OwnerReducer::make_gradients() {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
+    if (buckets_[bucket].owner == comm_->rank() && !contents_[bucket].gradient.defined()) make_gradient(bucket);
+}
+
+void OwnerReducer::make_gradient(size_t bucket) {
+  const ReduceBucket& plan = buckets_[bucket];
+  BucketState& state = contents_[bucket];
+  const at::Tensor& first = parameters_[plan.members[0]].tensor;
+  state.gradient = at::empty({plan.numel}, first.options().requires_grad(false));
+  state.views.clear();
+  for (size_t member = 0; member < plan.members.size(); ++member)
+    state.views.push_back(part_of(state.gradient, bucket, member).detach());
 }
 
 // Whether nobody outside kept a gradient of an earlier step, so that the memory may be written again.
