@@ -1,11 +1,13 @@
 // What does paging cost an operator? The same operator on an ordinary tensor, on a parameter whose
 // unit is resident and was used last (the usual case), on two units in turn (both resident, but
-// each use goes to the runtime), and on tensors that are no parameters in a process that pages.
+// each use goes to the runtime), and on tensors that are no parameters in a process that pages. And what
+// does a span of the timeline cost that nobody asked for?
 //
 // Target: under 1 microsecond on a resident parameter, nothing for others.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
+#include "tessera/comm/trace.h"
 #include "tessera/tessera.h"
 
 namespace {
@@ -72,12 +74,22 @@ void linear(benchmark::State& state, torch::nn::Sequential& model) {
 void linear_ordinary(benchmark::State& state) { linear(state, Setup::instance().ordinary); }
 void linear_resident(benchmark::State& state) { linear(state, Setup::instance().sharded); }
 
+// What each of the library's spans costs while nobody asked for a timeline.
+void trace_span_unset(benchmark::State& state) {
+  if (tessera::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
+  for (auto _ : state) {
+    tessera::TraceSpan span(tessera::SpanKind::kCompute, "nothing");
+    benchmark::ClobberMemory();
+  }
+}
+
 // The medians of the repetitions are what to compare.
 BENCHMARK(ordinary_tensors)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(resident_parameter)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(two_units_in_turn)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(linear_ordinary)->Repetitions(9)->ReportAggregatesOnly();
 BENCHMARK(linear_resident)->Repetitions(9)->ReportAggregatesOnly();
+BENCHMARK(trace_span_unset)->Repetitions(9)->ReportAggregatesOnly();
 
 }  // namespace
 
