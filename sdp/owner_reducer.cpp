@@ -142,27 +142,37 @@ at::Tensor OwnerReducer::place_of(const at::Tensor& flat, size_t parameter) cons
 void OwnerReducer::make_room(size_t bucket) {
   const ReduceBucket& plan = buckets_[bucket];
   BucketState& state = contents_[bucket];
-  const at::Tensor& first = parameters_[plan.members[0]].tensor;
-  const bool any_defined = std::any_of(plan.members.begin(), plan.members.end(), [&](size_t parameter) {
-    return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
-  });
-  if (plan.owner == comm_->rank() && !any_defined) {
-    if (!state.gradient.defined()) make_gradients();
-    if (!is_ours_alone(state)) make_gradient(bucket);
+  if (becomes_gradient(bucket)) {
+    if (!state.gradient.defined()) {
+      make_gradients(bucket);
+    } else if (!is_ours_alone(state)) {
+      make_gradient(bucket);
+    }
     state.flat = state.gradient;
     state.is_gradient = true;
     return;
   }
+  const at::Tensor& first = parameters_[plan.members[0]].tensor;
   state.flat = pool_.take(plan.numel * static_cast<int64_t>(first.element_size())).view(first.scalar_type());
   state.is_borrowed = true;
   note_bytes();
 }
 
-// All of them together: were they made as they are needed, what autograd frees in between would leave
-// holes in the heap, too small for the next gradient of the same size by what memalign wants to align it.
-void OwnerReducer::make_gradients() {
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    if (buckets_[bucket].owner == comm_->rank() && !contents_[bucket].gradient.defined()) make_gradient(bucket);
+bool OwnerReducer::becomes_gradient(size_t bucket) const {
+  const ReduceBucket& plan = buckets_[bucket];
+  return plan.owner == comm_->rank() && std::none_of(plan.members.begin(), plan.members.end(), [&](size_t parameter) {
+    return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
+  });
+}
+
+// On a CPU, with it those of all buckets that will want theirs, where what is never written costs nothing:
+// were they made as they are needed, what autograd frees in between would leave holes in the heap, too
+// small for the next gradient of the same size by what memalign wants to align it.
+void OwnerReducer::make_gradients(size_t bucket) {
+  make_gradient(bucket);
+  if (!comm_->device().is_cpu()) return;
+  for (size_t other = 0; other < buckets_.size(); ++other)
+    if (!contents_[other].gradient.defined() && becomes_gradient(other)) make_gradient(other);
 }
 
 void OwnerReducer::make_gradient(size_t bucket) {

@@ -7,7 +7,7 @@ if(TESSERA_SANITIZE MATCHES "address")
     "ASAN_OPTIONS=suppressions=${_suppressions}/asan.supp:detect_stack_use_after_return=1"
     "LSAN_OPTIONS=suppressions=${_suppressions}/lsan.supp:print_suppressions=0")
 endif()
-if(TESSERA_SANITIZE_LIBRARIES MATCHES "undefined")
+if("${TESSERA_SANITIZE},${TESSERA_SANITIZE_LIBRARIES}" MATCHES "undefined")
   list(APPEND TESSERA_TEST_ENVIRONMENT "UBSAN_OPTIONS=suppressions=${_suppressions}/ubsan.supp:print_stacktrace=1")
 endif()
 if(TESSERA_SANITIZE MATCHES "thread")

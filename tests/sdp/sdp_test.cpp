@@ -74,6 +74,33 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
   });
 }
 
+// Rank 0 owns the first parameter, rank 1 the others.
+struct UsesTwoOfThree : torch::nn::Module {
+  at::Tensor first = register_parameter("first", torch::ones({1 << 20}));
+  at::Tensor second = register_parameter("second", torch::ones({1 << 19}));
+  at::Tensor unused = register_parameter("unused", torch::ones({1 << 14}));
+  at::Tensor forward(const at::Tensor& x) { return x * (first.sum() + second.sum()); }
+};
+
+TEST(Sdp, AGradientThatIsThereGetsNoSecondMemory) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto model = std::make_shared<UsesTwoOfThree>();
+    OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
+    ShardedDataParallel sdp(torch::nn::ModuleHolder<UsesTwoOfThree>(model), optimizer, comm);
+    ASSERT_EQ(optimizer.owns(model->second), optimizer.owns(model->unused));
+    PeakMemory memory;
+    int64_t after_first = 0;
+    for (int step = 0; step < 4; ++step) {
+      optimizer.zero_grad(/*set_to_none=*/false);
+      loss_of(call(sdp, torch::ones({1}))).backward();
+      if (step == 0) after_first = memory.current_bytes();
+    }
+    // From then on sums come in buckets of their own, to be added to the gradients, and these are kept.
+    const auto bucket_bytes = static_cast<int64_t>(model->first.nbytes() + model->second.nbytes());
+    EXPECT_LT(memory.current_bytes() - after_first, bucket_bytes + static_cast<int64_t>(model->second.nbytes()));
+  });
+}
+
 TEST(Sdp, SendsEachGradientToItsOwnerOnceAndEachParameterBackOnce) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
