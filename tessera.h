@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/full_file.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
+#include "tessera/comm/memory_cache.h"
 #include "tessera/comm/uneven_data.h"
 #include "tessera/flat/checkpointed.h"
 #include "tessera/flat/deferred.h"

@@ -4,9 +4,8 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#if __has_include(<malloc.h>)
-#include <malloc.h>
-#endif
+
+#include "tessera/comm/memory_cache.h"
 
 namespace tessera {
 
@@ -45,13 +44,7 @@ void BufferPool::trim() {
   std::lock_guard lock(mutex_);
   idle_.clear();
   idle_bytes_ = 0;
-#ifdef __GLIBC__
-  // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
-  // One thread at a time: where another allocator serves malloc, glibc's has yet to set itself up, unlocked.
-  static std::mutex trimming;
-  std::lock_guard lock_trimming(trimming);
-  if (device_.is_cpu()) ::malloc_trim(0);
-#endif
+  if (device_.is_cpu()) release_freed_memory();
 }
 
 int64_t BufferPool::lent_bytes() const {

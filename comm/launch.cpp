@@ -9,6 +9,7 @@
 #include "tessera/comm/launch_environment.h"
 #include "tessera/comm/local_address.h"
 #include "tessera/comm/meeting.h"
+#include "tessera/comm/memory_cache.h"
 #include "tessera/comm/trace.h"
 
 namespace tessera {
@@ -76,6 +77,7 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   const auto choice = choose(options, environment);
   if (!environment.note.empty()) TORCH_WARN("tessera::init: ", environment.note);
 
+  if (options.cache_memory) cache_memory();
   Trace::set_rank_of_process(environment.rank);
   Meeting meeting{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1"};
   if (environment.world_size > 1) {

@@ -20,6 +20,9 @@ struct InitOptions {
   // With gloo: ranks of one host copy straight between each other's memory where the kernel lets them,
   // instead of through TCP. TESSERA_PEER_MEMORY=0 in the environment of any of them switches it off.
   bool peer_memory = true;
+  // Large CPU tensors of the process are made in the memory of earlier ones: memory_cache.h.
+  // TESSERA_MEMORY_CACHE=0 in the environment switches it off.
+  bool cache_memory = true;
 };
 
 // Joins the group that the launcher's environment describes: torchrun's (RANK, WORLD_SIZE,

@@ -8,6 +8,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/launch.h"
+#include "tessera/comm/memory_cache.h"
 #include "tessera/comm/trace.h"
 
 namespace tessera {
@@ -36,6 +37,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   if (options.device && !options.device->is_cpu())
     throw std::invalid_argument("run_ranks: device " + options.device->str() + ", expected cpu");
 
+  if (options.cache_memory) cache_memory();
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;
   std::exception_ptr first_error;

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/memory_cache.h"
+
 namespace tessera {
 
 // Written by the thread that allocates and by those that free what it allocated.
@@ -63,7 +65,9 @@ class CountingAllocator : public c10::Allocator {
 void install_counting_allocator() {
   static auto* const counting = [] {
     constexpr uint8_t kAnyPriority = 255;
-    auto* allocator = new CountingAllocator(c10::GetCPUAllocator());
+    c10::Allocator* next = c10::GetCPUAllocator();
+    if (next == c10::GetDefaultCPUAllocator()) next = memory_cache_allocator();  // init() may come later
+    auto* allocator = new CountingAllocator(next);
     c10::SetCPUAllocator(allocator, kAnyPriority);
     return allocator;
   }();

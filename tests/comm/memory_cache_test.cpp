@@ -1,0 +1,264 @@
+#include "tessera/comm/memory_cache.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <map>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/launch.h"
+#include "tessera/flat/peak_memory.h"
+
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kHasAddressSanitizer = true;
+#else
+constexpr bool kHasAddressSanitizer = false;
+#endif
+#ifdef __SANITIZE_THREAD__
+constexpr bool kHasThreadSanitizer = true;
+#else
+constexpr bool kHasThreadSanitizer = false;
+#endif
+
+// ---- the cache by itself -----------------------------------------------------------------------
+
+TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
+  tessera::MemoryCache cache;
+  void* const first = cache.take(3 * kMiB);
+  void* const second = cache.take(3 * kMiB);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(first) % (2 * kMiB), 0u);
+  EXPECT_EQ(cache.stats().live_bytes, static_cast<int64_t>(6 * kMiB));
+  EXPECT_TRUE(cache.give(first));
+  EXPECT_TRUE(cache.give(second));
+  EXPECT_EQ(cache.take(3 * kMiB - 100), second);
+  EXPECT_EQ(cache.take(3 * kMiB), first);
+  EXPECT_EQ(cache.stats().mapped, 2);
+  EXPECT_EQ(cache.stats().reused, 2);
+  EXPECT_TRUE(cache.give(first));
+  EXPECT_TRUE(cache.give(second));
+}
+
+TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
+  tessera::MemoryCache cache;
+  void* const block = cache.take(9 * kMiB);
+  cache.give(block);
+  void* const smaller = cache.take(8 * kMiB - 4096);
+  EXPECT_NE(smaller, block);
+  cache.give(smaller);
+  EXPECT_EQ(cache.stats().mapped, 2);
+}
+
+TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
+  tessera::MemoryCache cache;
+  void* const a = cache.take(8 * kMiB);
+  void* const b = cache.take(4 * kMiB);
+  void* const c = cache.take(2 * kMiB);
+  cache.give(a);
+  cache.give(b);
+  cache.give(c);
+  void* const d = cache.take(5 * kMiB);  // 19 MiB with all of them, 15.75 allowed
+  EXPECT_EQ(cache.stats().idle_bytes, static_cast<int64_t>(6 * kMiB));
+  EXPECT_EQ(cache.take(4 * kMiB), b);
+  EXPECT_EQ(cache.take(2 * kMiB), c);
+  for (void* block : {b, c, d}) cache.give(block);
+  cache.release();
+  EXPECT_EQ(cache.stats().idle_bytes, 0);
+  EXPECT_EQ(cache.stats().peak_live_bytes, 0);
+}
+
+TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
+  tessera::MemoryCache cache;
+  int local = 0;
+  EXPECT_FALSE(cache.give(&local));
+  void* const block = cache.take(1);
+  EXPECT_TRUE(cache.give(block));
+  EXPECT_FALSE(cache.give(block));  // twice
+}
+
+TEST(MemoryCache, HasNothingWhereTheSystemHasNothing) {
+  tessera::MemoryCache cache;
+  void* const block = cache.take(kMiB);
+  EXPECT_EQ(cache.take(size_t{1} << 60), nullptr);
+  EXPECT_EQ(cache.take(SIZE_MAX), nullptr);
+  EXPECT_EQ(cache.stats().live_bytes, static_cast<int64_t>(kMiB));
+  cache.give(block);
+}
+
+TEST(MemoryCache, StaysBelowItsBoundAndKeepsBlocksApart) {
+  for (int seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937 random(seed);
+    tessera::MemoryCache cache;
+    std::map<void*, std::pair<size_t, unsigned char>> live;
+    size_t live_bytes = 0, most_bytes = 0;
+    const auto give_one = [&] {
+      auto one = std::next(live.begin(), static_cast<long>(random() % live.size()));
+      auto* const bytes = static_cast<unsigned char*>(one->first);
+      const auto [count, mark] = one->second;
+      ASSERT_TRUE(bytes[0] == mark && bytes[count / 2] == mark && bytes[count - 1] == mark);
+      ASSERT_TRUE(cache.give(bytes));
+      live_bytes -= count;
+      live.erase(one);
+    };
+    for (int i = 0; i < 400; ++i) {
+      if (live.size() > 10 || (!live.empty() && random() % 2 == 0)) {
+        give_one();
+      } else {
+        const size_t count = 1 + random() % (random() % 4 == 0 ? 6 * kMiB : 40000);
+        auto* const bytes = static_cast<unsigned char*>(cache.take(count));
+        ASSERT_NE(bytes, nullptr);
+        const auto mark = static_cast<unsigned char>(random());
+        bytes[0] = bytes[count / 2] = bytes[count - 1] = mark;
+        ASSERT_TRUE(live.emplace(bytes, std::make_pair(count, mark)).second);
+        live_bytes += count;
+      }
+      const auto stats = cache.stats();
+      most_bytes = std::max(most_bytes, static_cast<size_t>(stats.live_bytes));
+      ASSERT_GE(static_cast<size_t>(stats.live_bytes), live_bytes);
+      ASSERT_LE(static_cast<size_t>(stats.live_bytes), live_bytes + live_bytes / 8 + live.size() * 8192);
+      ASSERT_LE(static_cast<size_t>(stats.live_bytes + stats.idle_bytes), most_bytes + most_bytes / 8);
+    }
+    while (!live.empty()) give_one();
+  }
+}
+
+TEST(MemoryCache, StopsAtItsNumberOfBlocks) {
+  tessera::MemoryCache cache;
+  std::vector<void*> blocks;
+  for (size_t i = 0; i < tessera::MemoryCache::kMostBlocks; ++i) blocks.push_back(cache.take(1));
+  EXPECT_EQ(std::count(blocks.begin(), blocks.end(), nullptr), 0);
+  EXPECT_EQ(cache.take(1), nullptr);
+  for (void* block : blocks) cache.give(block);
+  void* const other = cache.take(kMiB);  // in the place of idle ones
+  EXPECT_NE(other, nullptr);
+  cache.give(other);
+}
+
+TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
+  tessera::MemoryCache cache;
+  std::mutex mutex;
+  std::vector<int*> passed_on;
+  const auto work = [&](int rank) {
+    std::mt19937 random(rank);
+    for (int i = 0; i < 500; ++i) {
+      auto* block = static_cast<int*>(cache.take(4096 * (1 + random() % 5)));
+      *block = rank;
+      {
+        std::lock_guard lock(mutex);
+        passed_on.push_back(block);
+        std::swap(passed_on.front(), passed_on.back());
+        block = passed_on.back();
+        passed_on.pop_back();
+      }
+      *block += 1;
+      EXPECT_TRUE(cache.give(block));
+    }
+  };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 4; ++rank) threads.emplace_back(work, rank);
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(cache.stats().live_bytes, 0);
+  EXPECT_EQ(cache.stats().mapped + cache.stats().reused, 2000);
+}
+
+// ---- the process's, behind libtorch's tensors; in this order, for it is never switched off ------
+
+TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
+  auto* const before = c10::GetCPUAllocator();
+  tessera::InitOptions options;
+  options.cache_memory = false;
+  tessera::run_ranks(1, [](const auto&) {}, options);
+  EXPECT_EQ(c10::GetCPUAllocator(), before);
+  ::setenv("TESSERA_MEMORY_CACHE", "0", 1);
+  tessera::run_ranks(1, [](const auto&) {});
+  ::unsetenv("TESSERA_MEMORY_CACHE");
+  EXPECT_EQ(c10::GetCPUAllocator(), before);
+  const auto tensor = torch::empty({1 << 20});
+  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 0);
+}
+
+struct OwnAllocator : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override { return c10::GetDefaultCPUAllocator()->allocate(bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+TEST(CachedTensors, LeaveTheProgramItsOwnAllocator) {
+  static OwnAllocator own;
+  c10::SetCPUAllocator(&own);
+  tessera::cache_memory();
+  EXPECT_EQ(c10::GetCPUAllocator(), &own);
+  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());
+}
+
+TEST(CachedTensors, UseMemoryAgain) {
+  if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
+  const auto older = torch::full({1 << 20}, 3.0);
+  tessera::run_ranks(1, [](const auto&) {});
+  EXPECT_EQ(c10::GetCPUAllocator(), tessera::memory_cache_allocator());
+
+  auto tensor = torch::ones({1 << 20});
+  const void* const memory = tensor.const_data_ptr();
+  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 4 << 20);
+  tensor.resize_({1 << 21});  // libtorch takes new memory, copies, frees
+  EXPECT_EQ(tensor.slice(0, 0, 1 << 20).sum().item<double>(), 1 << 20);
+  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, 8 << 20);
+  const auto next = std::async(std::launch::async, [] { return torch::zeros({1 << 20}); }).get();
+  EXPECT_EQ(next.const_data_ptr(), memory);
+  EXPECT_EQ(next.abs().max().item<float>(), 0);
+  EXPECT_EQ(older.sum().item<double>(), 3 << 20);
+
+  const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
+  const auto small = torch::empty({1 << 10});
+  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes);
+  tessera::release_freed_memory();
+  EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
+}
+
+TEST(CachedTensors, HaveTheRawInterfaceToo) {
+  auto* const allocator = tessera::memory_cache_allocator();
+  const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
+  for (size_t bytes : {size_t{64}, kMiB, size_t{0}}) {
+    void* const memory = allocator->raw_allocate(bytes);
+    if (memory != nullptr) {
+      std::memset(memory, 1, bytes);
+      allocator->raw_deallocate(memory);
+    }
+    EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes);
+  }
+}
+
+TEST(CachedTensors, FailAsLibtorchsOwnDo) {
+  if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer's malloc ends the program instead";
+  tessera::cache_memory();
+  try {
+    torch::empty({int64_t{1} << 58});
+    FAIL() << "made a tensor of 2^60 bytes";
+  } catch (const std::exception& error) {
+    EXPECT_NE(std::string(error.what()).find("can't allocate memory"), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(torch::ones({1 << 20}).sum().item<double>(), 1 << 20);
+}
+
+TEST(CachedTensors, AreCountedByPeakMemory) {
+  if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
+  c10::SetCPUAllocator(c10::GetDefaultCPUAllocator());  // as if PeakMemory came before init()
+  tessera::PeakMemory memory;
+  const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
+  tessera::cache_memory();
+  const auto tensor = torch::empty({1 << 20});
+  EXPECT_EQ(memory.current_bytes(), 4 << 20);
+  EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes + (4 << 20));
+}
+
+}  // namespace
