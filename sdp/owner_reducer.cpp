@@ -143,11 +143,7 @@ void OwnerReducer::make_room(size_t bucket) {
   const ReduceBucket& plan = buckets_[bucket];
   BucketState& state = contents_[bucket];
   if (becomes_gradient(bucket)) {
-    if (!state.gradient.defined()) {
-      make_gradients(bucket);
-    } else if (!is_ours_alone(state)) {
-      make_gradient(bucket);
-    }
+    if (!state.gradient.defined() || !is_ours_alone(state)) make_gradient(bucket);
     state.flat = state.gradient;
     state.is_gradient = true;
     return;
@@ -163,16 +159,6 @@ bool OwnerReducer::becomes_gradient(size_t bucket) const {
   return plan.owner == comm_->rank() && std::none_of(plan.members.begin(), plan.members.end(), [&](size_t parameter) {
     return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
   });
-}
-
-// On a CPU, with it those of all buckets that will want theirs, where what is never written costs nothing:
-// were they made as they are needed, what autograd frees in between would leave holes in the heap, too
-// small for the next gradient of the same size by what memalign wants to align it.
-void OwnerReducer::make_gradients(size_t bucket) {
-  make_gradient(bucket);
-  if (!comm_->device().is_cpu()) return;
-  for (size_t other = 0; other < buckets_.size(); ++other)
-    if (!contents_[other].gradient.defined() && becomes_gradient(other)) make_gradient(other);
 }
 
 void OwnerReducer::make_gradient(size_t bucket) {

@@ -89,7 +89,6 @@ class OwnerReducer : public std::enable_shared_from_this<OwnerReducer> {
   void deposit(size_t parameter, at::Tensor gradient);
   void make_room(size_t bucket);
   bool becomes_gradient(size_t bucket) const;
-  void make_gradients(size_t bucket);
   void make_gradient(size_t bucket);
   at::Tensor place_of(const at::Tensor& flat, size_t parameter) const;
   at::Tensor part_of(const at::Tensor& flat, size_t bucket, size_t member) const;
