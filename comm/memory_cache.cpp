@@ -74,6 +74,7 @@ void* MemoryCache::take(size_t bytes) {
   std::lock_guard lock(mutex_);
   if (block == nullptr) {
     live_bytes_ -= bytes;
+    peak_live_bytes_ = live_bytes_;  // as release() does
     return nullptr;
   }
   live_.emplace(block, bytes);

@@ -52,6 +52,14 @@ class OverRanks {
   at::Tensor all_;
 };
 
+rusage used_so_far() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage;
+}
+
+double page_faults() { return static_cast<double>(used_so_far().ru_minflt); }
+
 nlohmann::ordered_json settings(const Options& options, int ranks) {
   nlohmann::ordered_json line = {{"model", options.model},         {"wrapper", options.wrapper}, {"ranks", ranks},
                                  {"batch", options.batch},         {"steps", options.steps},     {"warmup", options.warmup},
@@ -66,8 +74,7 @@ nlohmann::ordered_json settings(const Options& options, int ranks) {
 }  // namespace
 
 double cpu_seconds() {
-  rusage usage{};
-  ::getrusage(RUSAGE_SELF, &usage);
+  const rusage usage = used_so_far();
   const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec); };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
@@ -80,12 +87,13 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
 
   std::vector<double> losses, step_s;
   tessera::Traffic before;
-  double cpu_before = 0;
+  double cpu_before = 0, faults_before = 0;
   for (int step = 0; step < options.warmup + options.steps; ++step) {
     if (step == options.warmup) {
       comm->barrier("the end of warming up");
       before = comm->traffic();
       cpu_before = cpu_seconds();
+      faults_before = page_faults();
     }
     const auto began = Clock::now();
     trainer->zero_grad();
@@ -93,18 +101,19 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
     if (step >= options.warmup) step_s.push_back(std::chrono::duration<double>(Clock::now() - began).count());
     losses.push_back(loss.item<double>());
   }
-  const double cpu_after = cpu_seconds();
+  const double cpu_after = cpu_seconds(), faults_after = page_faults();
   const tessera::Traffic after = comm->traffic();
   const tessera::MemoryReport report = trainer->memory();
   const double steps = options.steps;
-  enum Column { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCollectives, kWait, kCpu };
+  enum Column { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCollectives, kWait, kCpu, kFaults };
   const OverRanks figures(*comm, {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
                                   static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
                                   static_cast<double>(report.peak_bucket_bytes), rss_before,
                                   static_cast<double>(resident_bytes("VmHWM:")),
                                   static_cast<double>(after.sent_bytes - before.sent_bytes) / steps,
                                   static_cast<double>(after.collectives - before.collectives) / steps,
-                                  (after.wait_s - before.wait_s) / steps, (cpu_after - cpu_before) / steps});
+                                  (after.wait_s - before.wait_s) / steps, (cpu_after - cpu_before) / steps,
+                                  (faults_after - faults_before) / steps});
   const auto most = figures.most(), mean = figures.mean();
   const auto slowest = OverRanks(*comm, step_s).most();
   losses = OverRanks(*comm, losses).mean();
@@ -125,6 +134,7 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
   line["sent_bytes"] = bytes(mean[kSent]);
   line["collectives"] = mean[kCollectives];
   line["comm_wait_s"] = most[kWait];
+  line["page_faults"] = mean[kFaults];
   line["loss"] = losses.back();
   line["param_sum"] = trainer->parameter_sum();
   line["losses"] = losses;

@@ -23,6 +23,7 @@ namespace train_step {
 //                               of the rank with the highest peak
 //   sent_bytes, collectives     a step's, the mean over ranks
 //   comm_wait_s                 a step's, the most over ranks
+//   page_faults                 a step's, the mean over ranks: each, memory that the kernel gives and clears
 //   loss, losses                the last, and all from the first warm-up step on; mean over ranks
 //   param_sum                   sum over all parameters in double, after all steps
 //   step_s                      all timed steps

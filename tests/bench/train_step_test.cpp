@@ -49,7 +49,8 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
     lines[wrapper] = run_small(GetParam(), wrapper, kRanks, {"--optimizer", "sgd"});
   for (const auto& [wrapper, line] : lines) {
     for (const char* field : {"step_s_median", "step_s_min", "param_bytes", "grad_bytes", "optimizer_bytes", "peak_gathered_bytes",
-                              "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives", "comm_wait_s", "loss", "param_sum"})
+                              "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives", "comm_wait_s", "page_faults",
+                              "loss", "param_sum"})
       EXPECT_TRUE(line.contains(field) && line[field].is_number()) << wrapper << " " << field;
     EXPECT_EQ(line["wrapper"], wrapper);
     EXPECT_EQ(line["ranks"], kRanks);
