@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
 #include <initializer_list>
 #include <numeric>
 #include <stdexcept>
@@ -383,6 +384,11 @@ int derived_port(std::string_view text) noexcept {
   uint64_t hash = 14695981039346656037ull;  // FNV-1a: the same on every host and in every build
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
   return 15000 + static_cast<int>((hash ^ (hash >> 32)) % 16000);
+}
+
+bool is_switched_off(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && std::string_view(value) == "0";
 }
 
 LaunchEnvironment parse_launch_environment(const GetVariable& get) {

@@ -29,6 +29,9 @@ struct LaunchEnvironment {
   bool one_host() const noexcept { return local_world_size == world_size; }
 };
 
+// Whether the environment has `variable`=0, as users set it for what is on by itself.
+bool is_switched_off(const char* variable);
+
 // Like std::getenv: the value of a variable, or nullptr.
 using GetVariable = std::function<const char*(const char* name)>;
 

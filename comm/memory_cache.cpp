@@ -1,17 +1,18 @@
 #include "tessera/comm/memory_cache.h"
 
+#include <ATen/ceil_div.h>
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <string_view>
 #include <vector>
 #if __has_include(<malloc.h>)
 #include <malloc.h>
 #endif
+
+#include "tessera/comm/launch_environment.h"
 
 namespace tessera {
 namespace {
@@ -23,8 +24,6 @@ size_t page_bytes() {
   return bytes;
 }
 
-size_t rounded_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
-
 void* map_pages(size_t bytes) {
   const size_t alignment = bytes < kHugePageBytes ? page_bytes() : kHugePageBytes;
   const size_t reserved_bytes = bytes + alignment - page_bytes();
@@ -32,7 +31,7 @@ void* map_pages(size_t bytes) {
   if (reserved == MAP_FAILED) return nullptr;
   auto* const begin = static_cast<std::byte*>(reserved);
   const auto address = reinterpret_cast<uintptr_t>(reserved);
-  const size_t before_bytes = rounded_up(address, alignment) - address;
+  const size_t before_bytes = at::round_up<uintptr_t>(address, alignment) - address;
   const size_t after_bytes = reserved_bytes - before_bytes - bytes;
   if (before_bytes > 0) ::munmap(begin, before_bytes);
   if (after_bytes > 0) ::munmap(begin + before_bytes + bytes, after_bytes);
@@ -42,18 +41,17 @@ void* map_pages(size_t bytes) {
   return begin + before_bytes;
 }
 
-template <class Blocks>
-void unmap(const Blocks& blocks) {
-  for (const auto& block : blocks) ::munmap(block.memory, block.bytes);
-}
-
 }  // namespace
 
 MemoryCache::~MemoryCache() { release(); }
 
+void MemoryCache::unmap(const std::vector<Block>& blocks) {
+  for (const Block& block : blocks) ::munmap(block.memory, block.bytes);
+}
+
 void* MemoryCache::take(size_t bytes) {
   if (bytes > SIZE_MAX / 2) return nullptr;
-  bytes = rounded_up(std::max<size_t>(bytes, 1), page_bytes());
+  bytes = at::round_up(std::max<size_t>(bytes, 1), page_bytes());
   std::vector<Block> unused;
   {
     std::lock_guard lock(mutex_);
@@ -63,7 +61,7 @@ void* MemoryCache::take(size_t bytes) {
     peak_live_bytes_ = std::max(peak_live_bytes_, live_bytes_);
     const size_t most_bytes = peak_live_bytes_ + peak_live_bytes_ / 8;
     while (!idle_.empty() && (live_bytes_ + idle_bytes_ > most_bytes || live_.size() + idle_.size() >= kMostBlocks))
-      forget_idle(std::prev(idle_.end()), unused);
+      unused.push_back(take_idle(std::prev(idle_.end())));
   }
   unmap(unused);
   void* block = map_pages(bytes);
@@ -85,11 +83,7 @@ void* MemoryCache::take(size_t bytes) {
 void* MemoryCache::reuse(size_t bytes) {
   const auto fit = idle_by_bytes_.lower_bound({bytes, INT64_MIN});
   if (fit == idle_by_bytes_.end() || fit->first > bytes + bytes / 8) return nullptr;
-  const auto idle = idle_.find(fit->second);
-  const Block block = idle->second;
-  idle_by_bytes_.erase(fit);
-  idle_.erase(idle);
-  idle_bytes_ -= block.bytes;
+  const Block block = take_idle(idle_.find(fit->second));
   live_bytes_ += block.bytes;
   peak_live_bytes_ = std::max(peak_live_bytes_, live_bytes_);
   live_.emplace(block.memory, block.bytes);
@@ -97,12 +91,12 @@ void* MemoryCache::reuse(size_t bytes) {
   return block.memory;
 }
 
-void MemoryCache::forget_idle(std::map<Stamp, Block>::iterator idle, std::vector<Block>& unused) {
+MemoryCache::Block MemoryCache::take_idle(std::map<Stamp, Block>::iterator idle) {
   const auto [stamp, block] = *idle;
-  unused.push_back(block);
   idle_bytes_ -= block.bytes;
   idle_by_bytes_.erase({block.bytes, stamp});
   idle_.erase(idle);
+  return block;
 }
 
 bool MemoryCache::give(void* block) {
@@ -123,7 +117,7 @@ void MemoryCache::release() {
   std::vector<Block> unused;
   {
     std::lock_guard lock(mutex_);
-    while (!idle_.empty()) forget_idle(idle_.begin(), unused);
+    while (!idle_.empty()) unused.push_back(take_idle(idle_.begin()));
     peak_live_bytes_ = live_bytes_;
   }
   unmap(unused);
@@ -174,8 +168,7 @@ bool is_wanted() {
 #ifdef __SANITIZE_ADDRESS__
   return false;
 #else
-  const char* value = std::getenv("TESSERA_MEMORY_CACHE");
-  return value == nullptr || std::string_view(value) != "0";
+  return !is_switched_off("TESSERA_MEMORY_CACHE");
 #endif
 }
 

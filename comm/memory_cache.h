@@ -16,7 +16,7 @@ namespace tessera {
 // Keeps the memory of large CPU tensors for the next ones of their size, as libtorch does on devices
 // (CUDACachingAllocator). A training step asks for the same blocks each time. glibc serves them badly:
 // a hole that a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks
-// for, and what it gives back to the system comes again as 4,000 page faults, 2 ms of a core.
+// for, and what it gives back to the system comes again as 4,000 page faults.
 //
 // A block is a mapping of its own, in huge pages where the system grants them (transparent_hugepage:
 // madvise or always). One is used again for a request of up to 1/8 less, the one freed last first,
@@ -59,7 +59,8 @@ class MemoryCache {
   using Stamp = int64_t;
 
   void* reuse(size_t bytes);
-  void forget_idle(std::map<Stamp, Block>::iterator idle, std::vector<Block>& unused);
+  Block take_idle(std::map<Stamp, Block>::iterator idle);
+  static void unmap(const std::vector<Block>& blocks);
 
   mutable std::mutex mutex_;
   std::unordered_map<void*, size_t> live_;

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -15,6 +14,8 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+
+#include "tessera/comm/launch_environment.h"
 
 namespace tessera {
 namespace {
@@ -45,11 +46,6 @@ std::string host_identity() {
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
   const std::string boot = first_line("/proc/sys/kernel/random/boot_id");
   return boot.empty() ? kNone : boot + "/" + name + "/" + std::to_string(::geteuid());
-}
-
-bool is_switched_off() {
-  const char* value = std::getenv("TESSERA_PEER_MEMORY");
-  return value != nullptr && std::string(value) == "0";
 }
 
 // Texts that ranks show each other, each under a key of its own.
@@ -96,7 +92,7 @@ std::shared_ptr<SharedBoard> open_board(const std::string& notice, int ranks) {
 
 // In their order; none where this rank is not to take part.
 std::vector<int> ranks_of_host(Notices& notices, int rank, int size, bool is_wanted) {
-  const std::string identity = is_wanted && !is_switched_off() ? host_identity() : kNone;
+  const std::string identity = is_wanted && !is_switched_off("TESSERA_PEER_MEMORY") ? host_identity() : kNone;
   notices.put("host", identity);
   std::vector<int> everyone(size), host;
   std::iota(everyone.begin(), everyone.end(), 0);

@@ -1,15 +1,12 @@
 #include "tessera/flat/flat_layout.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace tessera {
-namespace {
-
-int64_t round_up(int64_t numel, int64_t multiple) { return (numel + multiple - 1) / multiple * multiple; }
-
-}  // namespace
 
 FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel)
     : numels_(std::move(parameter_numels)), world_size_(world_size) {
@@ -21,12 +18,12 @@ FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, int world_size, in
   int64_t end = 0;
   for (int64_t numel : numels_) {
     if (numel < 0) throw std::invalid_argument("a layout for a parameter of " + std::to_string(numel) + " elements");
-    const int64_t begin = numel == 0 ? end : round_up(end, alignment_numel);
+    const int64_t begin = numel == 0 ? end : at::round_up(end, alignment_numel);
     offsets_.push_back(begin);
     end = begin + numel;
     parameters_numel_ += numel;
   }
-  shard_numel_ = (end + world_size - 1) / world_size;
+  shard_numel_ = at::ceil_div<int64_t>(end, world_size);
 }
 
 Range FlatLayout::owned(int64_t parameter, int rank) const {

@@ -1,5 +1,6 @@
 #include "tessera/oss/parameter_buckets.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -16,8 +17,6 @@ constexpr int64_t kAlignmentBytes = 64;      // what at::empty aligns to
 constexpr int64_t kAloneBytes = 1 << 20;     // from here on a message's cost is its bytes
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
-
-int64_t round_up(int64_t numel, int64_t multiple) { return (numel + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 
@@ -71,7 +70,7 @@ void ParameterBuckets::lay_out(Bucket& bucket) {
   }
   int64_t end = 0;
   for (size_t index : bucket.members) {
-    const int64_t numel = round_up(parameters_[index].numel(), kAlignmentBytes / element_bytes);
+    const int64_t numel = at::round_up(parameters_[index].numel(), kAlignmentBytes / element_bytes);
     bucket.offsets.push_back(end);
     bucket.counts[owners_[index]] += numel;
     end += numel;

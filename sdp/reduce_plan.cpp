@@ -1,5 +1,7 @@
 #include "tessera/sdp/reduce_plan.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <map>
 #include <stdexcept>
@@ -11,8 +13,6 @@ namespace {
 
 constexpr int64_t kAloneBytes = 1 << 20;  // from here on a message's cost is its bytes
 constexpr int64_t kAlignmentBytes = 64;   // what at::empty aligns to, so that optimizers' kernels see no difference
-
-int64_t round_up(int64_t numel, int64_t multiple) { return (numel + multiple - 1) / multiple * multiple; }
 
 struct Filling {
   ReduceBucket bucket;
@@ -38,7 +38,7 @@ std::vector<ReduceBucket> plan_reduction(const std::vector<ReducedParameter>& pa
       continue;
     }
     Filling& filling = open[{parameter.owner, parameter.dtype}];
-    int64_t offset = round_up(filling.bucket.numel, kAlignmentBytes / element_bytes);
+    int64_t offset = at::round_up(filling.bucket.numel, kAlignmentBytes / element_bytes);
     if (offset + parameter.numel > buffer_numel) {
       close(filling);
       offset = 0;
