@@ -91,7 +91,7 @@ std::shared_ptr<SharedBoard> open_board(const std::string& notice, int ranks) {
 }
 
 // In their order; none where this rank is not to take part.
-std::vector<int> ranks_of_host(Notices& notices, int rank, int size, bool is_wanted) {
+std::vector<int> ranks_of_host(Notices& notices, int size, bool is_wanted) {
   const std::string identity = is_wanted && !is_switched_off("TESSERA_PEER_MEMORY") ? host_identity() : kNone;
   notices.put("host", identity);
   std::vector<int> everyone(size), host;
@@ -142,7 +142,7 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
 std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
                                                 std::chrono::milliseconds timeout, bool is_wanted) {
   Notices notices(store, rank);
-  const auto host = ranks_of_host(notices, rank, size, is_wanted);
+  const auto host = ranks_of_host(notices, size, is_wanted);
   if (host.size() < 2) return nullptr;
   if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1")
     ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);

@@ -51,11 +51,9 @@ TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
 
 TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
   tessera::MemoryCache cache;
-  void* const block = cache.take(9 * kMiB);
-  cache.give(block);
-  void* const smaller = cache.take(8 * kMiB - 4096);
-  EXPECT_NE(smaller, block);
-  cache.give(smaller);
+  cache.give(cache.take(9 * kMiB));
+  cache.give(cache.take(8 * kMiB - 4096));  // may be where the other was: that is the system's to choose
+  EXPECT_EQ(cache.stats().reused, 0);
   EXPECT_EQ(cache.stats().mapped, 2);
 }
 
