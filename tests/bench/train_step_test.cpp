@@ -39,7 +39,7 @@ json run_small(const std::string& model, const std::string& wrapper, int ranks, 
 
 class TrainStep : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Models, TrainStep, ::testing::Values("gpt", "deep", "recipe", "mlp"),
-                         [](const auto& info) { return info.param; });
+                         [](const auto& traced) { return traced.param; });
 
 // SGD is pointwise and every element gets the same operations in every wrapper: equal bits.
 TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
@@ -127,7 +127,7 @@ void expect_nested(std::vector<Span> spans, const std::string& where) {
 }
 
 class Traced : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp", "fsdp"), [](const auto& info) { return info.param; });
+INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp", "fsdp"), [](const auto& traced) { return traced.param; });
 
 TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
   char path[] = "/tmp/tessera-trace-XXXXXX";

@@ -7,7 +7,7 @@ namespace {
 
 using namespace testing_support;
 
-at::Tensor batch(int seed) {
+at::Tensor input(int seed) {
   return seeded(1000 + seed, [] { return torch::randn({4, kWidth}); });
 }
 
@@ -21,8 +21,8 @@ std::vector<at::Tensor> train(std::shared_ptr<Communicator> comm, Options option
   else ddp.emplace(model, comm, DdpOptions{.find_unused_parameters = true});
   for (int step = 0; step < 6; ++step) {
     with_sdp ? sdp->zero_grad() : ddp->zero_grad();
-    const at::Tensor x = batch(10 * step + comm->rank());
-    torch::mse_loss(with_sdp ? (*sdp)(x) : (*ddp)(x), batch(step)).backward();
+    const at::Tensor x = input(10 * step + comm->rank());
+    torch::mse_loss(with_sdp ? (*sdp)(x) : (*ddp)(x), input(step)).backward();
     optimizer.clip_grad_norm_(0.5);
     optimizer.step();
     if (step == 2) {  // somebody writes to the parameters; the copies follow

@@ -5,11 +5,11 @@ namespace {
 
 using namespace testing_support;
 
-at::Tensor input(int seed) {
+at::Tensor mlp_input(int seed) {
   return seeded(500 + seed, [] { return torch::randn({3, 6}); });
 }
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential make_mlp() {
   return seeded(1, [] {
     return torch::nn::Sequential(torch::nn::Linear(6, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9), torch::nn::Tanh(),
                                  torch::nn::Linear(9, 2));
@@ -19,13 +19,13 @@ torch::nn::Sequential make_model() {
 // Gradients of two steps with these options; equal to the reference's within `tolerance` (0: bits).
 void expect_gradients(int world, DdpOptions options, double tolerance) {
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-    auto reference = make_model();
-    DistributedDataParallel ddp(make_model(), comm, options);
+    auto reference = make_mlp();
+    DistributedDataParallel ddp(make_mlp(), comm, options);
     for (int step = 0; step < 3; ++step) {
       ddp.zero_grad();
       reference->zero_grad();
-      call(ddp, input(10 * step + comm->rank())).square().mean().backward();
-      reference_backward(reference, world, [&](int part) { return reference->forward(input(10 * step + part)).square().mean(); });
+      call(ddp, mlp_input(10 * step + comm->rank())).square().mean().backward();
+      reference_backward(reference, world, [&](int part) { return reference->forward(mlp_input(10 * step + part)).square().mean(); });
       const auto expected = reference->parameters();
       const auto got = ddp.parameters();
       for (size_t i = 0; i < got.size(); ++i) {
@@ -90,14 +90,14 @@ TEST(Ddp, UnusedParametersCountAsZeroWhereOthersUsedThemAndBuffersFollowRankZero
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(2, [] { return TwoHeads(); });
     DistributedDataParallel ddp(model, comm, {.find_unused_parameters = true});
-    const auto [y, hidden] = ddp(input(comm->rank()), comm->rank() == 0);
+    const auto [y, hidden] = ddp(mlp_input(comm->rank()), comm->rank() == 0);
     y.sum().backward();
     EXPECT_TRUE(model->left->bias.grad().defined());
     EXPECT_TRUE(torch::allclose(model->left->bias.grad(), torch::full({2}, 1.0f)));
     EXPECT_TRUE(torch::allclose(model->right->bias.grad(), torch::full({2}, 2.0f)));
     at::NoGradGuard no_grad;
     model->eval();
-    ddp(input(7), true);  // the ranks' own statistics give way to rank 0's
+    ddp(mlp_input(7), true);  // the ranks' own statistics give way to rank 0's
     const auto means = model->norm->running_mean.clone();
     auto all = torch::empty({3 * 4});
     comm->all_gather(all, means.contiguous()).wait();
@@ -109,8 +109,8 @@ TEST(Ddp, UnusedParametersCountAsZeroWhereOthersUsedThemAndBuffersFollowRankZero
 TEST(Ddp, AnUnusedParameterIsAnErrorWithoutTheOption) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     DistributedDataParallel ddp(TwoHeads(), comm);
-    std::get<0>(ddp(input(1), true)).sum().backward();
-    EXPECT_ANY_THROW(ddp(input(1), true));
+    std::get<0>(ddp(mlp_input(1), true)).sum().backward();
+    EXPECT_ANY_THROW(ddp(mlp_input(1), true));
   });
 }
 
@@ -127,9 +127,9 @@ TORCH_MODULE(OpaqueNet);
 TEST(Ddp, OutputsThatHideTheirTensorsWorkUntilTheyMustBeFound) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     DistributedDataParallel ddp(OpaqueNet(), comm);
-    ddp(input(1)).hidden_somewhere.sum().backward();
+    ddp(mlp_input(1)).hidden_somewhere.sum().backward();
     DistributedDataParallel looking(OpaqueNet(), comm, {.find_unused_parameters = true});
-    expect_contains(error_of<std::invalid_argument>([&] { looking(input(1)); }), "whose tensors cannot be found");
+    expect_contains(error_of<std::invalid_argument>([&] { looking(mlp_input(1)); }), "whose tensors cannot be found");
   });
 }
 
@@ -155,11 +155,11 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
 TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
   const std::string text = error_of<std::runtime_error>([] {
     on_ranks(3, [](std::shared_ptr<Communicator> comm) {
-      DistributedDataParallel ddp(make_model(), comm);
-      call(ddp, input(1)).sum().backward();
+      DistributedDataParallel ddp(make_mlp(), comm);
+      call(ddp, mlp_input(1)).sum().backward();
       if (comm->rank() == 1) throw std::runtime_error("rank 1 has had enough");
-      call(ddp, input(1)).sum().backward();
-      call(ddp, input(1)).sum().backward();
+      call(ddp, mlp_input(1)).sum().backward();
+      call(ddp, mlp_input(1)).sum().backward();
     });
   });
   expect_contains(text, "rank 1 has had enough");
