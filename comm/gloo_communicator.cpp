@@ -258,6 +258,10 @@ void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_se
 void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   if (tensor.numel() == 0) return;
   std::vector<at::Tensor> tensors{tensor};
+  // c10d's FlightRecorder, one for the process, notes a group's first collective in a map before it takes its lock
+  // (recordWithResetEnabled, in FlightRecorderDetail.hpp): ranks that are threads would do so at once.
+  static std::mutex recording;
+  std::lock_guard lock(recording);
   try {
     messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, {}, -1, true});
   } catch (const std::exception& error) {

@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <barrier>
 #include <csignal>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/launch.h"
+#include "tessera/comm/process_group.h"
 
 namespace tessera {
 namespace {
@@ -356,6 +358,20 @@ TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
     EXPECT_NE(thrown.find("unit 'blocks.4'"), std::string::npos) << thrown;
     EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+  }
+}
+
+// c10d notes each group's first collective in one map of the process, without a lock of its own.
+TEST(BackendAllReduce, RanksOfOneProcessMayStartTheirFirstAtOnce) {
+  constexpr int kWorld = 4;
+  for (int round = 0; round < 40; ++round) {
+    std::barrier together(kWorld);
+    run_ranks(kWorld, [&](std::shared_ptr<Communicator> comm) {
+      at::Tensor tensor = numbers(comm->rank(), 3);
+      together.arrive_and_wait();
+      backend_all_reduce(*comm, tensor).wait();
+      EXPECT_TRUE(torch::equal(tensor, summed(kWorld, 3)));
+    });
   }
 }
 
