@@ -9,6 +9,7 @@
 #include <torch/torch.h>
 
 #include <barrier>
+#include <cstdlib>
 #include <functional>
 #include <thread>
 

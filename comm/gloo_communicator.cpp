@@ -261,8 +261,8 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   // c10d's FlightRecorder, one for the process, notes a group's first collective in a map before it takes its lock
   // (recordWithResetEnabled, in FlightRecorderDetail.hpp): ranks that are threads would do so at once.
   static std::mutex recording;
-  std::lock_guard lock(recording);
   try {
+    std::lock_guard lock(recording);
     messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, {}, -1, true});
   } catch (const std::exception& error) {
     comm_->fail(*this, -1, true, error.what());
