@@ -15,7 +15,7 @@
 #include <string>
 
 #include "tessera/flat/flat_layout.h"
-#include "tessera/flat/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 #include "tessera/tessera.h"
 
 namespace {

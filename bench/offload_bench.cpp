@@ -12,8 +12,8 @@
 #include <filesystem>
 
 #include "tessera/flat/shard_mark.h"
-#include "tessera/offload/adam_kernel.h"
-#include "tessera/offload/disk_pager.h"
+#include "tessera/optim/adam_kernel.h"
+#include "tessera/paging/disk_pager.h"
 #include "tessera/tessera.h"
 
 namespace {

@@ -7,7 +7,7 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 #include "tessera/tessera.h"
 
 namespace {

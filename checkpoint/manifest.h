@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "tessera/checkpoint/saved_tensors.h"
-#include "tessera/flat/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
 

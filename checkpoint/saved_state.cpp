@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/dtype.h"
-#include "tessera/flat/residency.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 namespace {

@@ -2,11 +2,9 @@
 # find_package(tessera), which finds libtorch again by the same rules.
 include(CMakePackageConfigHelpers)
 
-set(_targets tessera tessera_comm tessera_flat tessera_offload tessera_oss tessera_sdp tessera_fsdp tessera_optim tessera_zero
-  tessera_checkpoint)
-install(TARGETS ${_targets} EXPORT tessera-targets
+install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
-foreach(_folder comm flat offload oss sdp fsdp optim zero checkpoint)
+foreach(_folder ${TESSERA_FOLDERS})
   install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera FILES_MATCHING PATTERN "*.h")
 endforeach()
 install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)

@@ -16,7 +16,7 @@ endif()
 # build tree holds a link for each folder.
 set(TESSERA_INCLUDE_DIR "${PROJECT_BINARY_DIR}/include")
 file(MAKE_DIRECTORY "${TESSERA_INCLUDE_DIR}/tessera")
-foreach(_entry comm flat offload oss sdp fsdp optim zero checkpoint tessera.h)
+foreach(_entry ${TESSERA_FOLDERS} tessera.h)
   file(CREATE_LINK "${PROJECT_SOURCE_DIR}/${_entry}" "${TESSERA_INCLUDE_DIR}/tessera/${_entry}" SYMBOLIC)
 endforeach()
 

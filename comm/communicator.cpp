@@ -9,7 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 
 namespace tessera {
 namespace {

@@ -21,7 +21,7 @@
 #include <unordered_set>
 
 #include "tessera/comm/backends.h"
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/peer_memory.h"

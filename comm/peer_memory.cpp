@@ -15,7 +15,7 @@
 #include <system_error>
 #include <thread>
 
-#include "tessera/comm/launch_environment.h"
+#include "tessera/memory/switches.h"
 
 namespace tessera {
 namespace {

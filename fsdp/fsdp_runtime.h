@@ -10,21 +10,21 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 #include "tessera/flat/model_shards.h"
-#include "tessera/flat/residency.h"
+#include "tessera/paging/residency.h"
 #include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/gradient_reducer.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/fsdp/order_log.h"
-#include "tessera/fsdp/prefetch_order.h"
+#include "tessera/paging/prefetch_order.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
 #include "tessera/offload/copy_engine.h"
-#include "tessera/offload/pinned_pool.h"
+#include "tessera/memory/pinned_pool.h"
 
 namespace tessera {
 

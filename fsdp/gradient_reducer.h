@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/fsdp/order_log.h"

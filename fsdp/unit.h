@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
-#include "tessera/flat/residency.h"
+#include "tessera/paging/residency.h"
 #include "tessera/fsdp/order_log.h"
 #include "tessera/offload/copy_engine.h"
-#include "tessera/offload/disk_pager.h"
+#include "tessera/paging/disk_pager.h"
 
 namespace tessera {
 

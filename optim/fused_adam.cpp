@@ -13,7 +13,7 @@
 #include <tuple>
 #include <vector>
 
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 
 namespace tessera {
 namespace {

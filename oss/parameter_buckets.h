@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 
 namespace tessera {

@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
-#include "tessera/oss/host_step.h"
+#include "tessera/optim/host_step.h"
 
 namespace tessera {
 namespace {

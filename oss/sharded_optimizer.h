@@ -11,7 +11,7 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/offload/cpu_offload.h"
-#include "tessera/oss/optimizer_state_dict.h"
+#include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/oss/parameter_buckets.h"
 #include "tessera/oss/partition.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/buffer_pool.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/sdp/reduce_plan.h"

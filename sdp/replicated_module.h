@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/trace.h"
+#include "tessera/trace/trace.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/unit_plan.h"

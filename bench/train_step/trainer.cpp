@@ -1,6 +1,6 @@
 #include "trainer.h"
 
-#include "tessera/flat/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 #include "tessera/tessera.h"
 
 namespace train_step {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "tessera/flat/model_shards.h"
-#include "tessera/flat/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace train_gpt {
 namespace {

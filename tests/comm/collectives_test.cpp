@@ -6,7 +6,7 @@
 #include <csignal>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/launch.h"
+#include "tessera/launch/launch.h"
 #include "tessera/comm/process_group.h"
 
 namespace tessera {

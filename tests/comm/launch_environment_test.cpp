@@ -1,4 +1,4 @@
-#include "tessera/comm/launch_environment.h"
+#include "tessera/launch/launch_environment.h"
 
 #include <gtest/gtest.h>
 

@@ -20,7 +20,7 @@
 #include <string>
 
 #include "tessera/comm/errors.h"
-#include "tessera/comm/launch.h"
+#include "tessera/launch/launch.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "tessera/comm/memory_cache.h"
+#include "tessera/memory/memory_cache.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/launch.h"
-#include "tessera/flat/peak_memory.h"
+#include "tessera/launch/launch.h"
+#include "tessera/memory/peak_memory.h"
 
 namespace {
 

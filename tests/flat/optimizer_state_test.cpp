@@ -1,4 +1,4 @@
-#include "tessera/flat/optimizer_state.h"
+#include "tessera/optim/optimizer_state.h"
 
 #include "tests/support/reference.h"
 

@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <random>
 
-#include "tessera/offload/disk_pager.h"
+#include "tessera/paging/disk_pager.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -1,10 +1,10 @@
 // The host optimizers against the formula in double precision, against torch's, and their copy in 16 bit.
-#include "tessera/offload/host_adam.h"
+#include "tessera/optim/host_adam.h"
 
 #include <cmath>
 
 #include "tessera/flat/shard_mark.h"
-#include "tessera/offload/adam_kernel.h"
+#include "tessera/optim/adam_kernel.h"
 #include "tests/support/reference.h"
 
 namespace tessera {

@@ -1,5 +1,5 @@
 // The pool of host memory: exact counts, reuse, the bound.
-#include "tessera/offload/pinned_pool.h"
+#include "tessera/memory/pinned_pool.h"
 #include "tests/support/reference.h"
 
 namespace tessera {

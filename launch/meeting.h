@@ -1,0 +1,27 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <string>
+
+#include "tessera/launch/launch_environment.h"
+
+namespace tessera {
+
+// Where the ranks of a launched group have found each other.
+struct Meeting {
+  c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, used by this group alone
+  std::string address;                    // of this rank, such that the others can reach it
+};
+
+// Serves the store (rank 0, unless torchrun's agent does) or connects to it, and waits until every
+// rank has come. `address` is where the others reach this rank; if empty, it is found out: loopback
+// when all ranks are on one host, else the address that faces the other hosts.
+//
+// Collective, for a world of more than one. Throws CommError that names this rank, the address and
+// the port, and the ranks that did not come, came twice, or are of another world size.
+Meeting meet(const LaunchEnvironment& environment, const std::string& address,
+             std::chrono::milliseconds timeout);
+
+}  // namespace tessera

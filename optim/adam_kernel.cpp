@@ -1,0 +1,181 @@
+#include "tessera/optim/adam_kernel.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define TESSERA_X86 1
+#endif
+
+namespace tessera {
+namespace {
+
+// Elements whose new values stay in the first-level cache until they are narrowed.
+constexpr int64_t kCachedNumel = 2048;
+
+// The loop, for the compiler to make vectors of in each function below, which differ in the
+// instructions that they may use. Always inlined: an out-of-line copy would have none of them.
+template <bool kDecoupled, bool kAmsgrad>
+[[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamFactors& f) {
+  float* __restrict parameter = span.parameter;
+  const float* __restrict gradient = span.gradient;
+  float* __restrict average = span.average;
+  float* __restrict square = span.square;
+  float* __restrict maximum = span.maximum;
+  // The arrays do not overlap. (Once inlined, GCC forgets what __restrict said, and with five arrays its checks
+  // at run time are too many: it would take one element at a time.)
+#pragma GCC ivdep
+  for (int64_t i = 0; i < span.numel; ++i) {
+    float p = parameter[i];
+    float g = gradient[i];
+    if constexpr (kDecoupled) {
+      p *= f.decay;
+    } else {
+      g += f.decay * p;
+    }
+    const float m = f.beta1 * average[i] + f.one_minus_beta1 * g;
+    const float v = f.beta2 * square[i] + f.one_minus_beta2 * g * g;
+    average[i] = m;
+    square[i] = v;
+    float largest = v;
+    if constexpr (kAmsgrad) {
+      largest = maximum[i] > v ? maximum[i] : v;
+      maximum[i] = largest;
+    }
+    parameter[i] = p - f.step * m / (std::sqrt(largest) * f.root_correction + f.eps);
+  }
+}
+
+[[gnu::always_inline]] inline void update_any(const AdamSpan& span, const AdamFactors& f) {
+  if (f.is_decoupled) {
+    span.maximum != nullptr ? update<true, true>(span, f) : update<true, false>(span, f);
+  } else {
+    span.maximum != nullptr ? update<false, true>(span, f) : update<false, false>(span, f);
+  }
+}
+
+[[gnu::always_inline]] inline void narrow_bfloat16(const float* __restrict from, uint16_t* __restrict to, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &from[i], sizeof(bits));
+    const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+    to[i] = static_cast<uint16_t>((bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded);
+  }
+}
+
+uint16_t half_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
+  const uint32_t magnitude = bits & 0x7FFFFFFFU;
+  if (magnitude > 0x7F800000U) return static_cast<uint16_t>(sign | 0x7E00U);
+  if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);  // rounds to infinity
+  if (magnitude < 0x38800000U) {  // below the normal range: the addition shifts and rounds
+    float shifted;
+    std::memcpy(&shifted, &magnitude, sizeof(shifted));
+    shifted += 0.5F;
+    uint32_t sum;
+    std::memcpy(&sum, &shifted, sizeof(sum));
+    return static_cast<uint16_t>(sign | (sum - 0x3F000000U));
+  }
+  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000U + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13));
+}
+
+void narrow_half(const float* from, uint16_t* to, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) to[i] = half_of(from[i]);
+}
+
+void update_baseline(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
+void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { narrow_bfloat16(from, to, numel); }
+
+#ifdef TESSERA_X86
+[[gnu::target("avx2,fma")]] void update_avx2(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
+[[gnu::target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")]] void update_avx512(const AdamSpan& span, const AdamFactors& f) {
+  update_any(span, f);
+}
+[[gnu::target("avx2,fma")]] void bfloat16_avx2(const float* from, uint16_t* to, int64_t numel) { narrow_bfloat16(from, to, numel); }
+[[gnu::target("avx2,f16c")]] void half_avx2(const float* from, uint16_t* to, int64_t numel) {
+  int64_t i = 0;
+  for (; i + 8 <= numel; i += 8) {
+    const __m128i eight = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), eight);
+  }
+  narrow_half(from + i, to + i, numel - i);
+}
+#endif
+
+using Update = void (*)(const AdamSpan&, const AdamFactors&);
+using Narrow = void (*)(const float*, uint16_t*, int64_t);
+
+struct Kernels {
+  Update update = &update_baseline;
+  Narrow bfloat16 = &bfloat16_baseline;
+  Narrow half = &narrow_half;
+  const char* name = "baseline";
+};
+
+Kernels choose() {
+  Kernels kernels;
+#ifdef TESSERA_X86
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    kernels = {&update_avx2, &bfloat16_avx2, &narrow_half, "avx2"};
+    if (__builtin_cpu_supports("f16c")) kernels.half = &half_avx2;
+  }
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
+    kernels.update = &update_avx512;
+    kernels.name = "avx512";
+  }
+#endif
+  return kernels;
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose();
+  return chosen;
+}
+
+}  // namespace
+
+AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled, int64_t step) {
+  const auto t = static_cast<double>(step);
+  AdamFactors factors;
+  factors.beta1 = static_cast<float>(beta1);
+  factors.one_minus_beta1 = static_cast<float>(1 - beta1);
+  factors.beta2 = static_cast<float>(beta2);
+  factors.one_minus_beta2 = static_cast<float>(1 - beta2);
+  factors.step = static_cast<float>(lr / (1 - std::pow(beta1, t)));
+  factors.root_correction = static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, t)));
+  factors.eps = static_cast<float>(eps);
+  factors.decay = static_cast<float>(is_decoupled ? 1 - lr * weight_decay : weight_decay);
+  factors.is_decoupled = is_decoupled;
+  return factors;
+}
+
+AdamSpan AdamSpan::part(int64_t begin, int64_t end) const {
+  AdamSpan span = *this;
+  span.parameter += begin;
+  span.gradient += begin;
+  span.average += begin;
+  span.square += begin;
+  if (maximum != nullptr) span.maximum += begin;
+  if (narrow != nullptr) span.narrow += begin;
+  span.numel = end - begin;
+  return span;
+}
+
+void adam_step(const AdamSpan& span, const AdamFactors& factors) {
+  const Kernels& chosen = kernels();
+  if (span.narrow_kind == NarrowKind::kNone) return chosen.update(span, factors);
+  const Narrow narrow = span.narrow_kind == NarrowKind::kBFloat16 ? chosen.bfloat16 : chosen.half;
+  for (int64_t begin = 0; begin < span.numel; begin += kCachedNumel) {
+    const AdamSpan cached = span.part(begin, std::min(begin + kCachedNumel, span.numel));
+    chosen.update(cached, factors);
+    narrow(cached.parameter, cached.narrow, cached.numel);
+  }
+}
+
+const char* adam_instructions() { return kernels().name; }
+
+}  // namespace tessera

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <future>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/memory/buffer_pool.h"
+#include "tessera/paging/residency.h"
+#include "tessera/paging/disk_file.h"
+#include "tessera/offload/task_queue.h"
+
+namespace tessera {
+
+struct DiskPagerOptions {
+  std::string directory;                     // an existing folder, on a local SSD
+  int64_t buffer_bytes = int64_t{256} << 20;  // the most host memory for what is not on the disk alone
+  int read_ahead = 3;                        // how many tensors are read before they are asked for
+  int threads = 4;                           // reads and writes under way at a time
+};
+
+// Tensors whose data lie on a disk and come into memory when an operator uses them (ZeRO-Infinity's
+// NVMe tier, Rajbhandari et al., 2021, with Tessera's paging in place of module hooks).
+//
+//   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
+//
+// The tensors that were not used for longest go when room is needed, those that changed by a write that
+// nobody waits for. What is used next is foretold from what followed last time, and read ahead.
+// Operators may use and change the tensors as any others; code that takes pointers holds them first.
+// Data exist in one file without a name, which claims its space on the disk when a tensor is made, so
+// that a full disk is found then and a crash leaves nothing.
+//
+// Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
+class DiskPager : public Pager {
+ public:
+  // Throws std::invalid_argument for options out of range, std::runtime_error for a directory where
+  // no file can be made.
+  explicit DiskPager(DiskPagerOptions options);
+  ~DiskPager() override;
+
+  // A tensor of zeros on the disk. `name` is for errors. Throws std::runtime_error if the disk is full,
+  // or the tensor larger than all buffers.
+  at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, const std::string& name);
+
+  // The pager of a tensor, if it lies on a disk, else null.
+  static DiskPager* of(const at::Tensor& tensor);
+
+  // While it lives, the data stay in memory.
+  class Hold {
+   public:
+    Hold() = default;
+    Hold(Hold&& other) noexcept : pager_(std::exchange(other.pager_, nullptr)), page_(other.page_), values_(std::move(other.values_)) {}
+    Hold& operator=(Hold&& other) noexcept;
+    ~Hold() { release(); }
+    // The same elements as an ordinary tensor.
+    const at::Tensor& values() const { return values_; }
+    void release();
+
+   private:
+    friend class DiskPager;
+    DiskPager* pager_ = nullptr;
+    int page_ = -1;
+    at::Tensor values_;
+  };
+  // Waits for the data. `writes`: they may change before the hold ends. Throws std::runtime_error if the
+  // buffers are all held, or the disk fails.
+  Hold hold(const at::Tensor& tensor, bool writes);
+
+  // Starts to read the data, if there is room for them; returns at once.
+  void read_ahead(const at::Tensor& tensor);
+
+  int64_t disk_bytes() const;         // claimed
+  int64_t buffer_bytes() const;       // host memory in use now
+  int64_t peak_buffer_bytes() const;
+  int64_t read_bytes() const { return read_bytes_; }  // moved so far
+  int64_t written_bytes() const { return written_bytes_; }
+  bool is_direct() const { return file_.is_direct(); }
+
+  void use(const std::vector<Page*>& pages) override;
+  [[noreturn]] void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+
+ private:
+  enum class State { kOnDisk, kReading, kResident, kWriting };
+  struct Entry {
+    std::unique_ptr<Page> page;
+    int64_t offset = 0;
+    int64_t bytes = 0;  // whole blocks
+    bool is_zero = true;  // never written: the disk has nothing yet
+    State state = State::kOnDisk;
+    at::Tensor buffer;  // the pool's
+    at::Tensor data;    // the aligned part of it, [bytes] of kByte
+    std::future<void> transfer;
+    int holds = 0;
+    bool is_changed = false;
+    int next = -1;  // what was loaded after it the last time
+  };
+
+  Entry& entry_of(const at::Tensor& tensor, int* index = nullptr);
+  void require_resident(int index);
+  void start_read(int index);
+  void foretell(int index);
+  bool make_room(int64_t bytes, bool may_wait);
+  bool evict_one();
+  bool forget_one_read_ahead();
+  void finish_write(int index);
+  bool is_evictable(int index) const;
+  void drop(Entry& entry);
+  void touch(int index);
+
+  const DiskPagerOptions options_;
+  mutable std::mutex mutex_;
+  DiskFile file_;
+  BufferPool pool_;
+  std::vector<Entry> entries_;
+  std::list<int> recent_;    // resident, the latest last
+  std::deque<int> reading_;  // ahead, and not used yet; the oldest first
+  std::deque<int> writing_;  // the oldest first
+  std::map<std::thread::id, std::vector<int>> in_use_;  // by a thread's last operator
+  int last_loaded_ = -1;
+  std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
+  TaskQueue queue_;  // last: its threads use the rest
+};
+
+}  // namespace tessera

@@ -1,0 +1,216 @@
+#include "tessera/recompute/checkpointed.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+
+#include "tessera/paging/recompute.h"
+#include "tessera/recompute/saved_inputs.h"
+
+namespace tessera {
+namespace {
+
+using torch::autograd::AutogradContext;
+using Tensors = torch::autograd::variable_list;
+
+// The CPU and the devices of the tensors.
+std::vector<at::Device> devices_of(const Tensors& tensors) {
+  std::vector<at::Device> devices{at::kCPU};
+  for (const at::Tensor& tensor : tensors)
+    if (std::find(devices.begin(), devices.end(), tensor.device()) == devices.end() && !tensor.is_meta())
+      devices.push_back(tensor.device());
+  return devices;
+}
+
+// What a computation depends on beside its inputs: where the default generators are, and autocast.
+class Ambience {
+ public:
+  explicit Ambience(const std::vector<at::Device>& devices) {
+    for (const at::Device& device : devices) {
+      at::Generator generator = at::globalContext().defaultGenerator(device);
+      std::lock_guard lock(generator.mutex());
+      generators_.emplace_back(generator, generator.get_state());
+      casts_.push_back({device.type(), at::autocast::is_autocast_enabled(device.type()),
+                        at::autocast::get_autocast_dtype(device.type())});
+    }
+    cast_cache_ = at::autocast::is_autocast_cache_enabled();
+  }
+  // What drew no numbers the first time leaves the generators alone the second time.
+  void forget_unused_generators() {
+    std::erase_if(generators_, [](auto& entry) {
+      std::lock_guard lock(entry.first.mutex());
+      return at::equal(entry.first.get_state(), entry.second);
+    });
+  }
+  bool draws() const { return !generators_.empty(); }
+  void restore(bool with_generators = true) {
+    for (auto& [generator, state] : generators_) {
+      if (!with_generators) break;
+      std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+    for (const Cast& cast : casts_) {
+      at::autocast::set_autocast_enabled(cast.device, cast.enabled);
+      at::autocast::set_autocast_dtype(cast.device, cast.dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(cast_cache_);
+  }
+
+ private:
+  struct Cast {
+    at::DeviceType device;
+    bool enabled;
+    at::ScalarType dtype;
+  };
+  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+  std::vector<Cast> casts_;
+  bool cast_cache_ = true;
+};
+
+struct Part : torch::CustomClassHolder {
+  std::function<Tensors(const Tensors&)> compute;
+  std::vector<at::Device> devices;
+  std::optional<Ambience> ambience;  // as it was the first time
+  std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
+  std::vector<std::unique_ptr<SavedInputs::Ticket>> kept;  // by input; null: autograd has it
+  std::vector<bool> requires_grad;                         // by input, where any is kept
+
+  // The same once more, recorded by autograd.
+  Tensors compute_again(const Tensors& inputs) {
+    Ambience present(devices);
+    struct Back {
+      Ambience& to;
+      bool with_generators;
+      ~Back() { to.restore(with_generators); }
+    } back{present, ambience->draws()};
+    ambience->restore();
+    at::AutoGradMode recording(true);
+    Tensors again = compute(inputs);
+    check(again);
+    return again;
+  }
+
+  void check(const Tensors& again) const {
+    std::ostringstream problem;
+    if (again.size() != outputs.size()) {
+      problem << again.size() << " tensors, not " << outputs.size();
+    } else {
+      for (size_t i = 0; i < again.size() && problem.str().empty(); ++i)
+        if (again[i].sizes() != outputs[i].first || again[i].scalar_type() != outputs[i].second)
+          problem << "output " << i << " as " << again[i].scalar_type() << " " << again[i].sizes() << ", not "
+                  << outputs[i].second << " " << at::IntArrayRef(outputs[i].first);
+    }
+    if (!problem.str().empty())
+      throw std::logic_error("a checkpointed function gave other outputs when backward called it again: " + problem.str());
+  }
+};
+
+int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  // inputs[0] is an anchor that requires a gradient: autograd then calls backward even if of the
+  // others none does, since parameters that the function uses may.
+  static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
+    context->saved_data["part"] = c10::IValue::make_capsule(part);
+    save(context, *part, inputs);
+    const Tensors given(inputs.begin() + 1, inputs.end());
+    std::vector<int64_t> versions;
+    for (const at::Tensor& tensor : given) versions.push_back(version_of(tensor));
+    RecomputesLater later;
+    Tensors outputs = part->compute(given);
+    part->ambience->forget_unused_generators();
+    for (size_t i = 0; i < given.size(); ++i)
+      if (version_of(given[i]) != versions[i])
+        throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
+                                    " of its inputs in place, so that it cannot be called again: clone it first");
+    for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
+    return outputs;
+  }
+
+  // Leaves are there anyway, parameters among them.
+  static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
+    Tensors saved = inputs.vec();
+    part.kept.resize(inputs.size());
+    if (SavedInputs* elsewhere = SavedInputs::current(); elsewhere != nullptr) {
+      for (size_t i = 1; i < saved.size(); ++i) {
+        if (saved[i].is_leaf() && saved[i].requires_grad()) continue;
+        part.kept[i] = elsewhere->keep(saved[i]);
+        if (part.kept[i]) saved[i] = at::Tensor();
+      }
+      for (const auto& input : inputs) part.requires_grad.push_back(input.requires_grad());
+    }
+    context->save_for_backward(std::move(saved));
+  }
+
+  static Tensors backward(AutogradContext* context, Tensors gradients) {
+    if (c10::GradMode::is_enabled())
+      throw std::logic_error("backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated again");
+    const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
+    Tensors inputs;
+    const Tensors saved = context->get_saved_variables();
+    for (size_t i = 1; i < saved.size(); ++i) {
+      const bool is_elsewhere = part->kept[i] != nullptr;
+      const at::Tensor value = is_elsewhere ? part->kept[i]->fetch() : saved[i];
+      inputs.push_back(value.detach().set_requires_grad(is_elsewhere ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
+    }
+    const Tensors outputs = part->compute_again(inputs);
+    Tensors roots, seeds;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].requires_grad() || !gradients[i].defined()) continue;
+      roots.push_back(outputs[i]);
+      seeds.push_back(gradients[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, seeds);
+    Tensors result(2);  // for `part` and the anchor
+    for (const at::Tensor& input : inputs) result.push_back(input.grad());
+    return result;
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
+                                         std::vector<at::Tensor> inputs) {
+  if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return compute(inputs);
+  auto part = c10::make_intrusive<Part>();
+  part->compute = std::move(compute);
+  part->devices = devices_of(inputs);
+  part->ambience.emplace(part->devices);
+  inputs.insert(inputs.begin(), at::empty({0}).set_requires_grad(true));
+  return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
+}
+
+CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential, const WrapPolicy& policy) {
+  const auto children = sequential->named_children();
+  size_t next = 0;
+  for (const auto& child : children) {
+    register_module(child.key(), child.value());
+    int64_t numel = 0;
+    for (const at::Tensor& parameter : child.value()->parameters()) numel += parameter.numel();
+    const bool chosen = !policy || policy(child.key(), *child.value(), numel);
+    children_of_mine_.push_back({*(sequential->begin() + static_cast<std::ptrdiff_t>(next++)), chosen});
+  }
+}
+
+at::Tensor CheckpointedSequentialImpl::forward(at::Tensor x) {
+  for (Child& child : children_of_mine_) {
+    if (child.is_checkpointed) {
+      x = checkpointed([module = child.module](const at::Tensor& input) mutable { return module.forward(input); }, x);
+    } else {
+      x = child.module.forward(x);
+    }
+  }
+  return x;
+}
+
+}  // namespace tessera
