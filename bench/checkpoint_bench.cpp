@@ -43,13 +43,15 @@ double seconds_since(Clock::time_point began) { return std::chrono::duration<dou
 
 double run_dd(const std::string& arguments) {
   const auto began = Clock::now();
-  if (std::system(("dd " + arguments + " 2>/dev/null").c_str()) != 0) throw std::runtime_error("dd " + arguments + " failed");
+  if (std::system(("dd " + arguments + " 2>/dev/null").c_str()) != 0)
+    throw std::runtime_error("dd " + arguments + " failed");
   return seconds_since(began);
 }
 
 void drop_from_cache(const fs::path& path) {
   const int fd = ::open(path.c_str(), O_RDONLY);
-  if (fd < 0 || ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0) throw std::runtime_error("cannot drop " + path.string());
+  if (fd < 0 || ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) != 0)
+    throw std::runtime_error("cannot drop " + path.string());
   ::close(fd);
 }
 
@@ -90,26 +92,37 @@ class Bench {
       std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
       return values[values.size() / 2];
     };
-    const double save = median([](const Round& r) { return r.save; }), load = median([](const Round& r) { return r.load; });
+    const double save = median([](const Round& r) { return r.save; }),
+                 load = median([](const Round& r) { return r.load; });
     const double write_ratio = median([](const Round& r) { return r.dd_write / r.save; });
     const double read_ratio = median([](const Round& r) { return r.dd_read / r.load; });
     const double stall = median([](const Round& r) { return r.stall; });
     const double total = median([](const Round& r) { return r.async_total; });
-    const double dd_write = median([](const Round& r) { return r.dd_write; }), dd_read = median([](const Round& r) { return r.dd_read; });
+    const double dd_write = median([](const Round& r) { return r.dd_write; }),
+                 dd_read = median([](const Round& r) { return r.dd_read; });
     const double copy = median([](const Round& r) { return r.copy; });
     if (settings_.json) {
-      std::cout << nlohmann::json{{"bytes", bytes_},       {"ranks", settings_.ranks},     {"rounds", settings_.rounds},
-                                  {"dd_write_s", dd_write}, {"save_s", save},               {"dd_write_over_save", write_ratio},
-                                  {"dd_read_s", dd_read},   {"load_s", load},               {"dd_read_over_load", read_ratio},
-                                  {"async_stall_s", stall}, {"async_total_s", total},       {"copy_s", copy},
+      std::cout << nlohmann::json{{"bytes", bytes_},
+                                  {"ranks", settings_.ranks},
+                                  {"rounds", settings_.rounds},
+                                  {"dd_write_s", dd_write},
+                                  {"save_s", save},
+                                  {"dd_write_over_save", write_ratio},
+                                  {"dd_read_s", dd_read},
+                                  {"load_s", load},
+                                  {"dd_read_over_load", read_ratio},
+                                  {"async_stall_s", stall},
+                                  {"async_total_s", total},
+                                  {"copy_s", copy},
                                   {"stall_over_save", stall / save}}
                 << "\n";
       return;
     }
     const double megabytes = static_cast<double>(bytes_) * 1e-6;
     auto line = [&](const char* name, double seconds) {
-      std::cout << std::left << std::setw(26) << name << std::right << std::fixed << std::setprecision(3) << std::setw(8)
-                << seconds << " s" << std::setprecision(0) << std::setw(8) << megabytes / seconds << " MB/s\n";
+      std::cout << std::left << std::setw(26) << name << std::right << std::fixed << std::setprecision(3)
+                << std::setw(8) << seconds << " s" << std::setprecision(0) << std::setw(8) << megabytes / seconds
+                << " MB/s\n";
     };
     std::cout << std::fixed << std::setprecision(0) << megabytes << " MB, " << settings_.ranks << " ranks, medians of "
               << settings_.rounds << " rounds\n";
@@ -120,8 +133,8 @@ class Bench {
     line("async: stall of the loop", stall);
     line("async: until complete", total);
     line("a copy of the bytes", copy);
-    std::cout << std::setprecision(2) << "dd / save " << write_ratio << ", dd / load " << read_ratio << ", stall / save "
-              << stall / save << "\n";
+    std::cout << std::setprecision(2) << "dd / save " << write_ratio << ", dd / load " << read_ratio
+              << ", stall / save " << stall / save << "\n";
   }
 
  private:
@@ -149,7 +162,8 @@ class Bench {
     optimizer.step();
     if (digest(fsdp.parameters(), optimizer) == before) throw std::runtime_error("the step changed nothing");
     tessera::load_checkpoint(checkpoint(), fsdp, optimizer);
-    if (digest(fsdp.parameters(), optimizer) != before) throw std::runtime_error("what was loaded is not what was saved");
+    if (digest(fsdp.parameters(), optimizer) != before)
+      throw std::runtime_error("what was loaded is not what was saved");
     if (comm.rank() == 0) bytes_ = drop_all_from_cache(checkpoint());
     comm.barrier();
   }
@@ -163,12 +177,19 @@ class Bench {
     };
     const fs::path file = settings_.folder / "dd";
     const std::string count = std::to_string(std::max<int64_t>(1, bytes_ >> 20));
-    alone([&] { fs::remove_all(checkpoint()); ::sync(); });
-    alone([&] { round.dd_write = run_dd("if=/dev/zero of=" + file.string() + " bs=1M count=" + count + " conv=fsync"); });
+    alone([&] {
+      fs::remove_all(checkpoint());
+      ::sync();
+    });
+    alone(
+        [&] { round.dd_write = run_dd("if=/dev/zero of=" + file.string() + " bs=1M count=" + count + " conv=fsync"); });
     auto began = Clock::now();
     tessera::save_checkpoint(checkpoint(), fsdp, optimizer);
     round.save = seconds_since(began);
-    alone([&] { fs::remove_all(checkpoint()); ::sync(); });
+    alone([&] {
+      fs::remove_all(checkpoint());
+      ::sync();
+    });
     began = Clock::now();
     auto pending = tessera::save_checkpoint_async(checkpoint(), fsdp, optimizer);
     round.stall = seconds_since(began);
@@ -204,9 +225,11 @@ int main(int argc, char** argv) try {
   Settings settings;
   std::string folder = settings.folder.string();
   po::options_description options("Options");
-  options.add_options()("help,h", "this text")("ranks", po::value(&settings.ranks)->default_value(settings.ranks), "threads")(
+  options.add_options()("help,h", "this text")("ranks", po::value(&settings.ranks)->default_value(settings.ranks),
+                                               "threads")(
       "layers", po::value(&settings.layers)->default_value(settings.layers), "linear layers")(
-      "width", po::value(&settings.width)->default_value(settings.width), "their width; a layer saves 12 width^2 bytes")(
+      "width", po::value(&settings.width)->default_value(settings.width),
+      "their width; a layer saves 12 width^2 bytes")(
       "rounds", po::value(&settings.rounds)->default_value(settings.rounds), "rounds, of which medians are taken")(
       "dir", po::value(&folder)->default_value(folder), "where to write; says which disk is measured")(
       "json", po::bool_switch(&settings.json), "one line of JSON");

@@ -4,9 +4,9 @@
 // Ours and gloo's own run in turn over the same connections' worth of bytes, so compare the rows
 // of one run. `--benchmark_filter=world:2` picks two ranks; sizes are of the full tensor.
 #include <benchmark/benchmark.h>
+#include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/torch.h>
 
 #include <barrier>
 #include <cstdlib>
@@ -150,7 +150,11 @@ int main(int argc, char** argv) {
   add("reduce_scatter/gloo", Kind::kReduceScatter, Who::kGloo);
   add("all_reduce/tessera", Kind::kAllReduce, Who::kTessera);
   add("all_reduce/gloo", Kind::kAllReduce, Who::kGloo);
-  benchmark::RegisterBenchmark("memcpy", copy)->ArgName("bytes")->Arg(1 << 20)->Arg(1 << 26)->Unit(benchmark::kMillisecond);
+  benchmark::RegisterBenchmark("memcpy", copy)
+      ->ArgName("bytes")
+      ->Arg(1 << 20)
+      ->Arg(1 << 26)
+      ->Unit(benchmark::kMillisecond);
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   benchmark::RunSpecifiedBenchmarks();

@@ -20,7 +20,10 @@ void plan_layout(benchmark::State& state) {
   }
   state.SetItemsProcessed(state.iterations() * state.range(0));
 }
-BENCHMARK(plan_layout)->ArgNames({"parameters", "ranks"})->ArgsProduct({{100, 1000, 10000}, {1, 8, 1024, 65536}})->Unit(benchmark::kMicrosecond);
+BENCHMARK(plan_layout)
+    ->ArgNames({"parameters", "ranks"})
+    ->ArgsProduct({{100, 1000, 10000}, {1, 8, 1024, 65536}})
+    ->Unit(benchmark::kMicrosecond);
 
 // Tensors of `numel` elements into, and out of, one flat buffer of 16 MiB.
 struct Pieces {
@@ -42,10 +45,12 @@ void flatten(benchmark::State& state) {
     for (size_t i = 0; i < pieces.places.size(); ++i) pieces.places[i].copy_(pieces.tensors[i]);
     benchmark::ClobberMemory();
   }
-  if (pieces.flat.sum().item<double>() != static_cast<double>(pieces.flat.numel())) return state.SkipWithError("wrong copy");
+  if (pieces.flat.sum().item<double>() != static_cast<double>(pieces.flat.numel()))
+    return state.SkipWithError("wrong copy");
   state.SetBytesProcessed(state.iterations() * static_cast<int64_t>(pieces.flat.nbytes()));
 }
-BENCHMARK(flatten)->ArgName("numel")->Arg(256)->Arg(4096)->Arg(1 << 16)->Arg(1 << 20)->Arg(1 << 22)->Unit(benchmark::kMicrosecond);
+BENCHMARK(flatten)->ArgName("numel")->Arg(256)->Arg(4096)->Arg(1 << 16)->Arg(1 << 20)->Arg(1 << 22)->Unit(
+    benchmark::kMicrosecond);
 
 // What FSDP does instead of unflattening: parameters are views.
 void unflatten_by_views(benchmark::State& state) {
@@ -69,8 +74,16 @@ void adam(benchmark::State& state) {
   for (auto _ : state) optimizer.step();
   state.SetItemsProcessed(state.iterations() * state.range(0) * state.range(1));
 }
-BENCHMARK(adam<tessera::Adam>)->ArgNames({"tensors", "numel"})->Args({1000, 100})->Args({16, 1 << 18})->Unit(benchmark::kMicrosecond);
-BENCHMARK(adam<torch::optim::Adam>)->ArgNames({"tensors", "numel"})->Args({1000, 100})->Args({16, 1 << 18})->Unit(benchmark::kMicrosecond);
+BENCHMARK(adam<tessera::Adam>)
+    ->ArgNames({"tensors", "numel"})
+    ->Args({1000, 100})
+    ->Args({16, 1 << 18})
+    ->Unit(benchmark::kMicrosecond);
+BENCHMARK(adam<torch::optim::Adam>)
+    ->ArgNames({"tensors", "numel"})
+    ->Args({1000, 100})
+    ->Args({16, 1 << 18})
+    ->Unit(benchmark::kMicrosecond);
 
 }  // namespace
 

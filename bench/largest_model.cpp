@@ -68,7 +68,8 @@ constexpr int64_t kSide = 64, kLayers = 10, kUnitNumel = kSide * kSide;
 
 Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const CpuOffload& offload) {
   torch::nn::Sequential model;
-  for (int64_t i = 0; i < kLayers; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kSide, kSide).bias(false)));
+  for (int64_t i = 0; i < kLayers; ++i)
+    model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kSide, kSide).bias(false)));
   tessera::ZeroOptions options{.stage = stage};
   options.fsdp.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>();
   options.fsdp.offload = offload;
@@ -81,13 +82,14 @@ Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const
   Measured measured{zero.memory()};
   auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&zero.optimizer());
   for (const auto& [parameter, state] : (sharded != nullptr ? sharded->local() : zero.optimizer()).state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors) measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+      measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
   return measured;
 }
 
 [[noreturn]] void mismatch(const std::string& what, int64_t got, int64_t expected) {
-  std::fprintf(stderr, "largest_model: %s is %lld bytes, the layout says %lld\n", what.c_str(), static_cast<long long>(got),
-               static_cast<long long>(expected));
+  std::fprintf(stderr, "largest_model: %s is %lld bytes, the layout says %lld\n", what.c_str(),
+               static_cast<long long>(got), static_cast<long long>(expected));
   std::exit(1);
 }
 
@@ -120,7 +122,8 @@ Need check_small() {
     require("FSDP with a disk, gradients", disk.report.grad_bytes, part);
     flight.gathered_units = static_cast<double>(host.report.peak_gathered_bytes) / (4.0 * kUnitNumel);
     flight.bucket_units = static_cast<double>(host.report.peak_bucket_bytes) / (4.0 * kUnitNumel);
-    flight.staging_shards = static_cast<double>(host.report.peak_staging_bytes) / (4.0 * static_cast<double>(unit.shard_numel()));
+    flight.staging_shards =
+        static_cast<double>(host.report.peak_staging_bytes) / (4.0 * static_cast<double>(unit.shard_numel()));
   });
   return flight;
 }
@@ -130,7 +133,8 @@ double room_for(double bytes, double per_parameter) { return per_parameter > 0 ?
 // The parameters of a model in `units` equal units, as many as fit.
 double largest(const Need& need, double ranks, double device, double host, double disk, double units) {
   const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / units;
-  return std::min({room_for(device, need.device_per_parameter + in_flight), room_for(host, need.host_per_parameter), room_for(disk, need.disk_per_parameter)});
+  return std::min({room_for(device, need.device_per_parameter + in_flight), room_for(host, need.host_per_parameter),
+                   room_for(disk, need.disk_per_parameter)});
 }
 
 }  // namespace
@@ -140,15 +144,20 @@ int main(int argc, char** argv) {
   const double ranks = number(1, 8), device = number(2, 24), host = number(3, 64), disk = number(4, 512);
   constexpr double kUnits = 64;
   const Need flight = check_small();
-  std::printf("%g ranks; each has %g GiB on its device, %g on the host and %g on a disk; %g units of one size.\n", ranks, device, host, disk, kUnits);
-  std::printf("In flight at most: %g units gathered, %g in buckets, %g shards on the link.\n\n", flight.gathered_units, flight.bucket_units, flight.staging_shards);
-  std::printf("| wrapper | tier | device, B/parameter | host | disk | largest, 1e9 parameters | parameters per device byte |\n");
+  std::printf("%g ranks; each has %g GiB on its device, %g on the host and %g on a disk; %g units of one size.\n",
+              ranks, device, host, disk, kUnits);
+  std::printf("In flight at most: %g units gathered, %g in buckets, %g shards on the link.\n\n", flight.gathered_units,
+              flight.bucket_units, flight.staging_shards);
+  std::printf(
+      "| wrapper | tier | device, B/parameter | host | disk | largest, 1e9 parameters | parameters per device byte "
+      "|\n");
   std::printf("| --- | --- | --- | --- | --- | --- | --- |\n");
   for (const Row& row : rows(flight)) {
     const Need need = row.need(ranks);
     const double in_flight = 4 * (need.gathered_units + need.bucket_units + need.staging_shards / ranks) / kUnits;
     const double most = largest(need, ranks, device * kGiB, host * kGiB, disk * kGiB, kUnits);
-    std::printf("| %s | %s | %.2f | %.2f | %.2f | %.1f | %.2f |\n", row.name, row.tier, need.device_per_parameter + in_flight,
-                need.host_per_parameter, need.disk_per_parameter, most * 1e-9, most / (device * kGiB));
+    std::printf("| %s | %s | %.2f | %.2f | %.2f | %.1f | %.2f |\n", row.name, row.tier,
+                need.device_per_parameter + in_flight, need.host_per_parameter, need.disk_per_parameter, most * 1e-9,
+                most / (device * kGiB));
   }
 }

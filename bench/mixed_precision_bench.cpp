@@ -25,7 +25,8 @@ void step(benchmark::State& state, std::optional<at::ScalarType> compute, std::o
     torch::nn::Sequential model;
     for (int64_t i = 0; i < kLayers; ++i)
       model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(false)));
-    tessera::FsdpOptions options{.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>(), .reshard_after_forward = false};
+    tessera::FsdpOptions options{.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>(),
+                                 .reshard_after_forward = false};
     options.mixed_precision.param_dtype = compute;
     options.mixed_precision.reduce_dtype = reduce;
     tessera::FullyShardedDataParallel fsdp(model, comm, options);
@@ -40,7 +41,8 @@ void step(benchmark::State& state, std::optional<at::ScalarType> compute, std::o
       const int64_t gathered = sent() - before;
       loss.backward();
       if (comm->rank() == 0)
-        figures = {gathered, sent() - before - gathered, fsdp.memory().peak_gathered_bytes, fsdp.memory().peak_bucket_bytes};
+        figures = {gathered, sent() - before - gathered, fsdp.memory().peak_gathered_bytes,
+                   fsdp.memory().peak_bucket_bytes};
     }
     comm->barrier();
     if (comm->rank() == 0) seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();

@@ -40,8 +40,10 @@ bool is_right() {
 
 void report(benchmark::State& state, double bytes_per_element) {
   state.SetLabel(tessera::adam_instructions());
-  state.counters["Melements/s"] = benchmark::Counter(static_cast<double>(kNumel) * 1e-6, benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["GB/s"] = benchmark::Counter(static_cast<double>(kNumel) * bytes_per_element * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["Melements/s"] =
+      benchmark::Counter(static_cast<double>(kNumel) * 1e-6, benchmark::Counter::kIsIterationInvariantRate);
+  state.counters["GB/s"] = benchmark::Counter(static_cast<double>(kNumel) * bytes_per_element * 1e-9,
+                                              benchmark::Counter::kIsIterationInvariantRate);
 }
 
 template <class Optimizer>
@@ -54,7 +56,8 @@ void step(benchmark::State& state, bool narrow) {
   parameter.mutable_grad() = torch::full({kNumel}, 0.01);
   optimizer.step();
   for (auto _ : state) optimizer.step();
-  if (narrow && !torch::equal(copy->values, parameter.detach().to(at::kBFloat16))) state.SkipWithError("the copy is not the rounded parameter");
+  if (narrow && !torch::equal(copy->values, parameter.detach().to(at::kBFloat16)))
+    state.SkipWithError("the copy is not the rounded parameter");
   report(state, narrow ? 30 : 28);  // four read, three written, of 4 bytes each; 2 of the copy
 }
 
@@ -74,7 +77,8 @@ void disk_by_itself(benchmark::State& state) {
   tessera::DiskFile file(folder());
   file.extend(kBlock * kBlocks);
   const at::Tensor memory = torch::ones({kBlock + 4096}, at::kByte);
-  auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.mutable_data_ptr()) + 4095) / 4096 * 4096);
+  auto* aligned =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.mutable_data_ptr()) + 4095) / 4096 * 4096);
   double written_s = 0, read_s = 0;
   const auto pass = [&](bool writes) {
     const auto began = std::chrono::steady_clock::now();
@@ -83,8 +87,11 @@ void disk_by_itself(benchmark::State& state) {
     std::vector<at::Tensor> targets;
     for (int i = 0; i < kTargets; ++i) targets.push_back(torch::empty({kBlock + 4096}, at::kByte));
     for (int64_t i = 0; i < kBlocks; ++i) {
-      auto* target = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(targets[i % kTargets].mutable_data_ptr()) + 4095) / 4096 * 4096);
-      done.push_back(queue.add([&, i, target] { writes ? file.write(aligned, kBlock, i * kBlock) : file.read(target, kBlock, i * kBlock); }));
+      auto* target = reinterpret_cast<void*>(
+          (reinterpret_cast<uintptr_t>(targets[i % kTargets].mutable_data_ptr()) + 4095) / 4096 * 4096);
+      done.push_back(queue.add([&, i, target] {
+        writes ? file.write(aligned, kBlock, i * kBlock) : file.read(target, kBlock, i * kBlock);
+      }));
     }
     for (auto& one : done) one.get();
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();

@@ -103,7 +103,8 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
 
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   if (sizes.size() != strides.size())
-    throw std::invalid_argument("sizes " + to_string(sizes) + " and strides " + to_string(strides) + " differ in length");
+    throw std::invalid_argument("sizes " + to_string(sizes) + " and strides " + to_string(strides) +
+                                " differ in length");
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
@@ -143,8 +144,8 @@ std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::v
   return segments;
 }
 
-void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides,
-                  int64_t target_origin, const std::function<void(const Run&)>& visit) {
+void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
+                  const std::function<void(const Run&)>& visit) {
   struct Dimension {
     int64_t size, source_stride, target_stride;
   };

@@ -58,7 +58,7 @@ struct Run {
 // Visits how to copy `part` from a row-major array of the elements of `source` to a target where
 // the element of index i is at sum(i * target_strides) - target_origin; in ascending order of the
 // source, in the fewest runs.
-void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides,
-                  int64_t target_origin, const std::function<void(const Run&)>& visit);
+void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
+                  const std::function<void(const Run&)>& visit);
 
 }  // namespace tessera

@@ -14,7 +14,8 @@ using nlohmann::json;
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
   std::vector<std::set<std::string>> keys;  // of the objects that are open
   const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
-    if (depth > max_depth) throw CheckpointError(where + ": JSON nested deeper than " + std::to_string(max_depth) + " levels");
+    if (depth > max_depth)
+      throw CheckpointError(where + ": JSON nested deeper than " + std::to_string(max_depth) + " levels");
     if (event == json::parse_event_t::object_start) keys.emplace_back();
     if (event == json::parse_event_t::object_end) keys.pop_back();
     if (event == json::parse_event_t::key && !keys.back().insert(parsed.get<std::string>()).second)
@@ -58,9 +59,7 @@ std::string JsonObject::text(const char* field) const {
 
 namespace {
 
-bool is_count(const json& value) {
-  return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62);
-}
+bool is_count(const json& value) { return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62); }
 
 }  // namespace
 

@@ -76,8 +76,8 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards&
 // before anything is changed. Sets parameters, buffers, the optimizer's state and hyper-parameters,
 // and the random generators. What does not fit is listed all together: missing, unexpected, shape,
 // dtype, optimizer. A checkpoint with optimizer state loads without an optimizer, not the other way.
-nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model,
-                               torch::optim::Optimizer& optimizer, const LoadOptions& options = {});
+nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                               const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
 
 // The newest complete checkpoint among the entries of a folder; nothing if there is none. Looks at

@@ -46,7 +46,8 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
     const std::string name = entry.path().filename().string();
-    if (name.empty() || name[0] != '.' || name.find(kSaving) == std::string::npos || !name.starts_with(prefix)) continue;
+    if (name.empty() || name[0] != '.' || name.find(kSaving) == std::string::npos || !name.starts_with(prefix))
+      continue;
     const int lock = try_lock(entry.path());
     if (lock < 0) continue;
     std::error_code error;
@@ -71,7 +72,8 @@ PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(ta
   if (fs::exists(status) && !fs::is_directory(status))
     throw CheckpointError(target_.string() + ": exists and is not a directory");
   if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_))
-    throw CheckpointError(target_.string() + ": is a directory that holds something else than a checkpoint; it is left as it is");
+    throw CheckpointError(target_.string() +
+                          ": is a directory that holds something else than a checkpoint; it is left as it is");
   const std::string prefix = std::string(".").append(target_.filename().string()) + kSaving;
   clear_leftovers(folder, prefix);
   path_ = folder / (prefix + to_hex(id_));
@@ -120,7 +122,8 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
   const size_t excess = all.size() > static_cast<size_t>(keep) ? all.size() - static_cast<size_t>(keep) : 0;
   for (size_t i = 0; i < excess; ++i) {
     // Out of sight first, so that one that is half removed is not taken for whole.
-    const fs::path hidden = folder / (std::string(".").append(all[i].filename().string()) + kSaving + to_hex(draw_id()));
+    const fs::path hidden =
+        folder / (std::string(".").append(all[i].filename().string()) + kSaving + to_hex(draw_id()));
     rename_entry(all[i], hidden, false);
   }
   clear_leftovers(folder, "");

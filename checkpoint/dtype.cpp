@@ -6,11 +6,11 @@ namespace tessera {
 namespace {
 
 constexpr std::pair<const char*, at::ScalarType> kNames[] = {
-    {"F64", at::kDouble},        {"F32", at::kFloat},         {"F16", at::kHalf},
-    {"BF16", at::kBFloat16},     {"I64", at::kLong},          {"I32", at::kInt},
-    {"I16", at::kShort},         {"I8", at::kChar},           {"U8", at::kByte},
-    {"BOOL", at::kBool},         {"U16", at::kUInt16},        {"U32", at::kUInt32},
-    {"U64", at::kUInt64},        {"C64", at::kComplexFloat},  {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F64", at::kDouble},          {"F32", at::kFloat},        {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},       {"I64", at::kLong},         {"I32", at::kInt},
+    {"I16", at::kShort},           {"I8", at::kChar},          {"U8", at::kByte},
+    {"BOOL", at::kBool},           {"U16", at::kUInt16},       {"U32", at::kUInt32},
+    {"U64", at::kUInt64},          {"C64", at::kComplexFloat}, {"F8_E4M3", at::kFloat8_e4m3fn},
     {"F8_E5M2", at::kFloat8_e5m2},
 };
 

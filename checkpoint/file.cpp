@@ -41,7 +41,7 @@ File File::create(const std::filesystem::path& path) { return File(path, O_RDWR 
 
 File File::open(const std::filesystem::path& path) {
   File file(path, O_RDONLY | O_NONBLOCK);  // not to hang on a pipe
-  struct stat status{};
+  struct stat status {};
   if (::fstat(file.fd_, &status) != 0) file.fail("looking at");
   if (!S_ISREG(status.st_mode)) throw CheckpointError(path.string() + ": is not a regular file");
   return file;
@@ -52,7 +52,7 @@ File File::open_to_write(const std::filesystem::path& path) { return File(path, 
 void File::fail(const char* doing) const { fail_at(path_, doing); }
 
 int64_t File::bytes() const {
-  struct stat status{};
+  struct stat status {};
   if (::fstat(fd_, &status) != 0) fail("looking at");
   return status.st_size;
 }
@@ -76,8 +76,8 @@ void File::read(void* data, int64_t bytes, int64_t position) const {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0) fail("reading");
     if (got == 0)
-      throw CheckpointError(path_.string() + ": ends at byte " + std::to_string(position) + ", " + std::to_string(bytes) +
-                            " bytes early");
+      throw CheckpointError(path_.string() + ": ends at byte " + std::to_string(position) + ", " +
+                            std::to_string(bytes) + " bytes early");
     to += got;
     bytes -= got;
     position += got;
@@ -144,7 +144,8 @@ std::string five_digits(int64_t number) {
 void exchange_entries(const std::filesystem::path& a, const std::filesystem::path& b) {
   if (::renameat2(AT_FDCWD, a.c_str(), AT_FDCWD, b.c_str(), RENAME_EXCHANGE) == 0) return;
   if (errno == EINVAL || errno == ENOSYS)
-    throw CheckpointError(b.string() + ": this file system cannot replace a directory in one step: save under a new name");
+    throw CheckpointError(b.string() +
+                          ": this file system cannot replace a directory in one step: save under a new name");
   fail_at(b, "exchanging it with " + a.string());
 }
 

@@ -56,7 +56,8 @@ FullLayout plan_full_files(const std::filesystem::path& file, const std::vector<
   }
   if (groups.size() > 1) {
     layout.index_path = file.string() + ".index.json";
-    layout.index = nlohmann::json{{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}}.dump(2) + "\n";
+    layout.index =
+        nlohmann::json{{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}}.dump(2) + "\n";
   }
   return layout;
 }

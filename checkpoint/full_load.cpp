@@ -33,9 +33,11 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
     throw CheckpointError(where + ": DCP_SHARDING_INFO does not know the tensor '" + entry.name + "'");
-  const JsonObject fields(sharding.at(entry.name), where + ": DCP_SHARDING_INFO of '" + entry.name + "'", {"saved_offsets"});
+  const JsonObject fields(sharding.at(entry.name), where + ": DCP_SHARDING_INFO of '" + entry.name + "'",
+                          {"saved_offsets"});
   auto offsets = fields.numbers("saved_offsets");
-  if (offsets.size() != entry.shape.size()) fields.refuse("'saved_offsets' has another number of dimensions than the tensor");
+  if (offsets.size() != entry.shape.size())
+    fields.refuse("'saved_offsets' has another number of dimensions than the tensor");
   return offsets;
 }
 
@@ -55,10 +57,12 @@ void add_file(const fs::path& path, SavedTensors& saved) {
       tensor.dtype = entry.dtype;
       tensor.shape.assign(entry.shape.size(), 0);
     } else if (sharding.is_null()) {
-      throw CheckpointError(where + ": the tensor '" + entry.name + "' is in " + saved.files[tensor.slices[0].file].name + " too");
+      throw CheckpointError(where + ": the tensor '" + entry.name + "' is in " +
+                            saved.files[tensor.slices[0].file].name + " too");
     }
     if (tensor.dtype != entry.dtype || tensor.shape.size() != entry.shape.size())
-      throw CheckpointError(where + ": the tensor '" + entry.name + "' has another dtype or number of dimensions than in " +
+      throw CheckpointError(where + ": the tensor '" + entry.name +
+                            "' has another dtype or number of dimensions than in " +
                             saved.files[tensor.slices[0].file].name);
     for (size_t d = 0; d < entry.shape.size(); ++d)
       tensor.shape[d] = std::max(tensor.shape[d], slice.box.offsets[d] + entry.shape[d]);
@@ -76,7 +80,8 @@ std::set<std::string> files_of_index(const fs::path& path) {
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
   std::set<std::string> names;
   for (const auto& [tensor, file] : fields.object("weight_map").items()) {
-    if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos || file.get<std::string>().starts_with("."))
+    if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos ||
+        file.get<std::string>().starts_with("."))
       fields.refuse("the file of '" + tensor + "' is not a name beside the index");
     names.insert(file.get<std::string>());
   }

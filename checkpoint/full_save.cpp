@@ -23,7 +23,8 @@ void make_drafts(const FullLayout& layout) {
   fs::create_directories(folder, error);
   if (error) throw CheckpointError(folder.string() + ": creating: " + error.message());
   for (const auto& full : layout.files) {
-    if (fs::is_directory(full.path, error)) throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
+    if (fs::is_directory(full.path, error))
+      throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
     fs::remove(draft_of(full.path), error);
     const File file = File::create(draft_of(full.path));
     file.write(full.header.data(), static_cast<int64_t>(full.header.size()), 0);
@@ -62,7 +63,8 @@ void write_own_part(const FullLayout& layout, const std::vector<Piece>& pieces) 
   for (const Piece& piece : pieces) {
     const auto [index, begin] = places.at(piece.name);
     auto found = files.find(index);
-    if (found == files.end()) found = files.emplace(index, File::open_to_write(draft_of(layout.files[index].path))).first;
+    if (found == files.end())
+      found = files.emplace(index, File::open_to_write(draft_of(layout.files[index].path))).first;
     write_box(found->second, piece, begin);
   }
   for (auto& [index, file] : files) file.sync();
@@ -94,7 +96,8 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
     tensors = local_tensors(model, model.named_shards(), nullptr);
     std::vector<FullTensor> all;
-    for (const auto& tensor : tensors) all.push_back({tensor.name, tensor.elements.scalar_type(), tensor.sizes, tensor.aliases});
+    for (const auto& tensor : tensors)
+      all.push_back({tensor.name, tensor.elements.scalar_type(), tensor.sizes, tensor.aliases});
     layout = plan_full_files(file, all, options);
     if (comm.rank() == 0) make_drafts(layout);
   });
@@ -116,11 +119,16 @@ void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
     for (const FullTensor& tensor : tensors) {
       const auto [index, begin] = places.at(tensor.name);
       const at::Tensor values = data(tensor);
-      if (values.sizes() != at::IntArrayRef(tensor.shape) || values.scalar_type() != tensor.dtype || !values.is_contiguous())
+      if (values.sizes() != at::IntArrayRef(tensor.shape) || values.scalar_type() != tensor.dtype ||
+          !values.is_contiguous())
         throw std::logic_error("the data of '" + tensor.name + "' is not what was announced");
       const File draft = File::open_to_write(draft_of(layout.files[index].path));
-      write_box(draft, {.name = tensor.name, .dtype = tensor.dtype, .shape = tensor.shape, .box = whole_box(tensor.shape),
-                        .data = [&] { return values; }},
+      write_box(draft,
+                {.name = tensor.name,
+                 .dtype = tensor.dtype,
+                 .shape = tensor.shape,
+                 .box = whole_box(tensor.shape),
+                 .data = [&] { return values; }},
                 begin);
       if (progress) progress(static_cast<int64_t>(values.nbytes()));
     }

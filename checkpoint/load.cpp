@@ -23,16 +23,19 @@ Manifest agree_on_manifest(const fs::path& dir, Communicator& comm, const std::s
   const auto texts = settle(comm, attempt([&] {
                               if (comm.rank() != 0) return std::string();
                               std::error_code ignored;
-                              if (!fs::exists(dir / kManifestName, ignored)) throw CheckpointError(explain_missing(dir));
+                              if (!fs::exists(dir / kManifestName, ignored))
+                                throw CheckpointError(explain_missing(dir));
                               return read_text(dir / kManifestName, kMaxManifestBytes);
                             }),
                             what);
-  Manifest manifest = parse_manifest(texts[0], (dir / kManifestName).string());  // the same text, the same error, everywhere
+  Manifest manifest =
+      parse_manifest(texts[0], (dir / kManifestName).string());  // the same text, the same error, everywhere
   manifest.saved.directory = dir;
   return manifest;
 }
 
-nlohmann::json load(const fs::path& dir, ModelShards& model, torch::optim::Optimizer* optimizer, const LoadOptions& options) {
+nlohmann::json load(const fs::path& dir, ModelShards& model, torch::optim::Optimizer* optimizer,
+                    const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *model.comm();
   const Manifest manifest = agree_on_manifest(dir, comm, what);
@@ -55,7 +58,8 @@ nlohmann::json load(const fs::path& dir, ModelShards& model, torch::optim::Optim
 
 }  // namespace
 
-nlohmann::json load_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer, const LoadOptions& options) {
+nlohmann::json load_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                               const LoadOptions& options) {
   return load(dir, model, &optimizer, options);
 }
 

@@ -40,9 +40,14 @@ class Misfits {
 
 class Loader {
  public:
-  Loader(const Manifest& manifest, ModelShards& model, const std::vector<NamedShard>& shards, torch::optim::Optimizer* optimizer,
-         const LoadOptions& options)
-      : manifest_(manifest), saved_(manifest.saved), model_(model), shards_(shards), options_(options), reader_(manifest.saved) {
+  Loader(const Manifest& manifest, ModelShards& model, const std::vector<NamedShard>& shards,
+         torch::optim::Optimizer* optimizer, const LoadOptions& options)
+      : manifest_(manifest),
+        saved_(manifest.saved),
+        model_(model),
+        shards_(shards),
+        options_(options),
+        reader_(manifest.saved) {
     for (const auto& [name, tensor] : saved_.tensors)
       for (const auto& alias : tensor.aliases) canonical_[alias] = name;
     if (optimizer != nullptr) optimizer_ = std::make_shared<NamedOptimizer>(shards, *optimizer);
@@ -88,7 +93,8 @@ class Loader {
     if (tensor.shape != sizes)
       misfits_.add("other shapes", name + " is " + to_string(tensor.shape) + ", the model has " + to_string(sizes));
     if (dtype && tensor.dtype != *dtype)
-      misfits_.add("other dtypes", name + " is " + c10::toString(tensor.dtype) + ", the model has " + c10::toString(*dtype));
+      misfits_.add("other dtypes",
+                   name + " is " + c10::toString(tensor.dtype) + ", the model has " + c10::toString(*dtype));
   }
 
   void match_model() {
@@ -107,8 +113,8 @@ class Loader {
       return misfits_.add("optimizer", "the checkpoint's is " + saved.kind + ", this is " + optimizer_->kind());
     auto& groups = optimizer_->whole().param_groups();
     if (saved.groups.size() != groups.size())
-      return misfits_.add("optimizer", "the checkpoint's has " + std::to_string(saved.groups.size()) + " groups, this has " +
-                                           std::to_string(groups.size()));
+      return misfits_.add("optimizer", "the checkpoint's has " + std::to_string(saved.groups.size()) +
+                                           " groups, this has " + std::to_string(groups.size()));
     std::map<std::string, const NamedShard*> by_name;
     for (const NamedShard& shard : shards_) by_name[shard.fqn] = &shard;
     std::set<std::string> optimized;
@@ -144,9 +150,11 @@ class Loader {
 
   void match_options(const OptionList& saved, const OptionList& own, size_t group) {
     for (const auto& [name, value] : saved) {
-      const auto found = std::find_if(own.begin(), own.end(), [&, n = name](const auto& entry) { return entry.first == n; });
+      const auto found =
+          std::find_if(own.begin(), own.end(), [&, n = name](const auto& entry) { return entry.first == n; });
       if (found == own.end() || found->second.index() != value.index())
-        misfits_.add("optimizer", "group " + std::to_string(group) + ": the option '" + name + "' is not this optimizer's");
+        misfits_.add("optimizer",
+                     "group " + std::to_string(group) + ": the option '" + name + "' is not this optimizer's");
     }
   }
 
@@ -162,7 +170,8 @@ class Loader {
     for (const NamedShard& shard : shards_) {
       const auto name = saved_name(shard.fqn, shard.aliases);
       if (!name) continue;
-      loaded_.steps.push_back([value = read_shard(*name, shard), target = shard.tensor]() mutable { target.copy_(value); });
+      loaded_.steps.push_back(
+          [value = read_shard(*name, shard), target = shard.tensor]() mutable { target.copy_(value); });
     }
   }
 
@@ -185,14 +194,15 @@ class Loader {
       if (numbers != manifest_.optimizer->numbers.end()) values.numbers = numbers->second;
       for (const auto& key : state_keys_[name])
         values.tensors.emplace_back(key, read_shard(state_name(key, name), shard).to(shard.tensor.device()));
-      std::shared_ptr<std::unique_ptr<torch::optim::OptimizerParamState>> state = std::make_shared<
-          std::unique_ptr<torch::optim::OptimizerParamState>>();
+      std::shared_ptr<std::unique_ptr<torch::optim::OptimizerParamState>> state =
+          std::make_shared<std::unique_ptr<torch::optim::OptimizerParamState>>();
       try {
         if (!values.numbers.empty() || !values.tensors.empty()) *state = make_state(optimizer_->kind(), values);
       } catch (const std::invalid_argument& error) {
         throw CheckpointError("the optimizer's state of '" + name + "': " + error.what());
       }
-      loaded_.steps.push_back([state, shard, optimizer = optimizer_] { optimizer->set_state(shard, std::move(*state)); });
+      loaded_.steps.push_back(
+          [state, shard, optimizer = optimizer_] { optimizer->set_state(shard, std::move(*state)); });
     }
     loaded_.steps.push_back([optimizer = optimizer_, groups = manifest_.optimizer->groups] {
       for (size_t i = 0; i < groups.size(); ++i)
@@ -253,7 +263,8 @@ std::string explain_missing(const std::filesystem::path& directory) {
   if (!inside.empty())
     return where + ": is not a checkpoint but holds " + std::to_string(inside.size()) + "; latest_checkpoint() gives " +
            inside.back().string();
-  return where + ": is not a checkpoint: it has no " + kManifestName + (fs::is_empty(directory, ignored) ? ", it is empty" : "") +
+  return where + ": is not a checkpoint: it has no " + kManifestName +
+         (fs::is_empty(directory, ignored) ? ", it is empty" : "") +
          " (safetensors files of another program are for load_full())";
 }
 

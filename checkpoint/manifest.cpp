@@ -22,7 +22,8 @@ constexpr int64_t kMaxWorld = 10'000'000;
 // Letters, digits, '.', '_' and '-', no dot in front: nothing that leaves the directory.
 bool is_plain_file_name(const std::string& name) {
   auto is_plain = [](char c) {
-    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' || c == '-';
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' || c == '_' ||
+           c == '-';
   };
   return !name.empty() && name.size() < 256 && name[0] != '.' && std::all_of(name.begin(), name.end(), is_plain);
 }
@@ -150,7 +151,8 @@ void files_from_json(const json& value, const std::string& where, SavedTensors& 
   std::set<std::string> names;
   for (const auto& entry : value) {
     const JsonObject fields(entry, where + ": a file", {"name", "bytes", "header_bytes", "header_checksum"});
-    SavedFile file{fields.text("name"), fields.number("bytes"), fields.number("header_bytes"), fields.hex("header_checksum")};
+    SavedFile file{fields.text("name"), fields.number("bytes"), fields.number("header_bytes"),
+                   fields.hex("header_checksum")};
     if (!is_plain_file_name(file.name)) fields.refuse("the file name '" + file.name + "' is not allowed");
     if (file.header_bytes > file.bytes) fields.refuse("the header of " + file.name + " is larger than the file");
     if (!names.insert(file.name).second) fields.refuse("the file " + file.name + " is listed twice");
@@ -169,7 +171,8 @@ void tensors_from_json(const json& value, const std::string& where, SavedTensors
     for (const auto& alias : tensor.aliases) {
       check_tensor_name(alias, where);
       if (saved.tensors.contains(alias) || !owners.emplace(alias, name).second)
-        throw CheckpointError(where + ": tensor '" + name + "': its alias '" + alias + "' is another tensor's name too");
+        throw CheckpointError(where + ": tensor '" + name + "': its alias '" + alias +
+                              "' is another tensor's name too");
     }
 }
 

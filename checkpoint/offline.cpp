@@ -56,8 +56,11 @@ TensorDifference compare(const std::string& name, const at::Tensor& a, const at:
   const auto width = static_cast<int64_t>(a.element_size());
   if (a.numel() == 0) return difference;
   // Bits, so that a NaN equals itself and 0 is not -0.
-  const at::Tensor changed =
-      a.reshape({-1, 1}).view(at::kByte).view({-1, width}).ne(b.reshape({-1, 1}).view(at::kByte).view({-1, width})).any(1);
+  const at::Tensor changed = a.reshape({-1, 1})
+                                 .view(at::kByte)
+                                 .view({-1, width})
+                                 .ne(b.reshape({-1, 1}).view(at::kByte).view({-1, width}))
+                                 .any(1);
   difference.different_numel = changed.sum().item<int64_t>();
   if (difference.different_numel == 0 || a.is_complex()) return difference;
   difference.max_difference = (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
@@ -66,7 +69,9 @@ TensorDifference compare(const std::string& name, const at::Tensor& a, const at:
 
 }  // namespace
 
-SavedTensors find_tensors(const fs::path& path) { return is_checkpoint(path) ? read_manifest(path).saved : find_full_tensors(path); }
+SavedTensors find_tensors(const fs::path& path) {
+  return is_checkpoint(path) ? read_manifest(path).saved : find_full_tensors(path);
+}
 
 int64_t total_bytes(const SavedTensors& saved) {
   int64_t total = 0;
@@ -80,20 +85,24 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
   SliceReader reader(manifest.saved, progress);
   std::vector<FullTensor> tensors;
   for (const auto& [name, tensor] : manifest.saved.tensors)
-    if (state || tensor.kind != TensorKind::kState) tensors.push_back({name, tensor.dtype, tensor.shape, tensor.aliases});
-  write_full(to, tensors, [&](const FullTensor& tensor) { return reader.read(tensor.name, whole_box(tensor.shape)); }, options);
+    if (state || tensor.kind != TensorKind::kState)
+      tensors.push_back({name, tensor.dtype, tensor.shape, tensor.aliases});
+  write_full(
+      to, tensors, [&](const FullTensor& tensor) { return reader.read(tensor.name, whole_box(tensor.shape)); },
+      options);
 }
 
 void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, const Progress& progress) {
-  if (ranks < 1 || ranks > 99999) throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
+  if (ranks < 1 || ranks > 99999)
+    throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
   Manifest manifest = manifest_of(from);
   const SavedTensors saved = manifest.saved;
   PartialCheckpoint partial(to);
   SliceReader reader(saved, progress);
   manifest.saved = {.block_bytes = saved.block_bytes};
   for (int rank = 0; rank < ranks; ++rank)
-    append(manifest.saved, write_pieces(partial.path(), "rank-" + five_digits(rank), pieces_for(saved, rank, ranks, reader),
-                                        saved.block_bytes));
+    append(manifest.saved, write_pieces(partial.path(), "rank-" + five_digits(rank),
+                                        pieces_for(saved, rank, ranks, reader), saved.block_bytes));
   if (ranks != manifest.world_size) manifest.rng.clear();
   manifest.world_size = ranks;
   partial.commit(std::move(manifest));
@@ -103,7 +112,9 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const SavedTensors first = find_tensors(a), second = find_tensors(b);
   SliceReader first_reader(first, progress), second_reader(second, progress);
   std::vector<TensorDifference> differences;
-  auto add = [&](const std::string& name, const std::string& reason) { differences.push_back({.name = name, .reason = reason}); };
+  auto add = [&](const std::string& name, const std::string& reason) {
+    differences.push_back({.name = name, .reason = reason});
+  };
   for (const auto& [name, tensor] : first.tensors) {
     const auto found = second.tensors.find(name);
     if (found == second.tensors.end()) {
@@ -111,9 +122,11 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
     } else if (found->second.shape != tensor.shape) {
       add(name, "shape " + to_string(tensor.shape) + " and " + to_string(found->second.shape));
     } else if (found->second.dtype != tensor.dtype) {
-      add(name, "dtype " + safetensors_name(tensor.dtype).value() + " and " + safetensors_name(found->second.dtype).value());
+      add(name,
+          "dtype " + safetensors_name(tensor.dtype).value() + " and " + safetensors_name(found->second.dtype).value());
     } else {
-      auto difference = compare(name, first_reader.read(name, whole_box(tensor.shape)), second_reader.read(name, whole_box(tensor.shape)));
+      auto difference = compare(name, first_reader.read(name, whole_box(tensor.shape)),
+                                second_reader.read(name, whole_box(tensor.shape)));
       if (difference.different_numel > 0) differences.push_back(std::move(difference));
     }
   }

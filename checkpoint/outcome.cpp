@@ -10,9 +10,7 @@
 namespace tessera {
 
 // One letter, then the text: misuse, failure, or well.
-std::string Outcome::to_text() const {
-  return error.empty() ? "W" + result : (misuse ? "M" : "F") + error;
-}
+std::string Outcome::to_text() const { return error.empty() ? "W" + result : (misuse ? "M" : "F") + error; }
 
 Outcome Outcome::from_text(const std::string& text) {
   const char kind = text.empty() ? 'F' : text[0];

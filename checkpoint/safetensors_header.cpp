@@ -17,7 +17,8 @@ constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kDataAlignmentBytes = 64;
 constexpr int kHeaderDepth = 8;
 
-SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes, const std::string& where) {
+SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes,
+                             const std::string& where) {
   check_tensor_name(name, where);
   const JsonObject fields(value, where + ": tensor '" + name + "'", {"dtype", "shape", "data_offsets"});
   SafetensorsEntry entry{.name = name};
@@ -36,15 +37,17 @@ SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t
   return entry;
 }
 
-void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, int64_t file_bytes, const std::string& where) {
+void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, int64_t file_bytes,
+                 const std::string& where) {
   std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
     return std::tie(a.begin, a.bytes, a.name) < std::tie(b.begin, b.bytes, b.name);
   });
   int64_t end = header_bytes;
   for (const auto& entry : entries) {
     if (entry.begin != end)
-      throw CheckpointError(where + ": tensor '" + entry.name + "': its data begins at byte " + std::to_string(entry.begin) +
-                            (entry.begin < end ? ", inside another's" : ", after a hole") + "; expected " + std::to_string(end));
+      throw CheckpointError(
+          where + ": tensor '" + entry.name + "': its data begins at byte " + std::to_string(entry.begin) +
+          (entry.begin < end ? ", inside another's" : ", after a hole") + "; expected " + std::to_string(end));
     end += entry.bytes;
   }
   if (end != file_bytes)
@@ -61,7 +64,8 @@ void check_tensor_name(const std::string& name, const std::string& where) {
   if (name.size() > kMaxBytes) reason = "a tensor's name has " + std::to_string(name.size()) + " bytes";
   if (name == "__metadata__") reason = "a tensor is named __metadata__";
   for (const char character : name)
-    if (static_cast<unsigned char>(character) < 0x20 || character == 0x7f) reason = "a tensor's name has control characters";
+    if (static_cast<unsigned char>(character) < 0x20 || character == 0x7f)
+      reason = "a tensor's name has control characters";
   try {
     if (reason.empty()) static_cast<void>(json(name).dump());
   } catch (const json::exception&) {
@@ -92,14 +96,16 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_b
 SafetensorsHeader read_safetensors_header(const File& file) {
   const std::string where = file.path().string();
   const int64_t file_bytes = file.bytes();
-  if (file_bytes < kLengthBytes) throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
+  if (file_bytes < kLengthBytes)
+    throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
   unsigned char length[kLengthBytes];
   file.read(length, kLengthBytes, 0);
   uint64_t text_bytes = 0;
   for (int i = kLengthBytes; i-- > 0;) text_bytes = text_bytes << 8 | length[i];
   if (text_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)))
     throw CheckpointError(where + ": claims a header of " + std::to_string(text_bytes) + " bytes; the file has " +
-                          std::to_string(file_bytes) + ", and " + std::to_string(kMaxHeaderBytes) + " is the most allowed");
+                          std::to_string(file_bytes) + ", and " + std::to_string(kMaxHeaderBytes) +
+                          " is the most allowed");
   std::string text(text_bytes, '\0');
   file.read(text.data(), static_cast<int64_t>(text_bytes), kLengthBytes);
   return parse_safetensors_header(text, file_bytes, where);

@@ -22,9 +22,9 @@ struct SafetensorsEntry {
 };
 
 struct SafetensorsHeader {
-  std::vector<SafetensorsEntry> entries;         // in the order of their data
-  std::map<std::string, std::string> metadata;   // __metadata__
-  int64_t header_bytes = 0;                      // length, JSON and padding: where data begins
+  std::vector<SafetensorsEntry> entries;        // in the order of their data
+  std::map<std::string, std::string> metadata;  // __metadata__
+  int64_t header_bytes = 0;                     // length, JSON and padding: where data begins
 };
 
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // Python's limit too

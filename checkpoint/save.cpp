@@ -1,6 +1,5 @@
 #include "tessera/checkpoint/checkpoint.h"
 
-
 #include <ATen/core/grad_mode.h>
 
 #include <exception>
@@ -11,7 +10,8 @@
 namespace tessera {
 namespace {
 
-SavePlan plan_save(ModelShards& model, torch::optim::Optimizer* optimizer, const nlohmann::json& extra, const SaveOptions& options) {
+SavePlan plan_save(ModelShards& model, torch::optim::Optimizer* optimizer, const nlohmann::json& extra,
+                   const SaveOptions& options) {
   const at::NoGradGuard no_grad;
   const auto shards = model.named_shards();
   const Communicator& comm = *model.comm();
@@ -26,8 +26,8 @@ SavePlan plan_save(ModelShards& model, torch::optim::Optimizer* optimizer, const
   return plan;
 }
 
-void save(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer* optimizer, const nlohmann::json& extra,
-          const SaveOptions& options) {
+void save(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer* optimizer,
+          const nlohmann::json& extra, const SaveOptions& options) {
   SaveJob::begin(dir, model.comm(), options)->run([&] { return plan_save(model, optimizer, extra, options); });
 }
 
@@ -45,12 +45,14 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch
   save(dir, model, &optimizer, extra, options);
 }
 
-void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, const nlohmann::json& extra, const SaveOptions& options) {
+void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, const nlohmann::json& extra,
+                     const SaveOptions& options) {
   save(dir, model, nullptr, extra, options);
 }
 
-PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
-                                  const nlohmann::json& extra, const SaveOptions& options) {
+PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
+                                  torch::optim::Optimizer& optimizer, const nlohmann::json& extra,
+                                  const SaveOptions& options) {
   return save_async(dir, model, &optimizer, extra, options);
 }
 

@@ -67,7 +67,8 @@ void copy_to_host(std::vector<Piece>& pieces, bool pinned) {
   constexpr int64_t kAlignment = 64;
   auto padded = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
   int64_t total = 0;
-  for (const Piece& piece : pieces) total += padded(piece.box.numel() * static_cast<int64_t>(c10::elementSize(piece.dtype)));
+  for (const Piece& piece : pieces)
+    total += padded(piece.box.numel() * static_cast<int64_t>(c10::elementSize(piece.dtype)));
   const at::Tensor buffer = at::empty({total}, at::TensorOptions().dtype(at::kByte).pinned_memory(pinned));
   int64_t offset = 0;
   for (Piece& piece : pieces) {
@@ -84,7 +85,8 @@ void copy_to_host(std::vector<Piece>& pieces, bool pinned) {
 SaveJob::SaveJob(fs::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options)
     : dir_(std::move(dir)), comm_(std::move(comm)), options_(options) {}
 
-std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Communicator> comm, const SaveOptions& options) {
+std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Communicator> comm,
+                                        const SaveOptions& options) {
   std::shared_ptr<SaveJob> job(new SaveJob(dir, comm, options));
   std::shared_ptr<SaveJob> before;
   std::string failure;
@@ -105,11 +107,11 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
                     {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
                      "block_bytes " + std::to_string(options.block_bytes)});
   const auto made = settle(*comm, attempt([&] {
-                             check_options(options);
-                             if (comm->rank() != 0) return std::string();
-                             job->partial_ = std::make_unique<PartialCheckpoint>(dir);
-                             return job->partial_->path().string();
-                           }),
+    check_options(options);
+    if (comm->rank() != 0) return std::string();
+    job->partial_ = std::make_unique<PartialCheckpoint>(dir);
+    return job->partial_->path().string();
+  }),
                            "saving " + dir.string());
   job->partial_path_ = made[0];
   return job;
@@ -129,15 +131,20 @@ void SaveJob::join() {
 std::string SaveJob::write_part(const SavePlan& plan) {
   std::error_code ignored;
   if (!fs::is_directory(partial_path_, ignored))
-    throw CheckpointError(partial_path_.string() +
-                          ": is not there, though rank 0 has made it: the directory must be on a file system that all ranks share");
-  const SavedTensors saved = write_pieces(partial_path_, "rank-" + five_digits(comm_->rank()), plan.pieces, options_.block_bytes);
+    throw CheckpointError(
+        partial_path_.string() +
+        ": is not there, though rank 0 has made it: the directory must be on a file system that all ranks share");
+  const SavedTensors saved =
+      write_pieces(partial_path_, "rank-" + five_digits(comm_->rank()), plan.pieces, options_.block_bytes);
   json rng = json::object();
   for (const auto& [device, bytes] : plan.rng) rng[device] = bytes_to_hex(bytes);
   json optimizer;
   if (plan.optimizer)
-    optimizer = {{"fingerprint", fingerprint(*plan.optimizer)}, {"numbers", optimizer_to_json(*plan.optimizer).at("numbers")}};
-  return json{{"files", files_to_json(saved)}, {"tensors", tensors_to_json(saved)}, {"optimizer", optimizer}, {"rng", rng}}.dump();
+    optimizer = {{"fingerprint", fingerprint(*plan.optimizer)},
+                 {"numbers", optimizer_to_json(*plan.optimizer).at("numbers")}};
+  return json{
+      {"files", files_to_json(saved)}, {"tensors", tensors_to_json(saved)}, {"optimizer", optimizer}, {"rng", rng}}
+      .dump();
 }
 
 void SaveJob::commit(const std::vector<std::string>& parts) {
@@ -151,19 +158,22 @@ void SaveJob::commit(const std::vector<std::string>& parts) {
     tensors_from_json(part.at("tensors"), where, saved);
     append(manifest.saved, std::move(saved));
     auto& states = manifest.rng.emplace_back();
-    for (const auto& [device, bytes] : part.at("rng").items()) states[device] = bytes_from_hex(bytes.get<std::string>());
+    for (const auto& [device, bytes] : part.at("rng").items())
+      states[device] = bytes_from_hex(bytes.get<std::string>());
     if (!manifest.optimizer) continue;
     if (part.at("optimizer").at("fingerprint") != fingerprint(*plan_.optimizer))
-      throw CheckpointError("the optimizer of rank " + std::to_string(rank) + " differs from rank 0's in its groups or options");
+      throw CheckpointError("the optimizer of rank " + std::to_string(rank) +
+                            " differs from rank 0's in its groups or options");
     for (const auto& [name, numbers] : part.at("optimizer").at("numbers").items())
       for (const auto& [key, number] : numbers.items()) {
         auto& known = manifest.optimizer->numbers[name];
-        const auto found = std::find_if(known.begin(), known.end(), [&, k = key](const auto& entry) { return entry.first == k; });
+        const auto found =
+            std::find_if(known.begin(), known.end(), [&, k = key](const auto& entry) { return entry.first == k; });
         if (found == known.end()) {
           known.emplace_back(key, number.get<int64_t>());
         } else if (found->second != number.get<int64_t>()) {
-          throw CheckpointError("ranks differ in '" + key + "' of '" + name + "': rank " + std::to_string(rank) + " has " +
-                                number.dump() + ", one before " + std::to_string(found->second));
+          throw CheckpointError("ranks differ in '" + key + "' of '" + name + "': rank " + std::to_string(rank) +
+                                " has " + number.dump() + ", one before " + std::to_string(found->second));
         }
       }
   }
@@ -183,31 +193,31 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
   std::vector<std::string> parts;
   try {
     parts = settle(*comm_, attempt([&] {
-                     plan_ = plan();
-                     check_extra(plan_.extra);
-                     std::string part = write_part(plan_);
-                     plan_.pieces.clear();
-                     return part;
-                   }),
+      plan_ = plan();
+      check_extra(plan_.extra);
+      std::string part = write_part(plan_);
+      plan_.pieces.clear();
+      return part;
+    }),
                    what);
   } catch (...) {
     partial_.reset();
     throw;
   }
   settle(*comm_, attempt([&] {
-           if (comm_->rank() == 0) commit(parts);
-           return std::string();
-         }),
+    if (comm_->rank() == 0) commit(parts);
+    return std::string();
+  }),
          what);
 }
 
 void SaveJob::start(const std::function<SavePlan()>& plan) {
   settle(*comm_, attempt([&] {
-           plan_ = plan();
-           check_extra(plan_.extra);
-           copy_to_host(plan_.pieces, comm_->device().is_cuda());
-           return std::string();
-         }),
+    plan_ = plan();
+    check_extra(plan_.extra);
+    copy_to_host(plan_.pieces, comm_->device().is_cuda());
+    return std::string();
+  }),
          "saving " + dir_.string());
   {
     std::lock_guard lock(underway_mutex);
@@ -284,8 +294,8 @@ std::vector<Outcome> SaveJob::await_messages(Outcome own) {
     for (const auto& entry : fs::directory_iterator(partial_path_, ignored)) bytes += entry.file_size(ignored);
     if (bytes != last_bytes) last_bytes = bytes, last_growth = Clock::now();
     if (cancelled_ || Clock::now() - last_growth > comm_->timeout())
-      throw CheckpointError("saving " + dir_.string() + ": rank " + std::to_string(missing.front()) + " did not finish writing" +
-                            (cancelled_ ? " before the save was given up" : " in time"));
+      throw CheckpointError("saving " + dir_.string() + ": rank " + std::to_string(missing.front()) +
+                            " did not finish writing" + (cancelled_ ? " before the save was given up" : " in time"));
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, std::chrono::milliseconds(100));
   }
@@ -296,7 +306,8 @@ void SaveJob::wait() {
   if (delivered_) return;
   join();
   delivered_ = true;
-  if (const auto told = gather_texts(*comm_, failure_, "waiting for a save")[0]; !told.empty()) throw CheckpointError(told);
+  if (const auto told = gather_texts(*comm_, failure_, "waiting for a save")[0]; !told.empty())
+    throw CheckpointError(told);
 }
 
 }  // namespace tessera

@@ -52,11 +52,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
  private:
   SaveJob(std::filesystem::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options);
   void join();
-  std::string write_part(const SavePlan& plan);                 // returns what rank 0 must know of it
-  void commit(const std::vector<std::string>& parts);           // rank 0
+  std::string write_part(const SavePlan& plan);        // returns what rank 0 must know of it
+  void commit(const std::vector<std::string>& parts);  // rank 0
   void background();
-  void leave_message(const Outcome& outcome);                   // other ranks
-  std::vector<Outcome> await_messages(Outcome own);             // rank 0
+  void leave_message(const Outcome& outcome);        // other ranks
+  std::vector<Outcome> await_messages(Outcome own);  // rank 0
 
   const std::filesystem::path dir_;
   const std::shared_ptr<Communicator> comm_;

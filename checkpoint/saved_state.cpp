@@ -86,9 +86,9 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
     for (const at::Tensor& parameter : group.params()) {
       const auto found = by_tensor.find(parameter.unsafeGetTensorImpl());
       if (found == by_tensor.end())
-        throw std::invalid_argument("the optimizer's group " + std::to_string(index) + " has parameter number " +
-                                    std::to_string(names.size()) +
-                                    ", which is not one of the model's: build the optimizer from the wrapper's parameters");
+        throw std::invalid_argument(
+            "the optimizer's group " + std::to_string(index) + " has parameter number " + std::to_string(names.size()) +
+            ", which is not one of the model's: build the optimizer from the wrapper's parameters");
       names.push_back(found->second);
       names_[found->second] = index;
     }
@@ -206,7 +206,8 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
     saved.groups.push_back({read_options(groups[i].options()), optimizer.groups()[i]});
     for (const auto& [name, option] : saved.groups.back().options)
       if (const double* number = std::get_if<double>(&option); number != nullptr && !std::isfinite(*number))
-        throw std::invalid_argument("the option '" + name + "' of the optimizer's group " + std::to_string(i) + " is not finite");
+        throw std::invalid_argument("the option '" + name + "' of the optimizer's group " + std::to_string(i) +
+                                    " is not finite");
   }
   for (const NamedShard& shard : shards) {
     if (!optimizer.has(shard.fqn) || !optimizer.owns(shard)) continue;
@@ -241,7 +242,8 @@ std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) 
         if (least - load.begin() != tensor.replica) continue;
       }
     }
-    for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, own)) pieces.push_back(piece_of(tensor, segment));
+    for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, own))
+      pieces.push_back(piece_of(tensor, segment));
   }
   return pieces;
 }

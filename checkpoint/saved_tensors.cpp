@@ -45,8 +45,8 @@ class Checker {
       refuse("the slice " + to_string(box) + " ends outside " + file.name);
     const int64_t blocks = saved_.block_bytes == 0 ? 0 : (bytes + saved_.block_bytes - 1) / saved_.block_bytes;
     if (static_cast<int64_t>(slice.checksums.size()) != blocks)
-      refuse("the slice " + to_string(box) + " has " + std::to_string(slice.checksums.size()) + " checksums; expected " +
-             std::to_string(blocks));
+      refuse("the slice " + to_string(box) + " has " + std::to_string(slice.checksums.size()) +
+             " checksums; expected " + std::to_string(blocks));
     used_.push_back({slice.file, slice.begin, bytes, name_});
   }
 
@@ -67,7 +67,8 @@ class Checker {
       if (!tensor.shape.empty())
         std::erase_if(open, [&](const Box* other) { return other->offsets[0] + other->sizes[0] <= box->offsets[0]; });
       for (const Box* other : open)
-        if (intersection(*box, *other)) refuse("the slices " + to_string(*other) + " and " + to_string(*box) + " overlap");
+        if (intersection(*box, *other))
+          refuse("the slices " + to_string(*other) + " and " + to_string(*box) + " overlap");
       open.push_back(box);
     }
     const int64_t numel = numel_of(tensor.shape);

@@ -53,7 +53,8 @@ void check_data(const at::Tensor& data, const Piece& piece) {
 }
 
 // Writes a slice in steps of whole blocks, and returns their checksums.
-std::vector<uint64_t> write_slice(Stream& stream, const at::Tensor& data, int64_t block_bytes, const Progress& progress) {
+std::vector<uint64_t> write_slice(Stream& stream, const at::Tensor& data, int64_t block_bytes,
+                                  const Progress& progress) {
   const char* from = static_cast<const char*>(data.const_data_ptr());
   const auto bytes = static_cast<int64_t>(data.nbytes());
   const int64_t step = block_bytes == 0 ? kWriteBytes : std::max<int64_t>(1, kWriteBytes / block_bytes) * block_bytes;
@@ -91,7 +92,8 @@ SavedTensors write_safetensors(const std::filesystem::path& path, const std::vec
   }
   stream.flush();
   file.sync();
-  saved.files.push_back({path.filename().string(), file.bytes(), static_cast<int64_t>(header.size()), checksum(header)});
+  saved.files.push_back(
+      {path.filename().string(), file.bytes(), static_cast<int64_t>(header.size()), checksum(header)});
   return saved;
 }
 

@@ -27,7 +27,8 @@ void copy_elements(const char* from, char* to, int64_t numel, int64_t step, int6
 
 }  // namespace
 
-SliceReader::SliceReader(const SavedTensors& saved, Progress progress) : saved_(saved), progress_(std::move(progress)) {}
+SliceReader::SliceReader(const SavedTensors& saved, Progress progress)
+    : saved_(saved), progress_(std::move(progress)) {}
 
 const File& SliceReader::file_of(int index) {
   const auto found = files_.find(index);
@@ -56,8 +57,9 @@ void SliceReader::verify(const std::string& name, const SavedSlice& slice, Inter
     const uint64_t got = checksum(data + (begin - interval.begin), end - begin);
     if (got != expected)
       throw CheckpointError((saved_.directory / saved_.files[slice.file].name).string() + ": tensor '" + name +
-                            "': bytes " + std::to_string(slice.begin + begin) + " to " + std::to_string(slice.begin + end) +
-                            " are damaged: checksum " + to_hex(got) + ", expected " + to_hex(expected));
+                            "': bytes " + std::to_string(slice.begin + begin) + " to " +
+                            std::to_string(slice.begin + end) + " are damaged: checksum " + to_hex(got) +
+                            ", expected " + to_hex(expected));
   }
 }
 
@@ -118,7 +120,8 @@ void SliceReader::read_part(const std::string& name, const SavedSlice& slice, co
         continue;
       }
       const int64_t skipped = begin / element_bytes - piece.source;
-      copy_elements(data + (begin - interval.begin), target + (piece.target + skipped * piece.target_step) * element_bytes,
+      copy_elements(data + (begin - interval.begin),
+                    target + (piece.target + skipped * piece.target_step) * element_bytes,
                     (end - begin) / element_bytes, piece.target_step, element_bytes);
     }
   }

@@ -30,7 +30,8 @@ void compare_header(const File& file, const SlicesByName& slices, std::vector<st
     }
   }
   for (const auto& [name, slice] : slices)
-    if (!seen.contains(name)) problems.push_back(where + ": has no tensor '" + name + "', which the manifest says it has");
+    if (!seen.contains(name))
+      problems.push_back(where + ": has no tensor '" + name + "', which the manifest says it has");
 }
 
 }  // namespace

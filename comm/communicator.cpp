@@ -180,8 +180,8 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   lock.unlock();
   if (color < 0) return nullptr;
   const auto self = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
-  auto part = make_part("split" + std::to_string(number) + "/" + std::to_string(color), self,
-                        static_cast<int>(members.size()));
+  auto part =
+      make_part("split" + std::to_string(number) + "/" + std::to_string(color), self, static_cast<int>(members.size()));
   std::ostringstream label;
   for (int member : members) label << (label.str().empty() ? "ranks " : ", ") << member;
   label << " of " << size_ << (label_.empty() ? "" : ", in ") << label_;

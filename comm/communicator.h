@@ -20,9 +20,9 @@ enum class ReduceOp { kSum, kAverage, kMax, kMin };
 
 // What one rank has moved since the group was made.
 struct Traffic {
-  int64_t sent_bytes = 0;       // payload that this rank sent to other ranks
-  int64_t collectives = 0;      // operations started
-  double wait_s = 0;            // time this rank's thread spent in Pending::wait()
+  int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
+  int64_t collectives = 0;  // operations started
+  double wait_s = 0;        // time this rank's thread spent in Pending::wait()
 };
 
 // A group of ranks that train together, seen from one of them.
@@ -51,8 +51,8 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   int rank() const noexcept { return rank_; }
-  int size() const noexcept { return size_; }                       // the world size
-  at::Device device() const noexcept { return device_; }            // where tensors must be
+  int size() const noexcept { return size_; }             // the world size
+  at::Device device() const noexcept { return device_; }  // where tensors must be
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
   // full <- shard of rank 0, shard of rank 1, ... ; `shard` may be this rank's part of `full`.
@@ -129,7 +129,7 @@ class Communicator {
     std::atomic<int64_t> collectives = 0;
     std::atomic<int64_t> wait_ns = 0;
   };
-  void count(std::atomic<int64_t> Counters::* what, int64_t amount) noexcept {
+  void count(std::atomic<int64_t> Counters::*what, int64_t amount) noexcept {
     for (const auto& counters : counters_) *counters.*what += amount;
   }
 

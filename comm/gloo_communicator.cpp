@@ -21,13 +21,13 @@
 #include <unordered_set>
 
 #include "tessera/comm/backends.h"
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/process_group.h"
 #include "tessera/comm/rank_order_sum.h"
 #include "tessera/comm/stall_watch.h"
+#include "tessera/memory/buffer_pool.h"
 
 namespace tessera {
 namespace {
@@ -124,8 +124,7 @@ class GlooCommunicator : public Communicator,
   Pending start_all_reduce(at::Tensor tensor, ReduceOp op, std::string what) override;
   Pending start_broadcast(at::Tensor tensor, int root, std::string what) override;
   Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) override;
-  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts,
-                        std::string what) override;
+  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) override;
 
  private:
   friend class GlooOperation;
@@ -134,8 +133,7 @@ class GlooCommunicator : public Communicator,
     return std::make_unique<GlooOperation>(shared_from_this(), name, std::move(what), numel);
   }
   // Messages of the parts of an operation; `op` outlives them.
-  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
-                       const Counts& counts);
+  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard, const Counts& counts);
   std::vector<at::Tensor> exchange_parts(GlooOperation& op, const at::Tensor& full, const Counts& counts);
 
   void interrupt() {
@@ -155,8 +153,8 @@ class GlooCommunicator : public Communicator,
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
-  const std::unique_ptr<PeerMemory> memory_;  // null: no other rank on this host, or none that can be reached
-  std::mutex mutex_;                          // guards the next seven
+  const std::unique_ptr<PeerMemory> memory_;          // null: no other rank on this host, or none that can be reached
+  std::mutex mutex_;                                  // guards the next seven
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null once the group is broken
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;
@@ -184,16 +182,14 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
 
 // ---------------------------------------------------------------------------------------------
 
-GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what,
-                             int64_t numel)
+GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what, int64_t numel)
     : comm_(std::move(comm)), name_(name), what_(std::move(what)), numel_(numel) {
   const std::string text = description();
   fingerprint_ = static_cast<uint32_t>(Fingerprint().add(text).value());
   sequence_ = comm_->sequence_++;
   comm_->watch_.started(sequence_, text);
   std::lock_guard lock(comm_->mutex_);
-  if (comm_->broken_)
-    throw CommError(text + " on rank " + std::to_string(comm_->rank()) + ": " + *comm_->broken_);
+  if (comm_->broken_) throw CommError(text + " on rank " + std::to_string(comm_->rank()) + ": " + *comm_->broken_);
   comm_->operations_.insert(this);
 }
 
@@ -230,26 +226,20 @@ void GlooOperation::send(const at::Tensor& tensor, int peer) {
   comm_->count_sent(static_cast<int64_t>(tensor.nbytes()));
 }
 
-void GlooOperation::receive(const at::Tensor& tensor, int peer) {
-  start_message(tensor, peer, /*is_send=*/false);
-}
+void GlooOperation::receive(const at::Tensor& tensor, int peer) { start_message(tensor, peer, /*is_send=*/false); }
 
 void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_send) {
   if (tensor.numel() == 0) return;
   try {
     if (PeerMemory* memory = comm_->memory_.get(); memory != nullptr && memory->reaches(peer)) {
-      auto announced =
-          is_send ? memory->send(tensor, peer, memory_tag()) : memory->receive(tensor, peer, memory_tag());
+      auto announced = is_send ? memory->send(tensor, peer, memory_tag()) : memory->receive(tensor, peer, memory_tag());
       if (announced) messages_.push_back({nullptr, std::move(announced), tensor, peer, is_send});
       return;
     }
     std::vector<at::Tensor> tensors{tensor};
     const auto group = comm_->connections();
-    messages_.push_back({is_send ? group->send(tensors, peer, tag()) : group->recv(tensors, peer, tag()),
-                         nullptr,
-                         {},
-                         peer,
-                         is_send});
+    messages_.push_back(
+        {is_send ? group->send(tensors, peer, tag()) : group->recv(tensors, peer, tag()), nullptr, {}, peer, is_send});
   } catch (const std::exception& error) {
     comm_->fail(*this, peer, is_send, error.what());
   }
@@ -384,8 +374,7 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
     text << ": " << explanation;
   } else if (cause.find("imed out") != std::string::npos) {
     text << ": timed out after " << static_cast<double>(timeout().count()) * 1e-3 << " s "
-         << (peer < 0 ? "with all ranks"
-                      : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
+         << (peer < 0 ? "with all ranks" : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
          << "; " << watch_.who_waits();
   } else if (!cause.empty()) {
     text << ": " << (peer < 0 ? "a connection" : "the connection to rank " + std::to_string(peer))
@@ -440,15 +429,14 @@ std::vector<at::Tensor> GlooCommunicator::exchange_parts(GlooOperation& op, cons
   return parts;
 }
 
-Pending GlooCommunicator::start_all_gather(at::Tensor full, at::Tensor shard, Counts counts,
-                                           std::string what) {
+Pending GlooCommunicator::start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) {
   auto op = start("all-gather", std::move(what), full.numel());
   exchange_shards(*op, full, shard, counts);
   return Pending(std::move(op));
 }
 
-Pending GlooCommunicator::start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp reduce,
-                                               Counts counts, std::string what) {
+Pending GlooCommunicator::start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp reduce, Counts counts,
+                                               std::string what) {
   auto op = start("reduce-scatter", std::move(what), full.numel());
   auto parts = exchange_parts(*op, full, counts);
   op->complete = [shard, parts, reduce] { reduce_in_rank_order(shard, parts, reduce); };
@@ -521,8 +509,7 @@ Pending GlooCommunicator::start_reduce(at::Tensor tensor, int root, ReduceOp red
   return Pending(std::move(op));
 }
 
-Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts,
-                                        std::string what) {
+Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) {
   const int64_t numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   auto op = start("scatter", std::move(what), numel);
   if (rank() != root) {
@@ -545,16 +532,15 @@ Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int r
 // SIGPIPE instead of an error. (Python ignores the signal, so torch's users never see it.)
 void ignore_broken_pipes() {
   struct sigaction current = {};
-  if (sigaction(SIGPIPE, nullptr, &current) != 0 || current.sa_handler != SIG_DFL)
-    return;  // the program's own choice
+  if (sigaction(SIGPIPE, nullptr, &current) != 0 || current.sa_handler != SIG_DFL) return;  // the program's own choice
   current.sa_handler = SIG_IGN;
   sigaction(SIGPIPE, &current, nullptr);
 }
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank,
-                                                     int size, GlooOptions options) {
+std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                     GlooOptions options) {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
   std::unique_ptr<PeerMemory> memory;
   if (size > 1) {
@@ -568,8 +554,7 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
       memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
       // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
       // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
-      if (store->add("tessera/connected", 1) == size)
-        store->set("tessera/all_connected", std::vector<uint8_t>{1});
+      if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
       store->wait({"tessera/all_connected"}, options.timeout);
     } catch (const std::exception& error) {
       std::ostringstream text;

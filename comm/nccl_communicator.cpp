@@ -83,7 +83,8 @@ class NcclCommunicator : public Communicator, public BackendCollectives {
   // Tessera starts operations of the group and of its parts in one order on all ranks, which NCCL
   // needs of communicators that are used at the same time.
   std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
-    return make_nccl_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, device(), timeout());
+    return make_nccl_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, device(),
+                                  timeout());
   }
 
   Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override {

@@ -144,8 +144,7 @@ std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, in
   Notices notices(store, rank);
   const auto host = ranks_of_host(notices, size, is_wanted);
   if (host.size() < 2) return nullptr;
-  if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1")
-    ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1") ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
   auto board = share_board(notices, rank, host);
   if (!board) return nullptr;
   std::vector<int> local(size, -1);
@@ -163,9 +162,7 @@ PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedB
 
 PeerMemory::~PeerMemory() { close(); }
 
-bool PeerMemory::is_alive(int peer) const {
-  return reads_magic(member(peer).pid, member(peer).magic_address);
-}
+bool PeerMemory::is_alive(int peer) const { return reads_magic(member(peer).pid, member(peer).magic_address); }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
   const pid_t pid = member(peer).pid;
@@ -177,8 +174,8 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
-    const ssize_t moved = to_peer ? ::process_vm_writev(pid, &here, 1, &there, 1, 0)
-                                  : ::process_vm_readv(pid, &here, 1, &there, 1, 0);
+    const ssize_t moved =
+        to_peer ? ::process_vm_writev(pid, &here, 1, &there, 1, 0) : ::process_vm_readv(pid, &here, 1, &there, 1, 0);
     if (moved > 0) {
       done += static_cast<uint64_t>(moved);
     } else if (moved == 0 || errno != EINTR) {
@@ -196,8 +193,7 @@ PeerMemory::Announced PeerMemory::receive(const at::Tensor& tensor, int peer, ui
   return announce(SharedBoard::kReceive, tensor, peer, tag);
 }
 
-PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Tensor& tensor, int peer,
-                                           uint64_t tag) {
+PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag) {
   const bool is_send = kind == SharedBoard::kSend;
   void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
   const int self = local_[rank_], other = local_[peer];
@@ -228,8 +224,8 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
 
 void PeerMemory::fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer) {
   const bool fits = slot.bytes == slot.other_bytes;
-  const std::string misfit = "it has " + std::to_string(slot.bytes) + " bytes where this rank has " +
-                             std::to_string(slot.other_bytes);
+  const std::string misfit =
+      "it has " + std::to_string(slot.bytes) + " bytes where this rank has " + std::to_string(slot.other_bytes);
   try {
     if (!fits) throw std::runtime_error(misfit);
     copy(is_send, own, slot.address, slot.bytes, peer);
@@ -246,8 +242,7 @@ void PeerMemory::fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int pe
 bool PeerMemory::reap() {
   bool freed = false;
   std::erase_if(announced_, [&](const Announced& ticket) {
-    if (ticket->slot != nullptr &&
-        ticket->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
+    if (ticket->slot != nullptr && ticket->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
       std::exchange(ticket->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
       freed = true;
     }

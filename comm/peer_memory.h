@@ -37,8 +37,8 @@ class PeerMemory {
 
   // Finds out through the store which ranks share a host and whether they reach each other's memory; all
   // or none of a host's ranks do. Null if nobody is reached. Collective; `is_wanted` may differ.
-  static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size,
-                                             std::chrono::milliseconds timeout, bool is_wanted);
+  static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
+                                             bool is_wanted);
   ~PeerMemory();
 
   bool reaches(int peer) const { return local_[peer] >= 0; }
@@ -62,8 +62,7 @@ class PeerMemory {
   void close() noexcept;
 
  private:
-  PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board,
-             std::chrono::milliseconds timeout);
+  PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::chrono::milliseconds timeout);
   Announced announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag);
   void fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer);
   void copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const;

@@ -41,11 +41,13 @@ class CommunicatorBackend : public c10d::Backend {
 
   const std::string getBackendName() const override { return "tessera"; }
 
-  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override {
     return work(c10d::OpType::BROADCAST,
                 comm_->broadcast(only(tensors, "broadcast"), static_cast<int>(options.rootRank), "a process group"));
   }
-  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
     return work(c10d::OpType::ALLREDUCE,
                 comm_->all_reduce(only(tensors, "all-reduce"), our_op(options.reduceOp), "a process group"));
   }
@@ -53,8 +55,8 @@ class CommunicatorBackend : public c10d::Backend {
  private:
   static at::Tensor only(const std::vector<at::Tensor>& tensors, const char* operation) {
     if (tensors.size() != 1)
-      throw std::invalid_argument(std::string("a process group's ") + operation + " of " + std::to_string(tensors.size()) +
-                                  " tensors, expected 1");
+      throw std::invalid_argument(std::string("a process group's ") + operation + " of " +
+                                  std::to_string(tensors.size()) + " tensors, expected 1");
     return tensors[0];
   }
   c10::intrusive_ptr<c10d::Work> work(c10d::OpType type, Pending pending) {
@@ -69,7 +71,8 @@ class CommunicatorBackend : public c10d::Backend {
 c10::intrusive_ptr<c10d::ProcessGroup> process_group_over(std::shared_ptr<Communicator> comm) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(comm->rank(), comm->size());
   const auto device = comm->device().type();
-  group->setBackend(device, c10d::ProcessGroup::BackendType::CUSTOM, c10::make_intrusive<CommunicatorBackend>(std::move(comm)));
+  group->setBackend(device, c10d::ProcessGroup::BackendType::CUSTOM,
+                    c10::make_intrusive<CommunicatorBackend>(std::move(comm)));
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   return group;
 }

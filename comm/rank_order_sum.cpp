@@ -11,7 +11,7 @@
 namespace tessera {
 namespace {
 
-constexpr int64_t kBlockNumel = 1024;    // of accumulators: stays in the first-level cache
+constexpr int64_t kBlockNumel = 1024;     // of accumulators: stays in the first-level cache
 constexpr int64_t kGrainNumel = 1 << 16;  // below this a second thread costs more than it brings
 
 // min and max keep NaN, as torch's do, whichever side it is on.

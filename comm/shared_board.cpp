@@ -111,8 +111,7 @@ void SharedBoard::notify(Member& member) {
 
 void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most) {
   self.is_asleep.store(1);
-  const timespec time{static_cast<time_t>(most.count() / 1000000000),
-                      static_cast<long>(most.count() % 1000000000)};
+  const timespec time{static_cast<time_t>(most.count() / 1000000000), static_cast<long>(most.count() % 1000000000)};
   ::syscall(SYS_futex, &self.events, FUTEX_WAIT, seen, &time, nullptr, 0);
   self.is_asleep.store(0);
 }

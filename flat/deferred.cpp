@@ -34,15 +34,15 @@ class Tape {
   };
   struct Call {
     c10::OperatorHandle op;
-    torch::jit::Stack arguments;                        // tensors of the tape left out
-    std::vector<std::pair<size_t, Place>> places;       // by argument
+    torch::jit::Stack arguments;                                              // tensors of the tape left out
+    std::vector<std::pair<size_t, Place>> places;                             // by argument
     std::vector<std::pair<size_t, std::vector<std::optional<Place>>>> lists;  // the same for lists of tensors
-    std::vector<std::optional<size_t>> made;            // by result: the storage, if it is new
+    std::vector<std::optional<size_t>> made;                                  // by result: the storage, if it is new
   };
 
   std::vector<Call> calls;
-  std::vector<size_t> last_use;     // by storage: the call
-  at::Tensor generator_state;       // of the default CPU generator at the beginning
+  std::vector<size_t> last_use;  // by storage: the call
+  at::Tensor generator_state;    // of the default CPU generator at the beginning
 };
 
 namespace {
@@ -105,7 +105,9 @@ bool take_arguments(Tape& tape, Tape::Call& call, torch::jit::Stack& stack, size
 // Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   auto stand_in = [](const at::Tensor& tensor) {
-    return tensor.defined() && !tensor.is_meta() && tensor.dim() > 0 ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
+    return tensor.defined() && !tensor.is_meta() && tensor.dim() > 0
+               ? at::empty_like(tensor, tensor.options().device(at::kMeta))
+               : tensor;
   };
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
     if (stack[i].isTensor()) stack[i] = stand_in(stack[i].toTensor());
@@ -124,7 +126,9 @@ std::optional<size_t> give_ticket(const std::shared_ptr<Tape>& tape, const at::T
 bool has_tensor_argument(const c10::FunctionSchema& schema) {
   return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
     const auto kind = argument.type()->kind();
-    return kind == c10::TypeKind::TensorType || (kind == c10::TypeKind::ListType && argument.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType);
+    return kind == c10::TypeKind::TensorType ||
+           (kind == c10::TypeKind::ListType &&
+            argument.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType);
   });
 }
 
@@ -186,7 +190,8 @@ class Replay {
     for (size_t i = 0; i < call.made.size(); ++i)
       if (call.made[i]) real_[*call.made[i]] = stack[i].toTensor();
     stack.clear();
-    std::erase_if(real_, [&](const auto& entry) { return tape_->last_use[entry.first] <= next_ && !is_wanted(entry.first); });
+    std::erase_if(real_,
+                  [&](const auto& entry) { return tape_->last_use[entry.first] <= next_ && !is_wanted(entry.first); });
     ++next_;
   }
   bool done() const { return next_ == tape_->calls.size(); }
@@ -239,7 +244,8 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
   if (!is_deferred(at::empty({0}))) {
     recording.reset();
     throw std::runtime_error(
-        "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this process "
+        "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this "
+        "process "
         "uses the key, or this libtorch dropped it");
   }
 }
@@ -258,7 +264,9 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
   for (size_t group = 0; group < groups.size(); ++group) {
     for (const at::Tensor& tensor : groups[group]) {
       const Ticket* ticket = ticket_of(tensor);
-      if (ticket == nullptr) throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) + " is not deferred");
+      if (ticket == nullptr)
+        throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
+                                    " is not deferred");
       const auto [entry, is_new] = known.try_emplace(ticket->tape.get(), replays.size());
       if (is_new) replays.push_back(std::make_unique<Replay>(ticket->tape));
       wanted[group].push_back({entry->second, place_of(tensor, *ticket)});
@@ -269,8 +277,8 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
   auto hand_out = [&](size_t current) {
     for (size_t group = 0; group < groups.size(); ++group) {
       const bool complete = std::all_of(wanted[group].begin(), wanted[group].end(), [&](const Wanted& one) {
-        return one.replay < current ||
-               (one.replay == current && replays[current]->tape().last_use[one.place.storage] < replays[current]->next());
+        return one.replay < current || (one.replay == current && replays[current]->tape().last_use[one.place.storage] <
+                                                                     replays[current]->next());
       });
       if (is_ready[group] || !complete) continue;
       is_ready[group] = true;

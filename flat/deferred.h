@@ -37,9 +37,9 @@ class DeferredScope {
 // keys). The values, when they are filled in, are bit for bit those of an ordinary build() here and
 // now: random numbers come from the state that the default CPU generator has at this call; its
 // own state is neither used nor advanced, then or later. A constructor may do anything to tensors but
-// read or write their values directly (item(), data_ptr(), torch::tensor of a vector): that throws. So do operators for which libtorch has no meta
-// kernel outside Python (flip and randperm in 2.11): call those before, and fill from the result.
-// On the CPU: constructors that name another device draw from that device's own generator.
+// read or write their values directly (item(), data_ptr(), torch::tensor of a vector): that throws. So do operators for
+// which libtorch has no meta kernel outside Python (flip and randperm in 2.11): call those before, and fill from the
+// result. On the CPU: constructors that name another device draw from that device's own generator.
 template <class Build>
 auto deferred(Build build) {
   DeferredScope scope;

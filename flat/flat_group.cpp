@@ -98,7 +98,8 @@ void FlatGroup::make_parameter_shards() {
   const bool is_written = narrow_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     parameter_shards_.push_back(part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad()));
-    mark_as_shard(parameter_shards_.back(), is_written ? NarrowPart{part_of(narrow_->values, i), narrow_} : NarrowPart{});
+    mark_as_shard(parameter_shards_.back(),
+                  is_written ? NarrowPart{part_of(narrow_->values, i), narrow_} : NarrowPart{});
   }
 }
 
@@ -158,7 +159,8 @@ at::Tensor FlatGroup::own_dtype_destination(bool busy) {
   if (!grad_.defined() || !grads_are_ours_alone()) {
     grad_ = fresh_gradient(dtype_);
     grad_views_.clear();
-    for (size_t i = 0; i < parameters_.size(); ++i) grad_views_.push_back(part_of(grad_, i).detach());  // zero_grad() refuses to detach views
+    for (size_t i = 0; i < parameters_.size(); ++i)
+      grad_views_.push_back(part_of(grad_, i).detach());  // zero_grad() refuses to detach views
   }
   return grad_;
 }

@@ -13,7 +13,8 @@ FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, int world_size, in
   if (world_size < 1)
     throw std::invalid_argument("a layout for a world of " + std::to_string(world_size) + ", expected at least 1");
   if (alignment_numel < 1)
-    throw std::invalid_argument("a layout aligned to " + std::to_string(alignment_numel) + " elements, expected 1 or more");
+    throw std::invalid_argument("a layout aligned to " + std::to_string(alignment_numel) +
+                                " elements, expected 1 or more");
   offsets_.reserve(numels_.size());
   int64_t end = 0;
   for (int64_t numel : numels_) {

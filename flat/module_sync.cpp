@@ -25,7 +25,8 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   for (const at::Tensor& given : tensors) {
     at::Tensor tensor = given.detach();
     if (!tensor.defined() || tensor.numel() == 0) continue;
-    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && tensor.device() == comm.device()) {
+    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() &&
+        tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
     } else {
       small[tensor.scalar_type()].push_back(tensor);

@@ -12,8 +12,8 @@
 namespace tessera {
 
 // tensors <- rank 0's. Small ones of one dtype travel together, large ones as they are; any dtype,
-// any strides, any device: what is not on the communicator's travels by way of it. Collective; the same list of shapes on all ranks.
-// Not recorded by autograd.
+// any strides, any device: what is not on the communicator's travels by way of it. Collective; the same list of shapes
+// on all ranks. Not recorded by autograd.
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what);
 
 // The module's parameters, each once, in order of registration.

@@ -50,8 +50,8 @@ double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_nor
   const double sum = total.item<double>();
   const double norm = norm_type == kInfinity ? sum : std::pow(sum, 1.0 / norm_type);
   if (error_if_nonfinite && !std::isfinite(norm))
-    throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) + ": the norm of the gradients is " +
-                             std::to_string(norm));
+    throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
+                             ": the norm of the gradients is " + std::to_string(norm));
   const double scale = max_norm / (norm + 1e-6);
   if (scale < 1.0)  // false for NaN, as torch's clamp
     for (const at::Tensor& shard : shards) shard.mul_(scale);
@@ -61,13 +61,14 @@ double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_nor
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
   if (parts.empty()) return {};
   const auto any = std::find_if(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.defined(); });
-  const at::Device device = comm != nullptr ? comm->device() : any != parts.end() ? any->device() : at::Device(at::kCPU);
+  const at::Device device = comm != nullptr      ? comm->device()
+                            : any != parts.end() ? any->device()
+                                                 : at::Device(at::kCPU);
   const at::Tensor none = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
   std::vector<at::Tensor> norms;  // on the device until all are known: one synchronisation with the host
   for (const at::Tensor& part : parts)
-    norms.push_back(part.defined() && part.numel() > 0
-                        ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device)
-                        : none);
+    norms.push_back(
+        part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);
   at::Tensor squares = at::stack(norms).square_();
   if (comm != nullptr) comm->all_reduce(squares, ReduceOp::kSum, "the norms of parameters").wait();
   squares = squares.sqrt_().cpu();

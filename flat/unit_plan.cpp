@@ -20,7 +20,8 @@ class Planner {
   std::vector<PlannedUnit> plan(const torch::nn::Module& root, const ParameterPolicies& policies) {
     full_precision_ = modules_below(root, policies.full_precision);
     for (const torch::nn::Module* module : modules_below(root, policies.ignored))
-      for (const auto& parameter : module->parameters(/*recurse=*/false)) ignored_.insert(parameter.unsafeGetTensorImpl());
+      for (const auto& parameter : module->parameters(/*recurse=*/false))
+        ignored_.insert(parameter.unsafeGetTensorImpl());
     find_owners(root);
     claim(root, "", true);
     units_.push_back({"(root)", {}});
@@ -62,7 +63,8 @@ class Planner {
       const at::Tensor& tensor = entry.value();
       if (!tensor.defined() || is_ignored(tensor)) continue;
       const std::string name = join(fqn, entry.key());
-      const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), Place{unit, units_[unit].parameters.size()});
+      const auto [known, is_new] =
+          places_.try_emplace(tensor.unsafeGetTensorImpl(), Place{unit, units_[unit].parameters.size()});
       if (is_new) {
         units_[unit].parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
       } else {

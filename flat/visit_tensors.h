@@ -66,7 +66,8 @@ struct TupleElements {
   static constexpr bool kAny = (... || Elements<std::decay_t<Values>>::kAny);
   template <class Visit>
   static void visit(Tuple& tuple, Visit& visitor) {
-    std::apply([&](auto&... values) { (Elements<std::decay_t<decltype(values)>>::visit(values, visitor), ...); }, tuple);
+    std::apply([&](auto&... values) { (Elements<std::decay_t<decltype(values)>>::visit(values, visitor), ...); },
+               tuple);
   }
 };
 template <class... Values>

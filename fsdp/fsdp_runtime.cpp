@@ -71,7 +71,8 @@ void check_options(const FsdpOptions& options) {
     throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
                                 "', but offload.params is false: shards that stay on the device cannot lie on a disk");
   if (options.prefetch < 0)
-    throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) + ", expected 0 or more");
+    throw std::invalid_argument("FsdpOptions::prefetch is " + std::to_string(options.prefetch) +
+                                ", expected 0 or more");
   if (options.keep_recent < 1)
     throw std::invalid_argument("FsdpOptions::keep_recent is " + std::to_string(options.keep_recent) +
                                 ", expected 1 or more");
@@ -81,7 +82,8 @@ bool offloads(const FsdpOptions& options) { return options.offload.params || opt
 
 void check_offload(const FsdpOptions& options, at::Device device) {
   if (!device.is_cpu() && options.offload.params != options.offload.grads)
-    throw std::invalid_argument(std::string("FsdpOptions::offload has params = ") + (options.offload.params ? "true" : "false") +
+    throw std::invalid_argument(std::string("FsdpOptions::offload has params = ") +
+                                (options.offload.params ? "true" : "false") +
                                 " and grads = " + (options.offload.grads ? "true" : "false") + " on " + device.str() +
                                 ", expected both or neither: an optimizer needs parameters and gradients in one place");
 }
@@ -115,7 +117,8 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
   Quiet quiet;
   check_offload(options_, groups_.world->device());
   if (!options_.offload.directory.empty())
-    disk_ = std::make_unique<DiskPager>(DiskPagerOptions{options_.offload.directory, options_.offload.disk_buffer_bytes});
+    disk_ =
+        std::make_unique<DiskPager>(DiskPagerOptions{options_.offload.directory, options_.offload.disk_buffer_bytes});
   if (offloads(options_)) copies_ = CopyEngine::make(groups_.world->device(), options_.offload.simulated_link);
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
@@ -125,12 +128,11 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
     for (const PlannedParameter& parameter : unit.parameters) check_parameter(parameter, *groups_.world);
   check_agreement(plan);
   make_units(plan);
-  if (options_.sync_module_states)
-    broadcast_tensors(module_->buffers(), *groups_.world, "the module's buffers");
+  if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *groups_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers();
-  reducer_ = std::make_unique<GradientReducer>(groups_, units_, log_,
-                                               ReducerChecks{options_.refuse_uneven_use, options_.check_finite},
-                                               options_.offload.grads ? GradientSink{copies_.get(), &staging_} : GradientSink{});
+  reducer_ = std::make_unique<GradientReducer>(
+      groups_, units_, log_, ReducerChecks{options_.refuse_uneven_use, options_.check_finite},
+      options_.offload.grads ? GradientSink{copies_.get(), &staging_} : GradientSink{});
   name_shards();
   gathered_.trim();  // the module's own parameters were freed unit by unit
 }
@@ -140,7 +142,9 @@ FsdpRuntime::FsdpRuntime(torch::nn::Module& module, std::shared_ptr<Communicator
 // parameters) are filled as they come.
 void FsdpRuntime::make_units(std::vector<PlannedUnit>& plan) {
   const MixedPrecision& precision = options_.mixed_precision;
-  const FlatGroupOptions group_options{precision.param_dtype, precision.reduce_dtype, groups_.replicas.get(),
+  const FlatGroupOptions group_options{precision.param_dtype,
+                                       precision.reduce_dtype,
+                                       groups_.replicas.get(),
                                        /*shard_memory=*/nullptr,
                                        options_.offload.grads ? host_memory("gradients") : nullptr,
                                        options_.offload.params ? host_memory("the shards in 16 bit") : nullptr};
@@ -190,7 +194,8 @@ FlatGroupOptions::Memory FsdpRuntime::shard_memory(const std::string& unit) {
   if (!options_.offload.params) return nullptr;
   if (!disk_ || (options_.offload.disk_units && !options_.offload.disk_units(unit))) return host_memory("the shards");
   return [this, unit](int64_t numel, at::ScalarType dtype) {
-    return disk_->make({numel}, {1}, dtype, "the shard of unit '" + unit + "' on rank " + std::to_string(groups_.world->rank()));
+    return disk_->make({numel}, {1}, dtype,
+                       "the shard of unit '" + unit + "' on rank " + std::to_string(groups_.world->rank()));
   };
 }
 
@@ -207,7 +212,8 @@ void FsdpRuntime::check_agreement(const std::vector<PlannedUnit>& plan) const {
           << " offload.disk=" << !options_.offload.directory.empty();
   lines.push_back(options.str());
   for (const PlannedUnit& unit : plan)
-    for (const std::string& line : describe_parameters(unit.parameters)) lines.push_back("unit '" + unit.name + "': " + line);
+    for (const std::string& line : describe_parameters(unit.parameters))
+      lines.push_back("unit '" + unit.name + "': " + line);
   for (std::string& line : describe_buffers(*module_)) lines.push_back(std::move(line));
   require_agreement(*groups_.world, "the module to shard", lines);
 }
@@ -281,15 +287,17 @@ void FsdpRuntime::use(const std::vector<Page*>& pages) {
   std::vector<Unit*> needed;
   for (Page* page : pages) {
     if (page->id() < 0)
-      throw std::logic_error("the gradients of the module's own parameters (here of " + page->name() +
-                             ") are in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and "
-                             "clip with fsdp.clip_grad_norm_()");
+      throw std::logic_error(
+          "the gradients of the module's own parameters (here of " + page->name() +
+          ") are in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and "
+          "clip with fsdp.clip_grad_norm_()");
     Unit* unit = units_[page->id()].get();
     if (std::find(needed.begin(), needed.end(), unit) == needed.end()) needed.push_back(unit);
   }
   if (summoned_elsewhere_)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " +
-                           std::to_string(groups_.world->rank()) + " while full parameters are summoned on rank 0 only");
+                           std::to_string(groups_.world->rank()) +
+                           " while full parameters are summoned on rank 0 only");
   const bool backward = inside_backward();
   if (backward) {
     enter_backward();
@@ -457,10 +465,12 @@ void FsdpRuntime::set_sync(bool sync) {
 void FsdpRuntime::observe_gradients(GradientReducer::Observer observer) {
   std::lock_guard lock(mutex_);
   require_outside_backward("on_gradients");
-  if (observer && reducer_->has_observer()) throw std::logic_error("on_gradients: somebody is told about gradients already");
+  if (observer && reducer_->has_observer())
+    throw std::logic_error("on_gradients: somebody is told about gradients already");
   if (observer && options_.check_finite)
-    throw std::invalid_argument("on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
-                                "steps have been taken already");
+    throw std::invalid_argument(
+        "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
+        "steps have been taken already");
   reducer_->set_observer(std::move(observer));
 }
 
@@ -471,15 +481,17 @@ void FsdpRuntime::summon(const SummonOptions& options) {
   if (options.rank0_only && options.writeback)
     throw std::invalid_argument("SummonOptions::rank0_only and writeback are both true, expected writeback = false");
   if (options.offload_to_cpu && !groups_.world->device().is_cpu())
-    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + groups_.world->device().str() + ": not built yet, expected false");
+    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + groups_.world->device().str() +
+                                ": not built yet, expected false");
   std::vector<Unit*> chosen;
   for (auto& unit : units_)
     if (options.units.empty() ||
         std::find(options.units.begin(), options.units.end(), unit->plan_name()) != options.units.end())
       chosen.push_back(unit.get());
   if (!options.units.empty() && chosen.size() != options.units.size())
-    throw std::invalid_argument("SummonOptions::units names " + std::to_string(options.units.size()) + " units, of which " +
-                                std::to_string(chosen.size()) + " exist; they are: " + unit_names());
+    throw std::invalid_argument("SummonOptions::units names " + std::to_string(options.units.size()) +
+                                " units, of which " + std::to_string(chosen.size()) +
+                                " exist; they are: " + unit_names());
   Quiet quiet;
   if (in_backward_) abandon_backward();
   release_all();
@@ -568,7 +580,8 @@ void FsdpRuntime::visit_full_state(const VisitState& visit, const StateDictOptio
     if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
   for (const auto& buffer : named_buffers()) {
     const auto cast = cast_buffers_.find(buffer.key());
-    show(buffer.key(), cast == cast_buffers_.end() ? buffer.value().detach() : buffer.value().detach().to(cast->second));
+    show(buffer.key(),
+         cast == cast_buffers_.end() ? buffer.value().detach() : buffer.value().detach().to(cast->second));
   }
 }
 
@@ -613,7 +626,8 @@ MemoryReport FsdpRuntime::memory() const {
   report.staging_bytes = staging_.lent_bytes();
   report.peak_staging_bytes = staging_.peak_lent_bytes();
   report.device_bytes = report.gathered_bytes + report.bucket_bytes + report.staging_bytes +
-                        (options_.offload.params ? 0 : report.shard_bytes) + (options_.offload.grads ? 0 : report.grad_bytes);
+                        (options_.offload.params ? 0 : report.shard_bytes) +
+                        (options_.offload.grads ? 0 : report.grad_bytes);
   report.host_bytes = host_.lent_bytes();
   report.pinned_bytes = options_.offload.pin_memory ? report.host_bytes : 0;
   if (disk_) {

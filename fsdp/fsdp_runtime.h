@@ -10,21 +10,21 @@
 #include <string>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/trace/trace.h"
+#include "tessera/flat/memory_report.h"
 #include "tessera/flat/model_shards.h"
-#include "tessera/paging/residency.h"
 #include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/gradient_reducer.h"
-#include "tessera/flat/memory_report.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/fsdp/order_log.h"
-#include "tessera/paging/prefetch_order.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
-#include "tessera/offload/copy_engine.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/memory/pinned_pool.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/paging/prefetch_order.h"
+#include "tessera/paging/residency.h"
+#include "tessera/trace/trace.h"
 
 namespace tessera {
 
@@ -60,7 +60,8 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
   double clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
-  using VisitState = std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
+  using VisitState =
+      std::function<void(const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor)>;
   void visit_full_state(const VisitState& visit, const StateDictOptions& options);
   torch::OrderedDict<std::string, at::Tensor> full_state_dict(const StateDictOptions& options);
   MemoryReport memory() const;
@@ -100,10 +101,10 @@ class FsdpRuntime : public Pager, public std::enable_shared_from_this<FsdpRuntim
   const ShardingGroups groups_;
   const std::shared_ptr<torch::nn::Module> module_;
   BufferPool gathered_;
-  BufferPool staging_;                   // with offload: shards and reduced gradients on their way
-  PinnedPool host_;                      // with offload: where they lie
-  std::unique_ptr<DiskPager> disk_;      // null without a directory
-  std::unique_ptr<CopyEngine> copies_;   // null without offload
+  BufferPool staging_;                  // with offload: shards and reduced gradients on their way
+  PinnedPool host_;                     // with offload: where they lie
+  std::unique_ptr<DiskPager> disk_;     // null without a directory
+  std::unique_ptr<CopyEngine> copies_;  // null without offload
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::unique_ptr<GradientReducer> reducer_;

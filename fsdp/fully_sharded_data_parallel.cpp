@@ -89,6 +89,8 @@ void FullyShardedModule::reset_peak_memory() { runtime_->reset_peak_memory(); }
 std::string FullyShardedModule::describe() const { return runtime_->describe(); }
 const std::shared_ptr<Communicator>& FullyShardedModule::comm() const { return runtime_->comm(); }
 std::vector<NamedShard> FullyShardedModule::named_shards() const { return runtime_->named_shards(); }
-torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_buffers() const { return runtime_->named_buffers(); }
+torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_buffers() const {
+  return runtime_->named_buffers();
+}
 
 }  // namespace tessera

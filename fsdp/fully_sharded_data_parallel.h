@@ -14,8 +14,8 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/gradient_source.h"
-#include "tessera/flat/model_shards.h"
 #include "tessera/flat/memory_report.h"
+#include "tessera/flat/model_shards.h"
 #include "tessera/flat/scope.h"
 #include "tessera/flat/visit_tensors.h"
 #include "tessera/fsdp/full_parameters.h"

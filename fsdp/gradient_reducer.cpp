@@ -123,16 +123,18 @@ void GradientReducer::start_reduce(Unit& unit) {
                                        [](const PlannedParameter& p) { return p.tensor.requires_grad(); });
     if (!trainable && !group.bucket.defined()) continue;
     if (observer_ && announced_[unit.index()][i])
-      throw std::logic_error("the gradients of " + flat.name() +
-                             " come in several parts in one backward, and its step may have been taken after the first: take the "
-                             "optimizer's step after backward instead (StepInBackward)");
+      throw std::logic_error(
+          "the gradients of " + flat.name() +
+          " come in several parts in one backward, and its step may have been taken after the first: take the "
+          "optimizer's step after backward instead (StepInBackward)");
     announced_[unit.index()][i] = true;
     if (!group.bucket.defined()) group.bucket = pool_.take(flat.bucket_bytes()).view(flat.reduce_dtype());
     flat.clear_padding(group.bucket);
     for (size_t p = 0; p < parameters.size(); ++p)
       if (!group.filled[p]) flat.view_in(group.bucket, p).zero_();
-    InFlight flight{&unit, i, std::exchange(group.bucket, at::Tensor()), flat.gradient_destination(is_busy(unit, i)),
-                    group.filled, {}};
+    InFlight flight{
+        &unit,        i, std::exchange(group.bucket, at::Tensor()), flat.gradient_destination(is_busy(unit, i)),
+        group.filled, {}};
     std::fill(group.filled.begin(), group.filled.end(), false);
     reduced_[unit.index()][i] = true;
     log_.add("reduce-scatter", flat.name(), flight.bucket.numel());
@@ -156,8 +158,8 @@ void GradientReducer::finish_oldest(bool accept) {
   }
   flight.bucket.reset();
   if (!groups_.replicas) return settle(std::move(flight));
-  flight.pending = groups_.replicas->all_reduce(flight.staging.defined() ? flight.staging : flight.reduced, ReduceOp::kAverage,
-                                                flight.unit->groups()[flight.group]->flat.name());
+  flight.pending = groups_.replicas->all_reduce(flight.staging.defined() ? flight.staging : flight.reduced,
+                                                ReduceOp::kAverage, flight.unit->groups()[flight.group]->flat.name());
   crossing_.push_back(std::move(flight));
   while (crossing_.size() > kMaxInFlight) finish_oldest_crossing();
 }
@@ -219,8 +221,7 @@ void GradientReducer::observe(const Unit& unit, size_t group, const std::vector<
 bool GradientReducer::is_busy(const Unit& unit, size_t group) const {
   auto same = [&](const auto& other) { return other.unit == &unit && other.group == group; };
   return std::any_of(in_flight_.begin(), in_flight_.end(), same) ||
-         std::any_of(crossing_.begin(), crossing_.end(), same) ||
-         std::any_of(leaving_.begin(), leaving_.end(), same) ||
+         std::any_of(crossing_.begin(), crossing_.end(), same) || std::any_of(leaving_.begin(), leaving_.end(), same) ||
          std::any_of(undecided_.begin(), undecided_.end(), same);
 }
 
@@ -274,8 +275,7 @@ void GradientReducer::check_reports(const at::Tensor& reports) {
     for (size_t i = 0; i < used_.size(); ++i)
       if ((report[kFingerprintBytes + i / 8] >> (i % 8) & 1) != 0) used_[i] = true;
   }
-  if (!agreed)
-    require_agreement(*groups_.world, "what was gathered and reduced since the last backward", log_.lines());
+  if (!agreed) require_agreement(*groups_.world, "what was gathered and reduced since the last backward", log_.lines());
   log_.clear();
   if (checks_.uneven_use) check_uneven_use(table);
 }

@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/offload/copy_engine.h"
 #include "tessera/fsdp/order_log.h"
 #include "tessera/fsdp/sharding_groups.h"
 #include "tessera/fsdp/unit.h"
+#include "tessera/memory/buffer_pool.h"
+#include "tessera/offload/copy_engine.h"
 
 namespace tessera {
 
@@ -78,9 +78,9 @@ class GradientReducer {
 
  private:
   struct GroupState {
-    at::Tensor bucket;          // [full_numel] or undefined
-    std::vector<bool> filled;   // by parameter: the bucket has its gradient
-    std::vector<bool> arrived;  // by parameter: its gradient came in this backward
+    at::Tensor bucket;           // [full_numel] or undefined
+    std::vector<bool> filled;    // by parameter: the bucket has its gradient
+    std::vector<bool> arrived;   // by parameter: its gradient came in this backward
     size_t first_parameter = 0;  // position in the usage bitmap
   };
   struct UnitState {
@@ -130,18 +130,18 @@ class GradientReducer {
   const GradientSink sink_;
   std::vector<std::unique_ptr<Unit>>& units_;
   BufferPool pool_;
-  std::vector<UnitState> states_;     // by unit
-  std::vector<int> first_uses_;       // units in order of their first use in forward
-  std::vector<int> queue_;            // units in the order in which they are reduced
-  size_t started_ = 0;                // how many of queue_ are
-  std::vector<InFlight> in_flight_;   // oldest first
-  std::vector<InFlight> crossing_;    // reduced in this copy; being averaged over copies, oldest first
-  std::vector<InFlight> leaving_;     // averaged; on the way to the host, oldest first
+  std::vector<UnitState> states_;           // by unit
+  std::vector<int> first_uses_;             // units in order of their first use in forward
+  std::vector<int> queue_;                  // units in the order in which they are reduced
+  size_t started_ = 0;                      // how many of queue_ are
+  std::vector<InFlight> in_flight_;         // oldest first
+  std::vector<InFlight> crossing_;          // reduced in this copy; being averaged over copies, oldest first
+  std::vector<InFlight> leaving_;           // averaged; on the way to the host, oldest first
   std::vector<std::vector<bool>> reduced_;  // by unit and group: in this backward
   std::vector<Undecided> undecided_;
   Observer observer_;
   std::vector<std::vector<bool>> announced_;  // by unit and group: reduced in this backward
-  std::vector<bool> used_;            // by parameter of all units: had a gradient here
+  std::vector<bool> used_;                    // by parameter of all units: had a gradient here
 };
 
 }  // namespace tessera

@@ -24,7 +24,8 @@ class OrderLog {
     std::vector<std::string> lines;
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
     for (const Entry& entry : entries_)
-      lines.push_back(std::string(entry.operation) + " of " + *entry.unit + " (" + std::to_string(entry.numel) + " elements)");
+      lines.push_back(std::string(entry.operation) + " of " + *entry.unit + " (" + std::to_string(entry.numel) +
+                      " elements)");
     return lines;
   }
   void clear() { *this = OrderLog(); }

@@ -25,7 +25,13 @@ std::string traits_of(const PlannedParameter& parameter) {
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
            Pager* pager, OrderLog& log, bool sync, ShardSource source)
-    : index_(index), name_(label_of(plan)), plan_name_(plan.name), comm_(comm), pool_(pool), log_(log), source_(source) {
+    : index_(index),
+      name_(label_of(plan)),
+      plan_name_(plan.name),
+      comm_(comm),
+      pool_(pool),
+      log_(log),
+      source_(source) {
   at::NoGradGuard no_grad;
   auto parts = split_into_groups(plan);
   for (auto& parameters : parts) {
@@ -41,7 +47,8 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
     adopt(*group);
     groups_.push_back(std::move(group));
   }
-  is_whole_ = comm.size() == 1 && source_.engine == nullptr && std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->flat.is_cast(); });
+  is_whole_ = comm.size() == 1 && source_.engine == nullptr &&
+              std::none_of(groups_.begin(), groups_.end(), [](const auto& group) { return group->flat.is_cast(); });
   for (auto& group : groups_) {
     if (is_whole_) {
       group->page->lend(group->flat.shard());
@@ -68,8 +75,7 @@ void Unit::adopt(PagedGroup& group) {
     const ParameterGeometry& geometry = group.flat.geometry(i);
     at::Tensor parameter = parameters[i].tensor;
     parameter.mutable_grad() = at::Tensor();
-    group.grad_guards.push_back(
-        group.grad_page->view(group.flat.gather_dtype(), geometry.sizes, geometry.strides, 0));
+    group.grad_guards.push_back(group.grad_page->view(group.flat.gather_dtype(), geometry.sizes, geometry.strides, 0));
   }
   point_parameters(group, *group.page, group.flat.gather_dtype());
   for (size_t i = 0; i < parameters.size(); ++i) at::Tensor(parameters[i].tensor).mutable_grad() = group.grad_guards[i];
@@ -253,9 +259,10 @@ bool Unit::inspect_parameters() {
       const PlannedParameter& planned = group->flat.parameters()[i];
       at::Tensor parameter = planned.tensor;
       if (!page_in_use(*group).holds(parameter))
-        throw std::logic_error("parameter '" + planned.fqn + "' on rank " + std::to_string(comm_.rank()) +
-                               " was replaced after wrapping (by module.to(), or set_data): move and convert the module "
-                               "before it is wrapped");
+        throw std::logic_error(
+            "parameter '" + planned.fqn + "' on rank " + std::to_string(comm_.rank()) +
+            " was replaced after wrapping (by module.to(), or set_data): move and convert the module "
+            "before it is wrapped");
       at::Tensor& shard = group->flat.parameter_shards()[i];
       if (!parameter.grad().is_same(group->grad_guards[i])) {
         shard.mutable_grad() = at::Tensor();

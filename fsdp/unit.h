@@ -6,13 +6,13 @@
 #include <string>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
-#include "tessera/paging/residency.h"
 #include "tessera/fsdp/order_log.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/paging/disk_pager.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 
@@ -50,9 +50,8 @@ struct ShardSource {
 //   kGathering  and a full buffer, which an all-gather is filling
 //   kResident   and a full buffer, which the module's parameters are views of
 //
-// In a world of one, unless parameters are cast for use or lie in host memory, the shard is the full buffer: the unit is
-// always resident and costs nothing.
-// Used by one thread at a time; who calls what when is FsdpRuntime's business.
+// In a world of one, unless parameters are cast for use or lie in host memory, the shard is the full buffer: the unit
+// is always resident and costs nothing. Used by one thread at a time; who calls what when is FsdpRuntime's business.
 class Unit {
  public:
   enum class State { kSharded, kFetching, kGathering, kResident };

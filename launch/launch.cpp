@@ -27,10 +27,9 @@ struct Choice {
 
 at::Device local_cuda_device(const LaunchEnvironment& environment) {
   if (environment.local_rank < 0) {
-    throw std::invalid_argument(
-        "tessera::init: the launcher (" + environment.launcher +
-        ") does not say which rank of its host this is, so no CUDA device can be chosen; "
-        "set LOCAL_RANK, or InitOptions::device with an index");
+    throw std::invalid_argument("tessera::init: the launcher (" + environment.launcher +
+                                ") does not say which rank of its host this is, so no CUDA device can be chosen; "
+                                "set LOCAL_RANK, or InitOptions::device with an index");
   }
   return {at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank)};
 }
@@ -41,8 +40,8 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
                                 "\"; expected \"gloo\", \"nccl\", or empty for the device's own");
   }
   if (options.timeout <= std::chrono::milliseconds::zero()) {
-    throw std::invalid_argument("tessera::init: InitOptions::timeout is " +
-                                std::to_string(options.timeout.count()) + " ms; expected more than 0");
+    throw std::invalid_argument("tessera::init: InitOptions::timeout is " + std::to_string(options.timeout.count()) +
+                                " ms; expected more than 0");
   }
   if (options.device && !options.device->is_cpu() && !options.device->is_cuda()) {
     throw std::invalid_argument("tessera::init: InitOptions::device is " + options.device->str() +

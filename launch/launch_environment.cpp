@@ -14,9 +14,7 @@ constexpr size_t kMaxHosts = 65536;
 constexpr int kMaxPort = 65535;
 constexpr int kMaxRanks = 1 << 20;
 
-[[noreturn]] void fail(const std::string& message) {
-  throw std::invalid_argument("tessera::init: " + message);
-}
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument("tessera::init: " + message); }
 
 std::optional<int64_t> to_number(std::string_view text) {
   int64_t number = 0;
@@ -51,8 +49,8 @@ class Variables {
     if (!value) return std::nullopt;
     const auto parsed = to_number(*value);
     if (!parsed || *parsed < low || *parsed > high) {
-      fail(std::string(name) + "=" + *value + ": expected a whole number from " + std::to_string(low) +
-           " to " + std::to_string(high));
+      fail(std::string(name) + "=" + *value + ": expected a whole number from " + std::to_string(low) + " to " +
+           std::to_string(high));
     }
     return static_cast<int>(*parsed);
   }
@@ -118,8 +116,7 @@ std::optional<Group> read_open_mpi_group(const Variables& variables) {
 // srun's variables by hand, and means them.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
-  return !variables.has("SLURM_SUBMIT_DIR") &&
-         (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
+  return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
 }
 
 std::optional<Group> read_slurm_group(const Variables& variables) {
@@ -150,8 +147,7 @@ std::optional<Group> read_torchrun_group(const Variables& variables, const std::
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
   if (other && rank.has_value() != size.has_value()) {
-    if (rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size)
-      return std::nullopt;
+    if (rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size) return std::nullopt;
     fail("two launchers contradict each other: " + variables.describe({"RANK", "WORLD_SIZE"}) + ", but " +
          describe(*other) + "; unset the variables of one of them");
   }
@@ -177,10 +173,8 @@ LaunchEnvironment start_environment(const Group& group) {
 // are the rank and the size themselves.
 void read_local(const Variables& variables, const char* rank_name, const char* size_name,
                 LaunchEnvironment& environment) {
-  if (const auto size = variables.number(size_name, 1, environment.world_size))
-    environment.local_world_size = *size;
-  if (const auto rank = variables.number(rank_name, 0, environment.world_size - 1))
-    environment.local_rank = *rank;
+  if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
+  if (const auto rank = variables.number(rank_name, 0, environment.world_size - 1)) environment.local_rank = *rank;
   if (environment.one_host() && environment.local_rank < 0) environment.local_rank = environment.rank;
   if (environment.local_world_size > 0 && environment.local_rank >= environment.local_world_size) {
     fail(variables.describe({rank_name, size_name}) + ": expected a local rank below the local size");
@@ -216,8 +210,7 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
   } else if (!environment.job.empty()) {
     environment.master_port = derived_port(environment.job);
   } else {
-    fail(environment.launcher +
-         "'s environment is half set: " + variables.describe({id_name, "MASTER_PORT"}) +
+    fail(environment.launcher + "'s environment is half set: " + variables.describe({id_name, "MASTER_PORT"}) +
          "; expected one of the two, for the port where rank 0 is met");
   }
 }
@@ -244,8 +237,7 @@ int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
     const auto node = variables.number("SLURM_NODEID", 0, kMaxRanks).value_or(0);
     const bool even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
     const bool of_this_step = std::accumulate(counts.begin(), counts.end(), int64_t{0}) == world_size;
-    if (of_this_step && (even || variables.has("SLURM_NODEID")) &&
-        static_cast<size_t>(node) < counts.size()) {
+    if (of_this_step && (even || variables.has("SLURM_NODEID")) && static_cast<size_t>(node) < counts.size()) {
       return counts[static_cast<size_t>(node)];
     }
   }
@@ -281,12 +273,10 @@ LaunchEnvironment parse_none(const Variables& variables) {
   LaunchEnvironment environment;
   const bool in_slurm_job = variables.has("SLURM_SUBMIT_DIR") && !in_slurm_step(variables);
   if (in_slurm_job && variables.number("SLURM_NTASKS", 1, kMaxRanks).value_or(1) > 1) {
-    environment.note = "this process belongs to a Slurm job (" +
-                       variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}) +
+    environment.note = "this process belongs to a Slurm job (" + variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}) +
                        ") but srun did not start it: it is a world of one";
   }
-  const bool in_launcher =
-      in_slurm_job || variables.has("OMPI_COMM_WORLD_RANK") || variables.has("SLURM_PROCID");
+  const bool in_launcher = in_slurm_job || variables.has("OMPI_COMM_WORLD_RANK") || variables.has("SLURM_PROCID");
   if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT"))) {
     fail("torchrun's environment is half set: " +
          variables.describe({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) +
@@ -327,8 +317,7 @@ std::vector<std::string> expand_host(std::string_view host, std::string_view lis
   if (entries.size() * tails.size() > kMaxHosts) fail("too many nodes in \"" + std::string(list) + "\"");
   std::vector<std::string> hosts;
   for (const auto& entry : entries) {
-    for (const auto& tail : tails)
-      hosts.push_back(std::string(host.substr(0, open)).append(entry).append(tail));
+    for (const auto& tail : tails) hosts.push_back(std::string(host.substr(0, open)).append(entry).append(tail));
   }
   return hosts;
 }
@@ -349,8 +338,7 @@ std::vector<std::string> expand_host_list(std::string_view list) {
     }
     if (!ends) continue;
     auto expanded = expand_host(list.substr(begin, i - begin), list);
-    hosts.insert(hosts.end(), std::make_move_iterator(expanded.begin()),
-                 std::make_move_iterator(expanded.end()));
+    hosts.insert(hosts.end(), std::make_move_iterator(expanded.begin()), std::make_move_iterator(expanded.end()));
     if (hosts.size() > kMaxHosts) fail("too many nodes in \"" + std::string(list) + "\"");
     begin = i + 1;
   }
@@ -358,9 +346,7 @@ std::vector<std::string> expand_host_list(std::string_view list) {
 }
 
 std::vector<int> expand_task_counts(std::string_view counts) {
-  const auto malformed = [&] {
-    fail("cannot read the tasks per node \"" + std::string(counts) + "\", as in 4(x2),3");
-  };
+  const auto malformed = [&] { fail("cannot read the tasks per node \"" + std::string(counts) + "\", as in 4(x2),3"); };
   std::vector<int> expanded;
   for (size_t begin = 0; begin <= counts.size();) {
     const size_t end = std::min(counts.find(',', begin), counts.size());
@@ -372,8 +358,7 @@ std::vector<int> expand_task_counts(std::string_view counts) {
       if (!entry.ends_with(')')) malformed();
       nodes = to_number(entry.substr(open + 2, entry.size() - open - 3));
     }
-    if (!tasks || !nodes || *tasks < 0 || *tasks > kMaxRanks || *nodes < 1 || *nodes > int64_t{kMaxHosts})
-      malformed();
+    if (!tasks || !nodes || *tasks < 0 || *tasks > kMaxRanks || *nodes < 1 || *nodes > int64_t{kMaxHosts}) malformed();
     expanded.insert(expanded.end(), static_cast<size_t>(*nodes), static_cast<int>(*tasks));
     begin = end + 1;
   }

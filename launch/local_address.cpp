@@ -48,8 +48,7 @@ std::pair<AddressList, std::string> resolve(const std::string& host, int port, i
 std::string numeric(const sockaddr* address, socklen_t length) {
   char text[NI_MAXHOST];
   const int code = ::getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
-  if (code != 0)
-    throw std::runtime_error(std::string("cannot read an address of this host: ") + ::gai_strerror(code));
+  if (code != 0) throw std::runtime_error(std::string("cannot read an address of this host: ") + ::gai_strerror(code));
   return text;
 }
 
@@ -87,8 +86,7 @@ std::string interface_address(const std::string& name) {
   }
   if (!ipv6.empty()) return ipv6;
   throw std::invalid_argument("tessera::init: GLOO_SOCKET_IFNAME=" + name +
-                              ": expected one network interface of this host that has an address (" + others +
-                              ")");
+                              ": expected one network interface of this host that has an address (" + others + ")");
 }
 
 std::string address_towards(const std::string& host, int port) {

@@ -49,8 +49,7 @@ std::string name_ranks(const std::vector<int>& ranks) {
   for (size_t i = 0; i < std::min(ranks.size(), kMostRanksNamed); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
-  if (ranks.size() > kMostRanksNamed)
-    text += " and " + std::to_string(ranks.size() - kMostRanksNamed) + " more";
+  if (ranks.size() > kMostRanksNamed) text += " and " + std::to_string(ranks.size() - kMostRanksNamed) + " more";
   return text;
 }
 
@@ -92,8 +91,7 @@ class Attendance {
     throw CommError("tessera::init: rank " + std::to_string(environment_.rank) + " of " +
                     std::to_string(environment_.world_size) + " (" + environment_.launcher +
                     ") could not join its group at " + environment_.master_address + ":" +
-                    std::to_string(environment_.master_port) + " (timeout " + seconds_text(timeout_) +
-                    "): " + reason);
+                    std::to_string(environment_.master_port) + " (timeout " + seconds_text(timeout_) + "): " + reason);
   }
 
   milliseconds remaining() const {
@@ -131,8 +129,7 @@ class Attendance {
     int listens = 0;
     socklen_t length = sizeof(listens);
     if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) {
-      fail("TESSERA_STORE_FD=" + std::to_string(fd) +
-           " is no listening socket: init() can be called once only");
+      fail("TESSERA_STORE_FD=" + std::to_string(fd) + " is no listening socket: init() can be called once only");
     }
     ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // a program that this one starts must not keep the port
     return fd;
@@ -152,8 +149,7 @@ class Attendance {
     options.timeout = timeout_;
     try {
       // The server listens on all addresses, so its own client need not find the host's name.
-      auto store =
-          c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
+      auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
       return c10::make_intrusive<c10d::PrefixStore>(
           "tessera/" + environment_.job + "/" + std::to_string(environment_.restart_count), store);
     } catch (const std::exception& error) {
@@ -178,8 +174,7 @@ class Attendance {
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
     if (first != own) {
-      fail("its world size is " + own + ", but " + first +
-           " on the rank that came first; expected the same on all");
+      fail("its world size is " + own + ", but " + first + " on the rank that came first; expected the same on all");
     }
   }
 
@@ -212,9 +207,8 @@ class Attendance {
     for (const auto& bytes : store->multiGet(keys)) arrivals.push_back(parse_arrival(bytes));
     for (size_t rank = 0; rank < arrivals.size(); ++rank) {
       if (arrivals[rank].world_size == environment_.world_size) continue;
-      fail("the world size of rank " + std::to_string(rank) + " is " +
-           std::to_string(arrivals[rank].world_size) + "; expected " +
-           std::to_string(environment_.world_size));
+      fail("the world size of rank " + std::to_string(rank) + " is " + std::to_string(arrivals[rank].world_size) +
+           "; expected " + std::to_string(environment_.world_size));
     }
     return arrivals;
   }
@@ -232,8 +226,7 @@ class Attendance {
     try {
       return address_towards(environment_.master_address, environment_.master_port);
     } catch (const std::runtime_error& error) {
-      fail(std::string(error.what()) +
-           "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
+      fail(std::string(error.what()) + "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
     }
   }
 
@@ -242,20 +235,18 @@ class Attendance {
   // on one host.
   std::string reachable_address(const std::string& address, const std::vector<Arrival>& arrivals) const {
     if (!is_loopback_address(address)) return address;
-    const auto other = std::find_if(arrivals.begin(), arrivals.end(), [](const Arrival& arrival) {
-      return !is_loopback_address(arrival.address);
-    });
+    const auto other = std::find_if(arrivals.begin(), arrivals.end(),
+                                    [](const Arrival& arrival) { return !is_loopback_address(arrival.address); });
     if (other == arrivals.end()) return address;
     std::string facing;
     try {
       facing = address_towards(other->address, environment_.master_port);
     } catch (const std::runtime_error& error) {
-      fail(std::string(error.what()) +
-           "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
+      fail(std::string(error.what()) + "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
     }
     if (is_loopback_address(facing)) {
-      fail("its own address is " + address + ", which rank " + std::to_string(other - arrivals.begin()) +
-           " at " + other->address + " cannot reach; set GLOO_SOCKET_IFNAME on both");
+      fail("its own address is " + address + ", which rank " + std::to_string(other - arrivals.begin()) + " at " +
+           other->address + " cannot reach; set GLOO_SOCKET_IFNAME on both");
     }
     return facing;
   }
@@ -268,8 +259,7 @@ class Attendance {
 
 }  // namespace
 
-Meeting meet(const LaunchEnvironment& environment, const std::string& address,
-             std::chrono::milliseconds timeout) {
+Meeting meet(const LaunchEnvironment& environment, const std::string& address, std::chrono::milliseconds timeout) {
   return Attendance(environment, timeout).attend(address);
 }
 

@@ -21,7 +21,6 @@ struct Meeting {
 //
 // Collective, for a world of more than one. Throws CommError that names this rank, the address and
 // the port, and the ranks that did not come, came twice, or are of another world size.
-Meeting meet(const LaunchEnvironment& environment, const std::string& address,
-             std::chrono::milliseconds timeout);
+Meeting meet(const LaunchEnvironment& environment, const std::string& address, std::chrono::milliseconds timeout);
 
 }  // namespace tessera

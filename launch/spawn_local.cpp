@@ -49,8 +49,7 @@ class ListeningSocket {
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     socklen_t length = sizeof(address);
-    if (::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        ::listen(fd_, SOMAXCONN) != 0 ||
+    if (::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0 || ::listen(fd_, SOMAXCONN) != 0 ||
         ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
       const int error = errno;
       close();
@@ -239,8 +238,8 @@ class Ranks {
     const int code = signalled ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 0 || code_) return;  // later ends are consequences: of the first, or of our signals
     code_ = code;
-    const auto how = signalled ? "was ended by " + describe_signal(WTERMSIG(status))
-                               : "exited with code " + std::to_string(code);
+    const auto how =
+        signalled ? "was ended by " + describe_signal(WTERMSIG(status)) : "exited with code " + std::to_string(code);
     std::fprintf(stderr, "tessera: rank %d (pid %d) %s%s\n", static_cast<int>(found - pids_.begin()),
                  static_cast<int>(pid), how.c_str(), alive() > 0 ? "; ending the others" : "");
     end_rest(SIGTERM);
@@ -282,8 +281,7 @@ class Ranks {
 
 int spawn_local(int world, int argc, char** argv) {
   if (world < 1) {
-    throw std::invalid_argument("tessera::spawn_local: world is " + std::to_string(world) +
-                                "; expected at least 1");
+    throw std::invalid_argument("tessera::spawn_local: world is " + std::to_string(world) + "; expected at least 1");
   }
   if (launched()) {
     throw std::logic_error(

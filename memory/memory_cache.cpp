@@ -152,7 +152,8 @@ class CachingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
     void* memory = nullptr;
-    if (bytes >= MemoryCache::kSmallestBytes && is_on.load(std::memory_order_relaxed)) memory = process_cache().take(bytes);
+    if (bytes >= MemoryCache::kSmallestBytes && is_on.load(std::memory_order_relaxed))
+      memory = process_cache().take(bytes);
     if (memory != nullptr) {
       c10::profiledCPUMemoryReporter().New(memory, bytes);
     } else {

@@ -30,9 +30,9 @@ class MemoryCache {
   static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
 
   struct Stats {
-    int64_t live_bytes = 0;       // in blocks, which are whole pages
-    int64_t idle_bytes = 0;       // kept for what comes
-    int64_t peak_live_bytes = 0;  // since the start or the last release()
+    int64_t live_bytes = 0;          // in blocks, which are whole pages
+    int64_t idle_bytes = 0;          // kept for what comes
+    int64_t peak_live_bytes = 0;     // since the start or the last release()
     int64_t mapped = 0, reused = 0;  // how many blocks, since the start
   };
 

@@ -64,7 +64,8 @@ struct PinnedPool::State {
 
 PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<State>(options)) {
   if (options.limit_bytes < 0)
-    throw std::invalid_argument("PinnedPoolOptions::limit_bytes is " + std::to_string(options.limit_bytes) + ", expected 0 or more");
+    throw std::invalid_argument("PinnedPoolOptions::limit_bytes is " + std::to_string(options.limit_bytes) +
+                                ", expected 0 or more");
 }
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {

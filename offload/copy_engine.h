@@ -69,7 +69,9 @@ class CopyEngine {
 
   // to <- from: contiguous, one dtype, one number of elements, one in host memory and one on the
   // device. Throws std::invalid_argument otherwise.
-  Copy to_device(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToDevice, to, from); }
+  Copy to_device(const at::Tensor& to, const at::Tensor& from) {
+    return checked_start(CopyDirection::kToDevice, to, from);
+  }
   Copy to_host(const at::Tensor& to, const at::Tensor& from) { return checked_start(CopyDirection::kToHost, to, from); }
 
   CopyTraffic traffic() const;

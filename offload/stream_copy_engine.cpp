@@ -18,7 +18,11 @@ class StreamCopy : public Copy::Operation {
  public:
   StreamCopy(CopyDirection direction, at::Tensor to, at::Tensor from, const c10::Stream& stream,
              std::shared_ptr<std::atomic<int64_t>> late_copies)
-      : direction_(direction), to_(std::move(to)), from_(std::move(from)), done_(event_of(stream.device())), late_copies_(std::move(late_copies)) {
+      : direction_(direction),
+        to_(std::move(to)),
+        from_(std::move(from)),
+        done_(event_of(stream.device())),
+        late_copies_(std::move(late_copies)) {
     const c10::impl::VirtualGuardImpl guard(stream.device_type());
     c10::Event ready = event_of(stream.device());
     ready.record(guard.getStream(stream.device()));
@@ -83,6 +87,8 @@ class StreamCopyEngine : public CopyEngine {
 
 }  // namespace
 
-std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device) { return std::make_unique<StreamCopyEngine>(device); }
+std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device) {
+  return std::make_unique<StreamCopyEngine>(device);
+}
 
 }  // namespace tessera

@@ -15,9 +15,8 @@ class Lane {
   Lane(CopyDirection direction, const SimulatedLink& link) : direction_(direction), link_(link) {}
 
   std::future<void> add(const at::Tensor& to, const at::Tensor& from) {
-    return queue_.add([this, to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = static_cast<int64_t>(from.nbytes())] {
-      copy(to, from, bytes);
-    });
+    return queue_.add([this, to = to.mutable_data_ptr(), from = from.const_data_ptr(),
+                       bytes = static_cast<int64_t>(from.nbytes())] { copy(to, from, bytes); });
   }
 
  private:
@@ -26,8 +25,9 @@ class Lane {
     if (link_.before_copy) link_.before_copy(direction_, bytes);
     if (bytes > 0) std::memcpy(to, from, static_cast<size_t>(bytes));
     if (link_.bytes_per_s > 0)
-      std::this_thread::sleep_until(begin + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                                std::chrono::duration<double>(static_cast<double>(bytes) / link_.bytes_per_s)));
+      std::this_thread::sleep_until(begin +
+                                    std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                        std::chrono::duration<double>(static_cast<double>(bytes) / link_.bytes_per_s)));
   }
 
   const CopyDirection direction_;
@@ -41,7 +41,8 @@ class ThreadCopy : public Copy::Operation {
       : to_(std::move(to)), from_(std::move(from)), done_(done.share()), late_copies_(std::move(late_copies)) {}
   ~ThreadCopy() override { done_.wait(); }
   void order() override {
-    if (!std::exchange(is_noted_, true) && done_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) ++*late_copies_;
+    if (!std::exchange(is_noted_, true) && done_.wait_for(std::chrono::seconds(0)) != std::future_status::ready)
+      ++*late_copies_;
     done_.get();
   }
   void finish() override { order(); }
@@ -56,7 +57,10 @@ class ThreadCopy : public Copy::Operation {
 class ThreadCopyEngine : public CopyEngine {
  public:
   explicit ThreadCopyEngine(SimulatedLink link)
-      : CopyEngine(at::kCPU), link_(std::move(link)), in_(CopyDirection::kToDevice, link_), out_(CopyDirection::kToHost, link_) {}
+      : CopyEngine(at::kCPU),
+        link_(std::move(link)),
+        in_(CopyDirection::kToDevice, link_),
+        out_(CopyDirection::kToHost, link_) {}
 
  private:
   Copy start(CopyDirection direction, at::Tensor to, at::Tensor from) override {

@@ -56,7 +56,8 @@ template <bool kDecoupled, bool kAmsgrad>
   }
 }
 
-[[gnu::always_inline]] inline void narrow_bfloat16(const float* __restrict from, uint16_t* __restrict to, int64_t numel) {
+[[gnu::always_inline]] inline void narrow_bfloat16(const float* __restrict from, uint16_t* __restrict to,
+                                                   int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     uint32_t bits;
     std::memcpy(&bits, &from[i], sizeof(bits));
@@ -92,10 +93,13 @@ void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { narrow_
 
 #ifdef TESSERA_X86
 [[gnu::target("avx2,fma")]] void update_avx2(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
-[[gnu::target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")]] void update_avx512(const AdamSpan& span, const AdamFactors& f) {
+[[gnu::target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")]] void update_avx512(const AdamSpan& span,
+                                                                                        const AdamFactors& f) {
   update_any(span, f);
 }
-[[gnu::target("avx2,fma")]] void bfloat16_avx2(const float* from, uint16_t* to, int64_t numel) { narrow_bfloat16(from, to, numel); }
+[[gnu::target("avx2,fma")]] void bfloat16_avx2(const float* from, uint16_t* to, int64_t numel) {
+  narrow_bfloat16(from, to, numel);
+}
 [[gnu::target("avx2,f16c")]] void half_avx2(const float* from, uint16_t* to, int64_t numel) {
   int64_t i = 0;
   for (; i + 8 <= numel; i += 8) {
@@ -138,7 +142,8 @@ const Kernels& kernels() {
 
 }  // namespace
 
-AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled, int64_t step) {
+AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled,
+                         int64_t step) {
   const auto t = static_cast<double>(step);
   AdamFactors factors;
   factors.beta1 = static_cast<float>(beta1);

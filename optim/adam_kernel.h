@@ -11,11 +11,12 @@ struct AdamFactors {
   float step = 0;             // lr / (1 - beta1^t)
   float root_correction = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;
-  float decay = 0;            // AdamW: 1 - lr * weight_decay. Adam: weight_decay
-  bool is_decoupled = true;   // AdamW: weights decay by themselves. Adam: through the gradient
+  float decay = 0;           // AdamW: 1 - lr * weight_decay. Adam: weight_decay
+  bool is_decoupled = true;  // AdamW: weights decay by themselves. Adam: through the gradient
 };
 
-AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled, int64_t step);
+AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled,
+                         int64_t step);
 
 enum class NarrowKind : uint8_t { kNone, kBFloat16, kHalf };
 

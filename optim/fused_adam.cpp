@@ -36,11 +36,15 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
 void check(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   std::ostringstream problem;
-  if (!at::isFloatingType(parameter.scalar_type())) problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
-  if (gradient.layout() != at::kStrided) problem << "has a gradient of layout " << gradient.layout() << ", expected a dense one";
-  if (!parameter.is_non_overlapping_and_dense()) problem << "has strides " << parameter.strides() << ", expected dense ones";
+  if (!at::isFloatingType(parameter.scalar_type()))
+    problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
+  if (gradient.layout() != at::kStrided)
+    problem << "has a gradient of layout " << gradient.layout() << ", expected a dense one";
+  if (!parameter.is_non_overlapping_and_dense())
+    problem << "has strides " << parameter.strides() << ", expected dense ones";
   if (!problem.str().empty())
-    throw std::invalid_argument("a fused optimizer: a parameter of shape " + c10::str(parameter.sizes()) + " " + problem.str());
+    throw std::invalid_argument("a fused optimizer: a parameter of shape " + c10::str(parameter.sizes()) + " " +
+                                problem.str());
 }
 
 template <class State>
@@ -58,14 +62,16 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter)
 
 // Counts the step in the parameter's state and adds it to its batch.
 template <class State>
-void add_to_batch(Batch& batch, std::map<int64_t, at::Tensor>& steps, State& state, const at::Tensor& parameter, bool amsgrad) {
+void add_to_batch(Batch& batch, std::map<int64_t, at::Tensor>& steps, State& state, const at::Tensor& parameter,
+                  bool amsgrad) {
   state.step(state.step() + 1);
   if (amsgrad && !state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(at::zeros_like(parameter));
   if (parameter.numel() == 0) return;  // nothing of it is on this rank
   state.exp_avg(laid_out_as(state.exp_avg(), parameter));
   state.exp_avg_sq(laid_out_as(state.exp_avg_sq(), parameter));
   at::Tensor& step = steps[state.step()];  // parameters that have always been used share it
-  if (!step.defined()) step = at::full({}, state.step(), at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
+  if (!step.defined())
+    step = at::full({}, state.step(), at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
   batch.parameters.push_back(parameter);
   batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
   batch.averages.push_back(state.exp_avg());
@@ -78,7 +84,8 @@ void add_to_batch(Batch& batch, std::map<int64_t, at::Tensor>& steps, State& sta
 }
 
 template <class State, class Options, class Launch>
-at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure, Launch launch) {
+at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure,
+                      Launch launch) {
   at::Tensor loss;
   if (closure) {
     at::AutoGradMode recording(true);
@@ -90,7 +97,9 @@ at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Op
     const auto& options = static_cast<const Options&>(group.options());
     for (const at::Tensor& parameter : group.params())
       if (parameter.grad().defined()) check(parameter);  // before any is changed
-    std::map<std::tuple<at::ScalarType, at::DeviceType, at::DeviceIndex>, std::pair<Batch, std::map<int64_t, at::Tensor>>> batches;
+    std::map<std::tuple<at::ScalarType, at::DeviceType, at::DeviceIndex>,
+             std::pair<Batch, std::map<int64_t, at::Tensor>>>
+        batches;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
       auto& [batch, steps] = batches[{parameter.scalar_type(), parameter.device().type(), parameter.device().index()}];

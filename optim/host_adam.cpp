@@ -30,18 +30,25 @@ struct Part {
 
 void check(const at::Tensor& parameter) {
   std::ostringstream problem;
-  if (is_paged(parameter) && DiskPager::of(parameter) == nullptr) problem << "lay on a disk with a wrapper that no longer exists";
-  else if (!parameter.device().is_cpu()) problem << "is on " << parameter.device() << ", expected host memory";
-  else if (!at::isFloatingType(parameter.scalar_type())) problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
-  else if (parameter.grad().layout() != at::kStrided) problem << "has a gradient of layout " << parameter.grad().layout() << ", expected a dense one";
-  else if (!parameter.is_non_overlapping_and_dense()) problem << "has strides " << parameter.strides() << ", expected dense ones";
+  if (is_paged(parameter) && DiskPager::of(parameter) == nullptr)
+    problem << "lay on a disk with a wrapper that no longer exists";
+  else if (!parameter.device().is_cpu())
+    problem << "is on " << parameter.device() << ", expected host memory";
+  else if (!at::isFloatingType(parameter.scalar_type()))
+    problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
+  else if (parameter.grad().layout() != at::kStrided)
+    problem << "has a gradient of layout " << parameter.grad().layout() << ", expected a dense one";
+  else if (!parameter.is_non_overlapping_and_dense())
+    problem << "has strides " << parameter.strides() << ", expected dense ones";
   if (!problem.str().empty())
-    throw std::invalid_argument("a host optimizer: a parameter of shape " + c10::str(parameter.sizes()) + " " + problem.str());
+    throw std::invalid_argument("a host optimizer: a parameter of shape " + c10::str(parameter.sizes()) + " " +
+                                problem.str());
 }
 
 // The pass walks through memory: all tensors of a parameter must have its strides.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
-  if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type() && tensor.device().is_cpu())
+  if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type() &&
+      tensor.device().is_cpu())
     return tensor;
   at::Tensor copy = at::empty_like(parameter);
   copy.copy_(tensor);
@@ -52,7 +59,8 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
 at::Tensor zeros_beside(const at::Tensor& parameter) {
   DiskPager* disk = DiskPager::of(parameter);
   if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
-  return disk->make(parameter.sizes(), parameter.strides(), parameter.scalar_type(), "the state of " + page_of(parameter)->name());
+  return disk->make(parameter.sizes(), parameter.strides(), parameter.scalar_type(),
+                    "the state of " + page_of(parameter)->name());
 }
 
 at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
@@ -77,13 +85,16 @@ State& state_of(torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
   state.exp_avg(placed_as(state.exp_avg(), parameter));
   state.exp_avg_sq(placed_as(state.exp_avg_sq(), parameter));
   if (!amsgrad) return state;
-  state.max_exp_avg_sq(state.max_exp_avg_sq().defined() ? placed_as(state.max_exp_avg_sq(), parameter) : zeros_beside(parameter));
+  state.max_exp_avg_sq(state.max_exp_avg_sq().defined() ? placed_as(state.max_exp_avg_sq(), parameter)
+                                                        : zeros_beside(parameter));
   return state;
 }
 
 template <class State, class Options>
-void other_dtype_step(const at::Tensor& parameter, const at::Tensor& gradient, State& state, const Options& options, bool is_decoupled) {
-  const std::vector<at::Tensor> maxima = options.amsgrad() ? std::vector<at::Tensor>{state.max_exp_avg_sq()} : std::vector<at::Tensor>{};
+void other_dtype_step(const at::Tensor& parameter, const at::Tensor& gradient, State& state, const Options& options,
+                      bool is_decoupled) {
+  const std::vector<at::Tensor> maxima =
+      options.amsgrad() ? std::vector<at::Tensor>{state.max_exp_avg_sq()} : std::vector<at::Tensor>{};
   const std::vector<at::Tensor> steps{at::full({}, state.step(), at::TensorOptions().dtype(at::kFloat))};
   if (is_decoupled) {
     at::_fused_adamw_({parameter}, {gradient}, {state.exp_avg()}, {state.exp_avg_sq()}, maxima, steps, options.lr(),
@@ -109,10 +120,12 @@ struct Pass {
     state.step(state.step() + 1);
     if (parameter.numel() == 0) return;  // nothing of it is on this rank
     const at::Tensor gradient = laid_out_as(parameter.grad(), parameter);
-    if (parameter.scalar_type() != at::kFloat) return other_dtype_step(parameter, gradient, state, options, is_decoupled);
+    if (parameter.scalar_type() != at::kFloat)
+      return other_dtype_step(parameter, gradient, state, options, is_decoupled);
     kept.push_back(gradient);
     written.push_back(parameter);
-    AdamSpan span{data_of(parameter), gradient.const_data_ptr<float>(), data_of(state.exp_avg()), data_of(state.exp_avg_sq())};
+    AdamSpan span{data_of(parameter), gradient.const_data_ptr<float>(), data_of(state.exp_avg()),
+                  data_of(state.exp_avg_sq())};
     if (options.amsgrad()) span.maximum = data_of(state.max_exp_avg_sq());
     if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) {
       span.narrow = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
@@ -160,8 +173,8 @@ void host_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>
     }
   }
   if (!wanted.empty())
-    throw std::invalid_argument("step_parameters: " + std::to_string(wanted.size()) + " of " + std::to_string(chosen->size()) +
-                                " tensors are no parameters of the optimizer");
+    throw std::invalid_argument("step_parameters: " + std::to_string(wanted.size()) + " of " +
+                                std::to_string(chosen->size()) + " tensors are no parameters of the optimizer");
   Pass pass;
   for (const auto& [parameter, options] : work) {
     State& state = state_of<State>(optimizer, parameter, options->amsgrad());

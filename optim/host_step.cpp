@@ -23,7 +23,8 @@ void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
   const auto found = optimizer.state().find(key);
   if (found == optimizer.state().end()) return;
   ParameterState values = read_state(*found->second);
-  const bool is_elsewhere = std::any_of(values.tensors.begin(), values.tensors.end(), [](const auto& entry) { return !entry.second.device().is_cpu(); });
+  const bool is_elsewhere = std::any_of(values.tensors.begin(), values.tensors.end(),
+                                        [](const auto& entry) { return !entry.second.device().is_cpu(); });
   if (!is_elsewhere) return;
   for (auto& [name, tensor] : values.tensors) tensor = tensor.cpu();
   found->second = make_state(optimizer_kind(optimizer), values);
@@ -53,13 +54,16 @@ void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     std::vector<at::Tensor> hosts;
     for (const at::Tensor& parameter : group.params()) {
-      const auto known = std::find_if(twins_.begin(), twins_.end(), [&](const Twin& twin) { return twin.parameter.is_same(parameter); });
+      const auto known = std::find_if(twins_.begin(), twins_.end(),
+                                      [&](const Twin& twin) { return twin.parameter.is_same(parameter); });
       if (known != twins_.end()) {
         twins.push_back(std::move(*known));
       } else {
         const bool is_dense = parameter.is_non_overlapping_and_dense();
-        const at::Tensor memory = pool_.take(parameter.numel(), parameter.scalar_type(), "a copy of a parameter of shape " + c10::str(parameter.sizes()));
-        at::Tensor host = is_dense ? memory.as_strided(parameter.sizes(), parameter.strides()) : memory.view(parameter.sizes());
+        const at::Tensor memory = pool_.take(parameter.numel(), parameter.scalar_type(),
+                                             "a copy of a parameter of shape " + c10::str(parameter.sizes()));
+        at::Tensor host =
+            is_dense ? memory.as_strided(parameter.sizes(), parameter.strides()) : memory.view(parameter.sizes());
         host.copy_(parameter.detach());
         twins.push_back({parameter, host.detach(), static_cast<uint32_t>(parameter._version())});
       }
@@ -77,7 +81,8 @@ void HostStep::start_gradient(Twin& twin) {
   if (gradient.layout() != at::kStrided || gradient.strides() != twin.host.strides() || !flat(twin.host).defined()) {
     twin.host.mutable_grad() = gradient.cpu().clone();
   } else {
-    const at::Tensor memory = pool_.take(gradient.numel(), gradient.scalar_type(), "a gradient of shape " + c10::str(gradient.sizes()));
+    const at::Tensor memory =
+        pool_.take(gradient.numel(), gradient.scalar_type(), "a gradient of shape " + c10::str(gradient.sizes()));
     twin.host.mutable_grad() = memory.as_strided(gradient.sizes(), gradient.strides());
     twin.arriving = copies_->to_host(memory, flat(gradient));
   }

@@ -8,10 +8,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tessera/memory/pinned_pool.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/offload/cpu_offload.h"
 #include "tessera/optim/partial_step.h"
-#include "tessera/memory/pinned_pool.h"
 
 namespace tessera {
 

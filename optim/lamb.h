@@ -41,8 +41,8 @@ class Lamb : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  std::shared_ptr<Communicator> comm_;                    // null: parameters are whole
-  std::unordered_set<const c10::TensorImpl*> counted_;    // whose squares this rank contributes
+  std::shared_ptr<Communicator> comm_;                  // null: parameters are whole
+  std::unordered_set<const c10::TensorImpl*> counted_;  // whose squares this rank contributes
 };
 
 }  // namespace tessera

@@ -24,11 +24,17 @@ void visit_adam_state(State& state, Visit visit) {
   visit("max_exp_avg_sq", state.max_exp_avg_sq());
 }
 template <class Visit>
-void visit_fields(AdamParamState& state, Visit visit) { visit_adam_state(state, visit); }
+void visit_fields(AdamParamState& state, Visit visit) {
+  visit_adam_state(state, visit);
+}
 template <class Visit>
-void visit_fields(AdamWParamState& state, Visit visit) { visit_adam_state(state, visit); }
+void visit_fields(AdamWParamState& state, Visit visit) {
+  visit_adam_state(state, visit);
+}
 template <class Visit>
-void visit_fields(SGDParamState& state, Visit visit) { visit("momentum_buffer", state.momentum_buffer()); }
+void visit_fields(SGDParamState& state, Visit visit) {
+  visit("momentum_buffer", state.momentum_buffer());
+}
 template <class Visit>
 void visit_fields(RMSpropParamState& state, Visit visit) {
   visit("step", state.step());
@@ -52,9 +58,13 @@ void visit_adam_options(Options& options, Visit visit) {
   visit("amsgrad", options.amsgrad());
 }
 template <class Visit>
-void visit_fields(AdamOptions& options, Visit visit) { visit_adam_options(options, visit); }
+void visit_fields(AdamOptions& options, Visit visit) {
+  visit_adam_options(options, visit);
+}
 template <class Visit>
-void visit_fields(AdamWOptions& options, Visit visit) { visit_adam_options(options, visit); }
+void visit_fields(AdamWOptions& options, Visit visit) {
+  visit_adam_options(options, visit);
+}
 template <class Visit>
 void visit_fields(SGDOptions& options, Visit visit) {
   visit("lr", options.lr());
@@ -146,7 +156,8 @@ std::unique_ptr<OptimizerParamState> filled(const std::string& kind, const Param
 
 std::string optimizer_kind(const Optimizer& optimizer) {
   std::string kind;
-  if (!KnownOptions::with(optimizer.defaults(), [&](auto& options) { kind = kind_of(options); })) refuse_unknown("options");
+  if (!KnownOptions::with(optimizer.defaults(), [&](auto& options) { kind = kind_of(options); }))
+    refuse_unknown("options");
   return kind;
 }
 
@@ -171,7 +182,8 @@ std::unique_ptr<OptimizerParamState> make_state(const std::string& kind, const P
   if (kind == "SGD") return filled<SGDParamState>(kind, values);
   if (kind == "RMSprop") return filled<RMSpropParamState>(kind, values);
   if (kind == "Adagrad") return filled<AdagradParamState>(kind, values);
-  throw std::invalid_argument("a state for an optimizer of kind '" + kind + "', expected Adam, AdamW, SGD, RMSprop or Adagrad");
+  throw std::invalid_argument("a state for an optimizer of kind '" + kind +
+                              "', expected Adam, AdamW, SGD, RMSprop or Adagrad");
 }
 
 OptionList read_options(const OptimizerOptions& options) {
@@ -190,7 +202,8 @@ void write_options(OptimizerOptions& options, const OptionList& values) {
     if (field == nullptr || field->index() != value.index()) {
       std::string names;
       for (const auto& entry : current) names += " " + entry.first;
-      throw std::invalid_argument("option '" + name + "' " + (field == nullptr ? "is not one of" : "has another type in") +
+      throw std::invalid_argument("option '" + name + "' " +
+                                  (field == nullptr ? "is not one of" : "has another type in") +
                                   " this optimizer's:" + names);
     }
   }

@@ -18,12 +18,14 @@ ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradSca
     : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {
   auto require = [](bool holds, const char* field, double value, const char* expected) {
     if (!holds)
-      throw std::invalid_argument(std::string("GradScalerOptions::") + field + " is " + std::to_string(value) + ", expected " + expected);
+      throw std::invalid_argument(std::string("GradScalerOptions::") + field + " is " + std::to_string(value) +
+                                  ", expected " + expected);
   };
   if (!comm_) throw std::invalid_argument("ShardedGradScaler: the communicator is null");
   require(options.initial_scale > 0, "initial_scale", options.initial_scale, "more than 0");
   require(options.growth_factor >= 1, "growth_factor", options.growth_factor, "1 or more");
-  require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor", options.backoff_factor, "between 0 and 1");
+  require(options.backoff_factor > 0 && options.backoff_factor < 1, "backoff_factor", options.backoff_factor,
+          "between 0 and 1");
   require(options.growth_interval >= 1, "growth_interval", static_cast<double>(options.growth_interval), "1 or more");
 }
 
@@ -61,7 +63,8 @@ bool ShardedGradScaler::step(torch::optim::Optimizer& optimizer) {
 
 void ShardedGradScaler::update() {
   if (seen_.empty()) throw std::logic_error("ShardedGradScaler::update without a step before it");
-  const bool all_finite = std::all_of(seen_.begin(), seen_.end(), [](const auto& entry) { return entry.second.is_finite; });
+  const bool all_finite =
+      std::all_of(seen_.begin(), seen_.end(), [](const auto& entry) { return entry.second.is_finite; });
   seen_.clear();
   if (!all_finite) {
     scale_ *= options_.backoff_factor;
@@ -73,7 +76,9 @@ void ShardedGradScaler::update() {
 }
 
 void ShardedGradScaler::load_state(State state) {
-  if (!(state.scale > 0)) throw std::invalid_argument("ShardedGradScaler::load_state: scale is " + std::to_string(state.scale) + ", expected more than 0");
+  if (!(state.scale > 0))
+    throw std::invalid_argument("ShardedGradScaler::load_state: scale is " + std::to_string(state.scale) +
+                                ", expected more than 0");
   scale_ = state.scale;
   finite_steps_ = state.finite_steps;
   seen_.clear();

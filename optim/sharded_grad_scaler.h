@@ -13,8 +13,8 @@ namespace tessera {
 
 struct GradScalerOptions {
   double initial_scale = 65536.0;
-  double growth_factor = 2.0;    // after growth_interval steps in a row with finite gradients; >= 1
-  double backoff_factor = 0.5;   // after a step without; between 0 and 1
+  double growth_factor = 2.0;   // after growth_interval steps in a row with finite gradients; >= 1
+  double backoff_factor = 0.5;  // after a step without; between 0 and 1
   int64_t growth_interval = 2000;
 };
 

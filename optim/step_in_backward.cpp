@@ -9,7 +9,8 @@ namespace tessera {
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
     : source_(source), optimizer_(optimizer), options_(options) {
-  subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); }));
+  subscription_.emplace(
+      source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); }));
   // As many threads for a step as the caller would take.
   worker_.add([threads = at::get_num_threads()] { at::set_num_threads(threads); }).get();
 }

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "tessera/flat/gradient_source.h"
-#include "tessera/optim/partial_step.h"
 #include "tessera/offload/task_queue.h"
+#include "tessera/optim/partial_step.h"
 
 namespace tessera {
 

@@ -32,7 +32,8 @@ class OSS : public ShardedOptimizer {
   // parameter by its place, if ranks differ, and for parameters that are not leaves or not on the
   // communicator's device, or are another wrapper's shards.
   template <class Options>
-  OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm, OssOptions oss_options = {})
+  OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
+      OssOptions oss_options = {})
       : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), std::move(oss_options)) {}
 
   // The same with groups, which may have options of their own.

@@ -13,8 +13,8 @@
 namespace tessera {
 namespace {
 
-constexpr int64_t kAlignmentBytes = 64;      // what at::empty aligns to
-constexpr int64_t kAloneBytes = 1 << 20;     // from here on a message's cost is its bytes
+constexpr int64_t kAlignmentBytes = 64;   // what at::empty aligns to
+constexpr int64_t kAloneBytes = 1 << 20;  // from here on a message's cost is its bytes
 
 bool is_dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }
 
@@ -60,7 +60,8 @@ void ParameterBuckets::plan(int64_t bucket_bytes) {
 }
 
 void ParameterBuckets::lay_out(Bucket& bucket) {
-  std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](size_t a, size_t b) { return owners_[a] < owners_[b]; });
+  std::stable_sort(bucket.members.begin(), bucket.members.end(),
+                   [&](size_t a, size_t b) { return owners_[a] < owners_[b]; });
   const auto element_bytes = static_cast<int64_t>(parameters_[bucket.members[0]].element_size());
   bucket.counts.assign(comm_.size(), 0);
   if (bucket.members.size() == 1 && is_dense(parameters_[bucket.members[0]])) {
@@ -112,10 +113,12 @@ ParameterBuckets::Journey ParameterBuckets::start(Bucket& bucket) {
   const int64_t begin = std::accumulate(bucket.counts.begin(), bucket.counts.begin() + comm_.rank(), int64_t{0});
   const int64_t own = bucket.counts[comm_.rank()];
   if (broadcast_dtype_ && *broadcast_dtype_ != flat.scalar_type() && at::isFloatingType(flat.scalar_type())) {
-    journey.wire = pool_.take(flat.numel() * static_cast<int64_t>(c10::elementSize(*broadcast_dtype_))).view(*broadcast_dtype_);
+    journey.wire =
+        pool_.take(flat.numel() * static_cast<int64_t>(c10::elementSize(*broadcast_dtype_))).view(*broadcast_dtype_);
     journey.wire.narrow(0, begin, own).copy_(flat.narrow(0, begin, own));
   }
-  journey.pending = comm_.all_gather(journey.wire, journey.wire.narrow(0, begin, own), bucket.counts, "updated parameters");
+  journey.pending =
+      comm_.all_gather(journey.wire, journey.wire.narrow(0, begin, own), bucket.counts, "updated parameters");
   return journey;
 }
 
@@ -127,7 +130,8 @@ void ParameterBuckets::finish(Journey& journey) {
     at::Tensor flat = bucket.flat.defined() ? bucket.flat : first.as_strided({first.numel()}, {1});
     int64_t offset = 0;
     for (int rank = 0; rank < comm_.size(); offset += bucket.counts[rank++])
-      if (rank != comm_.rank()) flat.narrow(0, offset, bucket.counts[rank]).copy_(journey.wire.narrow(0, offset, bucket.counts[rank]));
+      if (rank != comm_.rank())
+        flat.narrow(0, offset, bucket.counts[rank]).copy_(journey.wire.narrow(0, offset, bucket.counts[rank]));
     pool_.give(journey.wire.view(at::kByte));
   }
   // The exchange wrote behind autograd's back: whoever saved the old values shall notice.

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/memory/buffer_pool.h"
 
 namespace tessera {
 

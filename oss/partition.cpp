@@ -35,8 +35,8 @@ Partition partition_greedily(const std::vector<int64_t>& parameter_bytes, int wo
 std::ostream& operator<<(std::ostream& stream, const Partition& partition) {
   for (size_t rank = 0; rank < partition.owned_bytes.size(); ++rank) {
     const auto count = std::count(partition.owners.begin(), partition.owners.end(), static_cast<int>(rank));
-    stream << (rank == 0 ? "" : "; ") << "rank " << rank << ": " << count << (count == 1 ? " parameter, " : " parameters, ")
-           << partition.owned_bytes[rank] << " bytes";
+    stream << (rank == 0 ? "" : "; ") << "rank " << rank << ": " << count
+           << (count == 1 ? " parameter, " : " parameters, ") << partition.owned_bytes[rank] << " bytes";
   }
   return stream;
 }

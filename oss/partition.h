@@ -8,8 +8,8 @@ namespace tessera {
 
 // Which rank owns which of the parameters: a value, the same on every rank.
 struct Partition {
-  std::vector<int> owners;            // by parameter
-  std::vector<int64_t> owned_bytes;   // by rank, of what was weighed
+  std::vector<int> owners;           // by parameter
+  std::vector<int64_t> owned_bytes;  // by rank, of what was weighed
 
   friend bool operator==(const Partition&, const Partition&) = default;
 };

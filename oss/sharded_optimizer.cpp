@@ -11,10 +11,10 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/trace/trace.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/optim/host_step.h"
+#include "tessera/trace/trace.h"
 
 namespace tessera {
 namespace {
@@ -33,11 +33,13 @@ void check_parameter(const at::Tensor& parameter, const std::string& place, cons
   } else if (parameter.device() != comm.device()) {
     problem << "is on " << parameter.device() << ", expected the communicator's device, " << comm.device();
   } else if (is_shard(parameter)) {
-    problem << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
-               "to the optimizer itself";
+    problem
+        << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
+           "to the optimizer itself";
   }
   if (!problem.str().empty())
-    throw std::invalid_argument("OSS on rank " + std::to_string(comm.rank()) + ": parameter " + place + " " + problem.str());
+    throw std::invalid_argument("OSS on rank " + std::to_string(comm.rank()) + ": parameter " + place + " " +
+                                problem.str());
 }
 
 void check_group(const OptimizerParamGroup& group, size_t index, const Communicator& comm) {
@@ -45,7 +47,8 @@ void check_group(const OptimizerParamGroup& group, size_t index, const Communica
     check_parameter(group.params()[i], std::to_string(i) + " of group " + std::to_string(index), comm);
 }
 
-const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups, const Communicator* comm) {
+const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups,
+                                                const Communicator* comm) {
   if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
   for (size_t i = 0; i < groups.size(); ++i) check_group(groups[i], i, *comm);
   return groups;
@@ -66,26 +69,28 @@ std::string describe_states(const std::map<int64_t, ParameterState>& states) {
 
 // ---- groups and owners -------------------------------------------------------------------------
 
-ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                                   std::shared_ptr<Communicator> comm, OssOptions options)
+ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
+                                   Factory make, std::shared_ptr<Communicator> comm, OssOptions options)
     : Optimizer(checked(groups, comm.get()), std::move(defaults)),
       comm_(std::move(comm)),
       options_(options),
       make_(std::move(make)) {
   if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
     throw std::invalid_argument(
-        "OSS<LBFGS>: LBFGS searches along one direction for all parameters together, so its history and its line search "
+        "OSS<LBFGS>: LBFGS searches along one direction for all parameters together, so its history and its line "
+        "search "
         "cannot be split by parameters; use it unsharded");
   if (options_.broadcast_dtype && !at::isFloatingType(*options_.broadcast_dtype))
-    throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") + c10::toString(*options_.broadcast_dtype) +
-                                ", expected a floating-point dtype");
+    throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") +
+                                c10::toString(*options_.broadcast_dtype) + ", expected a floating-point dtype");
   if (options_.broadcast_bucket_bytes < 0)
-    throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " + std::to_string(options_.broadcast_bucket_bytes) +
-                                ", expected 0 or more");
+    throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
+                                std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
   const CpuOffload& offload = options_.offload;
   if (!offload.directory.empty())
-    throw std::invalid_argument("OssOptions::offload.directory is '" + offload.directory +
-                                "': whole parameters do not lie on a disk, expected none (FullyShardedDataParallel's shards do)");
+    throw std::invalid_argument(
+        "OssOptions::offload.directory is '" + offload.directory +
+        "': whole parameters do not lie on a disk, expected none (FullyShardedDataParallel's shards do)");
   if (offload.grads && !offload.params)
     throw std::invalid_argument("OssOptions::offload.grads is true and params false: the step needs both in one place");
   if (offload.params) host_ = std::make_unique<HostStep>(make_, comm_->device(), offload);
@@ -97,9 +102,10 @@ ShardedOptimizer::~ShardedOptimizer() = default;
 void ShardedOptimizer::check_agreement(size_t first_group) const {
   std::vector<std::string> lines;
   std::ostringstream options;
-  options << "options: " << c10::demangle(typeid(*defaults_).name()) << " broadcast_dtype="
-          << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
-          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << options_.offload.params;
+  options << "options: " << c10::demangle(typeid(*defaults_).name())
+          << " broadcast_dtype=" << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
+          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes
+          << " offload.params=" << options_.offload.params;
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
@@ -141,8 +147,8 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
       owners.push_back(owner(parameter));
     }
   }
-  buckets_.push_back(std::make_unique<ParameterBuckets>(std::move(parameters), std::move(owners),
-                                                        options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
+  buckets_.push_back(std::make_unique<ParameterBuckets>(
+      std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
 }
 
 // Trainable parameters first, by weight; frozen ones, which have no state, evenly beside them.
@@ -163,7 +169,8 @@ void ShardedOptimizer::weigh(size_t first_group) {
   };
   const Partition weighed = partition_greedily(bytes_of(trainable), comm_->size(), partition_.owned_bytes);
   const Partition weightless = partition_greedily(bytes_of(frozen), comm_->size());
-  for (size_t i = 0; i < trainable.size(); ++i) places_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
+  for (size_t i = 0; i < trainable.size(); ++i)
+    places_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
   for (size_t i = 0; i < frozen.size(); ++i) places_.at(frozen[i].unsafeGetTensorImpl()).owner = weightless.owners[i];
   partition_.owned_bytes = weighed.owned_bytes;
   for (size_t group = first_group; group < param_groups_.size(); ++group)
@@ -173,7 +180,8 @@ void ShardedOptimizer::weigh(size_t first_group) {
 OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& group) const {
   std::vector<at::Tensor> owned;
   for (const at::Tensor& parameter : group.params()) {
-    const bool known = std::any_of(owned.begin(), owned.end(), [&](const at::Tensor& other) { return other.is_same(parameter); });
+    const bool known =
+        std::any_of(owned.begin(), owned.end(), [&](const at::Tensor& other) { return other.is_same(parameter); });
     if (!known && owns(parameter)) owned.push_back(parameter);
   }
   return {std::move(owned), group.options().clone()};
@@ -190,25 +198,30 @@ void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
   }
 }
 
-bool ShardedOptimizer::has(const at::Tensor& parameter) const { return places_.contains(parameter.unsafeGetTensorImpl()); }
+bool ShardedOptimizer::has(const at::Tensor& parameter) const {
+  return places_.contains(parameter.unsafeGetTensorImpl());
+}
 
 int ShardedOptimizer::owner(const at::Tensor& parameter) const {
   const auto place = places_.find(parameter.unsafeGetTensorImpl());
   if (place == places_.end())
-    throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) + " is no parameter of this optimizer");
+    throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) +
+                                " is no parameter of this optimizer");
   return place->second.owner;
 }
 
 std::vector<at::Tensor> ShardedOptimizer::all_parameters() const {
   std::vector<at::Tensor> parameters;
-  for (const auto& group : param_groups_) parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  for (const auto& group : param_groups_)
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   return parameters;
 }
 
 // ---- steps -------------------------------------------------------------------------------------
 
 void ShardedOptimizer::copy_options(Optimizer& to) const {
-  for (size_t i = 0; i < param_groups_.size(); ++i) to.param_groups()[i].set_options(param_groups_[i].options().clone());
+  for (size_t i = 0; i < param_groups_.size(); ++i)
+    to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
@@ -297,11 +310,13 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
         for (const auto& [key, mine] : own.state.at(index).tensors)
           if (key == name) tensor = mine.contiguous();
       } else {
-        tensor = at::empty(parameters[index].sizes(), parameters[index].options().requires_grad(false).dtype(
-                                                          static_cast<at::ScalarType>(value)));
+        tensor = at::empty(parameters[index].sizes(),
+                           parameters[index].options().requires_grad(false).dtype(static_cast<at::ScalarType>(value)));
       }
       comm_->broadcast(tensor, source, "the optimizer's state").wait();
-      if (keep) whole.state[index].tensors.emplace_back(name, tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/source == comm_->rank()));
+      if (keep)
+        whole.state[index].tensors.emplace_back(
+            name, tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/source == comm_->rank()));
     }
   }
   consolidated_.reset();
@@ -310,9 +325,10 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
 
 const OptimizerStateDict& ShardedOptimizer::state_dict() const {
   if (!consolidated_)
-    throw std::logic_error("state_dict() on rank " + std::to_string(comm_->rank()) +
-                           ": call consolidate_state_dict() on all ranks first, with this rank or -1 (local_state_dict() "
-                           "has this rank's part)");
+    throw std::logic_error(
+        "state_dict() on rank " + std::to_string(comm_->rank()) +
+        ": call consolidate_state_dict() on all ranks first, with this rank or -1 (local_state_dict() "
+        "has this rank's part)");
   return *consolidated_;
 }
 
@@ -325,7 +341,8 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
     const at::Tensor& parameter = parameters[index];
     if (!owns(parameter)) continue;
     ParameterState own = values;
-    for (auto& [name, tensor] : own.tensors) tensor = tensor.to(host_ ? at::Device(at::kCPU) : parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+    for (auto& [name, tensor] : own.tensors)
+      tensor = tensor.to(host_ ? at::Device(at::kCPU) : parameter.device(), /*non_blocking=*/false, /*copy=*/true);
     states[parameter.unsafeGetTensorImpl()] = make_state(dict.kind, own);
   }
   for (size_t i = 0; i < dict.groups.size(); ++i) write_options(param_groups_[i].options(), dict.groups[i].options);

@@ -120,7 +120,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   Partition partition_;
   std::unique_ptr<torch::optim::Optimizer> local_;
-  std::unique_ptr<HostStep> host_;  // null without offload
+  std::unique_ptr<HostStep> host_;                          // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;
   std::vector<std::function<bool()>> checks_;

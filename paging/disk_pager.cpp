@@ -16,9 +16,11 @@ namespace {
 const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   auto require = [](bool holds, const char* field, int64_t value, const char* expected) {
     if (!holds)
-      throw std::invalid_argument(std::string("DiskPagerOptions::") + field + " is " + std::to_string(value) + ", expected " + expected);
+      throw std::invalid_argument(std::string("DiskPagerOptions::") + field + " is " + std::to_string(value) +
+                                  ", expected " + expected);
   };
-  require(options.buffer_bytes >= DiskFile::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
+  require(options.buffer_bytes >= DiskFile::kBlockBytes, "buffer_bytes", options.buffer_bytes,
+          "a block of 4096 or more");
   require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
   require(options.threads >= 1, "threads", options.threads, "1 or more");
   return options;
@@ -29,7 +31,8 @@ int64_t with_alignment(int64_t bytes) { return bytes + DiskFile::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.const_data_ptr());
-  const auto skip = static_cast<int64_t>((DiskFile::kBlockBytes - address % DiskFile::kBlockBytes) % DiskFile::kBlockBytes);
+  const auto skip =
+      static_cast<int64_t>((DiskFile::kBlockBytes - address % DiskFile::kBlockBytes) % DiskFile::kBlockBytes);
   return buffer.narrow(0, skip, bytes);
 }
 
@@ -46,14 +49,16 @@ DiskPager::~DiskPager() {
   }
 }
 
-at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype, const std::string& name) {
+at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                           const std::string& name) {
   std::lock_guard lock(mutex_);
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
   Entry entry;
   entry.bytes = DiskFile::whole_blocks(std::max<int64_t>(numel * static_cast<int64_t>(c10::elementSize(dtype)), 1));
   if (with_alignment(entry.bytes) > options_.buffer_bytes)
-    throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) + " bytes in memory when it is used, and the buffers of the disk tier hold " +
+    throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
+                             " bytes in memory when it is used, and the buffers of the disk tier hold " +
                              std::to_string(options_.buffer_bytes) + " (DiskPagerOptions::buffer_bytes)");
   entry.offset = file_.extend(entry.bytes);
   entry.page = std::make_unique<Page>(this, static_cast<int>(entries_.size()), name, at::kCPU);
@@ -150,7 +155,8 @@ bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   const int64_t limit = options_.buffer_bytes;
   auto has_room = [&] { return buffer_bytes() + with_alignment(bytes) <= limit; };
   while (!has_room()) {
-    if (!writing_.empty() && (may_wait || entries_[writing_.front()].transfer.wait_for(std::chrono::seconds(0)) == std::future_status::ready)) {
+    if (!writing_.empty() && (may_wait || entries_[writing_.front()].transfer.wait_for(std::chrono::seconds(0)) ==
+                                              std::future_status::ready)) {
       finish_write(writing_.front());
     } else if (!may_wait || !(evict_one() || forget_one_read_ahead())) {
       return false;
@@ -165,7 +171,8 @@ void DiskPager::start_read(int index) {
   entry.data = aligned_part(entry.buffer, entry.bytes);
   entry.state = State::kReading;
   reading_.push_back(index);
-  entry.transfer = queue_.add([this, data = entry.data.mutable_data_ptr(), bytes = entry.bytes, offset = entry.offset, is_zero = entry.is_zero] {
+  entry.transfer = queue_.add([this, data = entry.data.mutable_data_ptr(), bytes = entry.bytes, offset = entry.offset,
+                               is_zero = entry.is_zero] {
     if (is_zero) {
       std::memset(data, 0, bytes);
     } else {
@@ -193,8 +200,10 @@ void DiskPager::require_resident(int index) {
   }
   if (entry.state == State::kOnDisk) {
     if (!make_room(entry.bytes, /*may_wait=*/true))
-      throw std::runtime_error(entry.page->name() + " needs " + std::to_string(entry.bytes) + " bytes of the disk tier's buffers, which hold " +
-                               std::to_string(options_.buffer_bytes) + ", all in use at once: raise buffer_bytes, or take an optimizer that steps "
+      throw std::runtime_error(entry.page->name() + " needs " + std::to_string(entry.bytes) +
+                               " bytes of the disk tier's buffers, which hold " +
+                               std::to_string(options_.buffer_bytes) +
+                               ", all in use at once: raise buffer_bytes, or take an optimizer that steps "
                                "one parameter at a time (HostAdamW)");
     start_read(index);
   }
@@ -252,8 +261,10 @@ DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
   ++entry.holds;
   entry.is_changed = entry.is_changed || writes;
   hold.pager_ = this;
-  auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
-  hold.values_ = at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
+  auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) +
+                tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  hold.values_ =
+      at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
   foretell(hold.page_);
   return hold;
 }

@@ -16,17 +16,17 @@
 #include <vector>
 
 #include "tessera/memory/buffer_pool.h"
-#include "tessera/paging/residency.h"
-#include "tessera/paging/disk_file.h"
 #include "tessera/offload/task_queue.h"
+#include "tessera/paging/disk_file.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 
 struct DiskPagerOptions {
-  std::string directory;                     // an existing folder, on a local SSD
+  std::string directory;                      // an existing folder, on a local SSD
   int64_t buffer_bytes = int64_t{256} << 20;  // the most host memory for what is not on the disk alone
-  int read_ahead = 3;                        // how many tensors are read before they are asked for
-  int threads = 4;                           // reads and writes under way at a time
+  int read_ahead = 3;                         // how many tensors are read before they are asked for
+  int threads = 4;                            // reads and writes under way at a time
 };
 
 // Tensors whose data lie on a disk and come into memory when an operator uses them (ZeRO-Infinity's
@@ -59,7 +59,8 @@ class DiskPager : public Pager {
   class Hold {
    public:
     Hold() = default;
-    Hold(Hold&& other) noexcept : pager_(std::exchange(other.pager_, nullptr)), page_(other.page_), values_(std::move(other.values_)) {}
+    Hold(Hold&& other) noexcept
+        : pager_(std::exchange(other.pager_, nullptr)), page_(other.page_), values_(std::move(other.values_)) {}
     Hold& operator=(Hold&& other) noexcept;
     ~Hold() { release(); }
     // The same elements as an ordinary tensor.
@@ -79,8 +80,8 @@ class DiskPager : public Pager {
   // Starts to read the data, if there is room for them; returns at once.
   void read_ahead(const at::Tensor& tensor);
 
-  int64_t disk_bytes() const;         // claimed
-  int64_t buffer_bytes() const;       // host memory in use now
+  int64_t disk_bytes() const;    // claimed
+  int64_t buffer_bytes() const;  // host memory in use now
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // moved so far
   int64_t written_bytes() const { return written_bytes_; }
@@ -94,7 +95,7 @@ class DiskPager : public Pager {
   struct Entry {
     std::unique_ptr<Page> page;
     int64_t offset = 0;
-    int64_t bytes = 0;  // whole blocks
+    int64_t bytes = 0;    // whole blocks
     bool is_zero = true;  // never written: the disk has nothing yet
     State state = State::kOnDisk;
     at::Tensor buffer;  // the pool's
@@ -122,9 +123,9 @@ class DiskPager : public Pager {
   DiskFile file_;
   BufferPool pool_;
   std::vector<Entry> entries_;
-  std::list<int> recent_;    // resident, the latest last
-  std::deque<int> reading_;  // ahead, and not used yet; the oldest first
-  std::deque<int> writing_;  // the oldest first
+  std::list<int> recent_;                               // resident, the latest last
+  std::deque<int> reading_;                             // ahead, and not used yet; the oldest first
+  std::deque<int> writing_;                             // the oldest first
   std::map<std::thread::id, std::vector<int>> in_use_;  // by a thread's last operator
   int last_loaded_ = -1;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;

@@ -39,15 +39,23 @@ Page::State* state_of(const at::Tensor& tensor) {
 // Operators that neither read nor write data of their tensor arguments, nor check them against the
 // bounds of their storage, as even views do. _backward and set_data do a lot of other things.
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  static const std::unordered_set<std::string_view> names = {
-      "aten::detach",      "aten::detach_",     "aten::alias",     "aten::requires_grad_",
-      "aten::retain_grad", "aten::set_data",    "aten::_backward", "aten::is_leaf",
-      "aten::output_nr",   "aten::_version",    "aten::data",      "aten::is_same_size",
-      "aten::_has_compatible_shallow_copy_type"};
+  static const std::unordered_set<std::string_view> names = {"aten::detach",
+                                                             "aten::detach_",
+                                                             "aten::alias",
+                                                             "aten::requires_grad_",
+                                                             "aten::retain_grad",
+                                                             "aten::set_data",
+                                                             "aten::_backward",
+                                                             "aten::is_leaf",
+                                                             "aten::output_nr",
+                                                             "aten::_version",
+                                                             "aten::data",
+                                                             "aten::is_same_size",
+                                                             "aten::_has_compatible_shallow_copy_type"};
   // None of these makes a fresh tensor: most operators are told apart without a look-up by name.
   const auto& returns = schema.returns();
-  const bool makes_tensor = !returns.empty() && returns[0].alias_info() == nullptr &&
-                            returns[0].type()->kind() == c10::TypeKind::TensorType;
+  const bool makes_tensor =
+      !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;
   return (!makes_tensor || schema.name() == "aten::data") && names.contains(schema.name());
 }
 
@@ -175,7 +183,8 @@ Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id),
   state_->page = this;
   state_->name = std::move(name);
   storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), 0, at::DataPtr(nullptr, new std::shared_ptr<State>(state_), &delete_state, device),
+      c10::StorageImpl::use_byte_size_t(), 0,
+      at::DataPtr(nullptr, new std::shared_ptr<State>(state_), &delete_state, device),
       /*allocator=*/nullptr, /*resizable=*/false));
 }
 
@@ -196,8 +205,8 @@ at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayR
                       int64_t storage_offset) const {
   const at::TensorOptions options = at::TensorOptions().device(storage_.device()).dtype(dtype);
   const at::Tensor like = at::empty({0}, options);  // for the keys of an ordinary tensor of this kind
-  auto view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage_), like.key_set() | c10::DispatchKeySet(kPagedKey), like.dtype());
+  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_),
+                                                       like.key_set() | c10::DispatchKeySet(kPagedKey), like.dtype());
   view.unsafeGetTensorImpl()->set_storage_offset(storage_offset);
   view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return view;
@@ -229,7 +238,9 @@ void require_residency() {
   struct Probe : Pager {
     bool used = false;
     void use(const std::vector<Page*>&) override { used = true; }
-    void refuse(const Page& page, const at::Tensor&, const std::string&) override { throw std::logic_error(page.name()); }
+    void refuse(const Page& page, const at::Tensor&, const std::string&) override {
+      throw std::logic_error(page.name());
+    }
   };
   static const bool works = [] {
     Probe probe;

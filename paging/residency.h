@@ -68,7 +68,9 @@ class Page {
   // tells of writes to what this page is a copy of.
   void watch_version(const at::Tensor& source);
   bool is_stale() const { return state_->is_stale(); }
-  void accept_version() { state_->seen_version = state_->source ? state_->source->version_counter().current_version() : 0; }
+  void accept_version() {
+    state_->seen_version = state_->source ? state_->source->version_counter().current_version() : 0;
+  }
 
   // What the storages point to; shared with them, since they may outlive the page.
   struct State {

@@ -43,7 +43,9 @@ ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions
 ActivationOffload::~ActivationOffload() = default;
 
 std::unique_ptr<SavedInputs::Ticket> ActivationOffload::keep(const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes || tensor.numel() == 0) return nullptr;
+  if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
+      tensor.numel() == 0)
+    return nullptr;
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   auto kept = std::make_shared<Kept>();

@@ -7,15 +7,15 @@
 #include <memory>
 #include <mutex>
 
-#include "tessera/recompute/saved_inputs.h"
-#include "tessera/offload/copy_engine.h"
 #include "tessera/memory/pinned_pool.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/recompute/saved_inputs.h"
 
 namespace tessera {
 
 struct ActivationOffloadOptions {
   bool pin_memory = true;
-  int64_t host_limit_bytes = 0;         // 0: no bound
+  int64_t host_limit_bytes = 0;          // 0: no bound
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
   SimulatedLink simulated_link;          // on CPUs
 };

@@ -111,7 +111,8 @@ struct Part : torch::CustomClassHolder {
                   << outputs[i].second << " " << at::IntArrayRef(outputs[i].first);
     }
     if (!problem.str().empty())
-      throw std::logic_error("a checkpointed function gave other outputs when backward called it again: " + problem.str());
+      throw std::logic_error("a checkpointed function gave other outputs when backward called it again: " +
+                             problem.str());
   }
 };
 
@@ -154,14 +155,17 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
   static Tensors backward(AutogradContext* context, Tensors gradients) {
     if (c10::GradMode::is_enabled())
-      throw std::logic_error("backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated again");
+      throw std::logic_error(
+          "backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated "
+          "again");
     const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
     Tensors inputs;
     const Tensors saved = context->get_saved_variables();
     for (size_t i = 1; i < saved.size(); ++i) {
       const bool is_elsewhere = part->kept[i] != nullptr;
       const at::Tensor value = is_elsewhere ? part->kept[i]->fetch() : saved[i];
-      inputs.push_back(value.detach().set_requires_grad(is_elsewhere ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
+      inputs.push_back(
+          value.detach().set_requires_grad(is_elsewhere ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
     }
     const Tensors outputs = part->compute_again(inputs);
     Tensors roots, seeds;
@@ -190,7 +194,8 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
 }
 
-CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential, const WrapPolicy& policy) {
+CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential,
+                                                       const WrapPolicy& policy) {
   const auto children = sequential->named_children();
   size_t next = 0;
   for (const auto& child : children) {

@@ -110,7 +110,8 @@ DdpReducer::DdpReducer(std::vector<PlannedParameter> parameters, std::shared_ptr
   reducer_ = std::make_shared<c10d::Reducer>(
       trainable, std::move(buckets), process_group_over(std::move(comm)), std::vector<bool>(trainable.size(), false),
       cap_bytes, options.find_unused_parameters, options.gradient_as_bucket_view, std::move(names), first_bytes,
-      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false, std::vector<int64_t>{first_bytes, cap_bytes});
+      /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
+      std::vector<int64_t>{first_bytes, cap_bytes});
   logger_ = std::make_shared<c10d::Logger>(reducer_);
   reducer_->set_logger(logger_);
   reducer_->register_comm_hook(std::make_unique<TransportHook>(transport_));
@@ -129,7 +130,7 @@ void DdpReducer::expect_backward(const std::vector<at::Tensor>& outputs) {
   transport_->callback_queued = false;
   if (options_.static_graph && std::exchange(is_first_, false)) watch_first_backward(outputs);
   reducer_->prepare_for_backward(options_.find_unused_parameters && !options_.static_graph ? outputs
-                                                                                            : std::vector<at::Tensor>());
+                                                                                           : std::vector<at::Tensor>());
 }
 
 // With a static graph the Reducer only counts in the first backward, and wants to be told when that

@@ -17,14 +17,16 @@ std::string describe(const DdpOptions& options) {
   text << "bucket_cap_mb=" << options.bucket_cap_mb << " first_bucket_mb=" << options.first_bucket_mb
        << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
-       << " compression=" << static_cast<int>(options.compression) << " backend_all_reduce=" << options.backend_all_reduce;
+       << " compression=" << static_cast<int>(options.compression)
+       << " backend_all_reduce=" << options.backend_all_reduce;
   return text.str();
 }
 
 const DdpOptions& checked(const DdpOptions& options) {
   if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_mb > 0))
     throw std::invalid_argument("DdpOptions: bucket_cap_mb is " + std::to_string(options.bucket_cap_mb) +
-                                " and first_bucket_mb " + std::to_string(options.first_bucket_mb) + ", expected more than 0");
+                                " and first_bucket_mb " + std::to_string(options.first_bucket_mb) +
+                                ", expected more than 0");
   return options;
 }
 
@@ -75,7 +77,8 @@ void DdpModule::end_forward(const std::vector<at::Tensor>& tensors, bool complet
   if (!last_forward_synced_) return;
   if (!complete && (options_.find_unused_parameters || options_.static_graph))
     throw std::invalid_argument(
-        "DistributedDataParallel with find_unused_parameters or static_graph: what the module's forward returns is of a type "
+        "DistributedDataParallel with find_unused_parameters or static_graph: what the module's forward returns is of "
+        "a type "
         "whose tensors cannot be found; return a tensor, or tuples, vectors or maps of them");
   reducer_->expect_backward(tensors);
 }

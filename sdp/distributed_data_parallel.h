@@ -33,8 +33,8 @@ struct DdpOptions {
   // once, and modules may be computed again in backward (checkpointed).
   bool static_graph = false;
 
-  bool broadcast_buffers = true;    // before each forward that follows a reduced backward, from rank 0
-  bool sync_module_states = true;   // parameters and buffers from rank 0 at construction
+  bool broadcast_buffers = true;   // before each forward that follows a reduced backward, from rank 0
+  bool sync_module_states = true;  // parameters and buffers from rank 0 at construction
   GradientCompression compression = GradientCompression::kNone;
 
   // true: the backend's own all-reduce, whatever order it adds in; false: comm's, in rank order.

@@ -19,11 +19,17 @@ constexpr bool collect_tensors(const Output& output, std::vector<at::Tensor>& te
     return true;
   } else if constexpr (std::is_arithmetic_v<Output> || std::is_enum_v<Output>) {
     return true;
-  } else if constexpr (requires { output.has_value(); *output; }) {
+  } else if constexpr (requires {
+                         output.has_value();
+                         *output;
+                       }) {
     return !output.has_value() || collect_tensors(*output, tensors);
   } else if constexpr (requires { std::tuple_size<Output>::value; }) {
     return std::apply([&](const auto&... element) { return (... & collect_tensors(element, tensors)); }, output);
-  } else if constexpr (requires { output.begin()->key(); output.begin()->value(); }) {  // torch::OrderedDict
+  } else if constexpr (requires {
+                         output.begin()->key();
+                         output.begin()->value();
+                       }) {  // torch::OrderedDict
     bool known = true;
     for (const auto& entry : output) known = collect_tensors(entry.value(), tensors) && known;
     return known;
@@ -31,7 +37,10 @@ constexpr bool collect_tensors(const Output& output, std::vector<at::Tensor>& te
     bool known = true;
     for (const auto& entry : output) known = collect_tensors(entry.second, tensors) && known;
     return known;
-  } else if constexpr (requires { typename Output::value_type; output.begin() != output.end(); }) {
+  } else if constexpr (requires {
+                         typename Output::value_type;
+                         output.begin() != output.end();
+                       }) {
     bool known = true;
     for (const auto& element : output) known = collect_tensors(element, tensors) && known;
     return known;

@@ -34,8 +34,8 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 // if they lie otherwise.
 at::Tensor flattened(const at::Tensor& gradient, const at::Tensor& parameter) {
   if (gradient.layout() != at::kStrided || gradient.scalar_type() != parameter.scalar_type()) return {};
-  const bool alike = parameter.is_non_overlapping_and_dense() ? gradient.strides() == parameter.strides()
-                                                              : gradient.is_contiguous();
+  const bool alike =
+      parameter.is_non_overlapping_and_dense() ? gradient.strides() == parameter.strides() : gradient.is_contiguous();
   if (!alike) return {};
   return gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
 }
@@ -44,8 +44,8 @@ at::Tensor flattened(const at::Tensor& gradient, const at::Tensor& parameter) {
 
 // ---- plan --------------------------------------------------------------------------------------
 
-OwnerReducer::OwnerReducer(std::vector<PlannedParameter> parameters, OwnerOf owner_of, std::shared_ptr<Communicator> comm,
-                           Options options)
+OwnerReducer::OwnerReducer(std::vector<PlannedParameter> parameters, OwnerOf owner_of,
+                           std::shared_ptr<Communicator> comm, Options options)
     : parameters_(std::move(parameters)),
       owner_of_(std::move(owner_of)),
       comm_(std::move(comm)),
@@ -72,10 +72,11 @@ void OwnerReducer::refresh_trainable() {
 void OwnerReducer::install_hook(size_t parameter) {
   at::AutoGradMode recording(true);
   auto accumulator = torch::autograd::impl::grad_accumulator(parameters_[parameter].tensor);
-  accumulator->add_pre_hook(std::make_unique<GradientHook>([weak = weak_from_this(), parameter](const at::Tensor& gradient) {
-    const auto reducer = weak.lock();
-    return reducer ? reducer->gradient_arrived(parameter, gradient) : gradient;  // the wrapper is gone
-  }));
+  accumulator->add_pre_hook(
+      std::make_unique<GradientHook>([weak = weak_from_this(), parameter](const at::Tensor& gradient) {
+        const auto reducer = weak.lock();
+        return reducer ? reducer->gradient_arrived(parameter, gradient) : gradient;  // the wrapper is gone
+      }));
   states_[parameter].accumulator = std::move(accumulator);
 }
 
@@ -129,8 +130,9 @@ at::Tensor OwnerReducer::keep_own_sum(size_t parameter, const at::Tensor& gradie
 at::Tensor OwnerReducer::part_of(const at::Tensor& flat, size_t bucket, size_t member) const {
   const at::Tensor& parameter = parameters_[buckets_[bucket].members[member]].tensor;
   const at::Tensor part = flat.narrow(0, buckets_[bucket].offsets[member], parameter.numel());
-  return parameter.is_non_overlapping_and_dense() ? part.as_strided(parameter.sizes(), parameter.strides(), part.storage_offset())
-                                                  : part.view(parameter.sizes());
+  return parameter.is_non_overlapping_and_dense()
+             ? part.as_strided(parameter.sizes(), parameter.strides(), part.storage_offset())
+             : part.view(parameter.sizes());
 }
 
 at::Tensor OwnerReducer::place_of(const at::Tensor& flat, size_t parameter) const {
@@ -157,8 +159,8 @@ void OwnerReducer::make_room(size_t bucket) {
 bool OwnerReducer::becomes_gradient(size_t bucket) const {
   const ReduceBucket& plan = buckets_[bucket];
   return plan.owner == comm_->rank() && std::none_of(plan.members.begin(), plan.members.end(), [&](size_t parameter) {
-    return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
-  });
+           return parameters_[parameter].tensor.grad().defined() && states_[parameter].holds != Holds::kOwnSum;
+         });
 }
 
 void OwnerReducer::make_gradient(size_t bucket) {
@@ -218,7 +220,8 @@ void OwnerReducer::add(size_t parameter, const at::Tensor& gradient) {
   } else if (bucket.is_borrowed || bucket.is_gradient) {
     place.add_(gradient);
   } else {
-    bucket.flat = bucket.flat + flattened(gradient.clone(), parameters_[parameter].tensor);  // it is autograd's: not to be changed
+    bucket.flat = bucket.flat +
+                  flattened(gradient.clone(), parameters_[parameter].tensor);  // it is autograd's: not to be changed
   }
 }
 
@@ -341,7 +344,8 @@ void OwnerReducer::end_backward() {
   Quiet quiet;
   // Own sums of parameters that this backward did not reach are due now, too.
   for (size_t i = 0; i < parameters_.size(); ++i)
-    if (states_[i].trainable && states_[i].holds == Holds::kOwnSum && !contents_[states_[i].bucket].arrived[states_[i].member])
+    if (states_[i].trainable && states_[i].holds == Holds::kOwnSum &&
+        !contents_[states_[i].bucket].arrived[states_[i].member])
       deposit(i, {});
   while (started_ < buckets_.size()) start(started_++);
   const auto marks = exchange_marks();
@@ -356,7 +360,8 @@ void OwnerReducer::end_backward() {
 std::vector<uint8_t> OwnerReducer::exchange_marks() {
   at::Tensor marks = at::zeros({static_cast<int64_t>(states_.size())}, at::kByte);
   auto* bytes = marks.mutable_data_ptr<uint8_t>();
-  for (size_t i = 0; i < states_.size(); ++i) bytes[i] = states_[i].late.defined() ? kLate : states_[i].used ? kUsed : kUnused;
+  for (size_t i = 0; i < states_.size(); ++i)
+    bytes[i] = states_[i].late.defined() ? kLate : states_[i].used ? kUsed : kUnused;
   marks = marks.to(comm_->device());
   Pending exchange = comm_->all_reduce(marks, ReduceOp::kMax, "the end of backward");
   while (!in_flight_.empty()) finish_oldest();
@@ -428,13 +433,15 @@ void OwnerReducer::require_reduced() const {
   std::lock_guard lock(mutex_);
   if (comm_->size() == 1) return;
   if (in_backward_)
-    throw std::logic_error("a step on rank " + std::to_string(comm_->rank()) +
-                           " after a backward pass that failed: its gradients are incomplete; run forward and backward again");
+    throw std::logic_error(
+        "a step on rank " + std::to_string(comm_->rank()) +
+        " after a backward pass that failed: its gradients are incomplete; run forward and backward again");
   for (size_t i = 0; i < parameters_.size(); ++i)
     if (states_[i].holds == Holds::kOwnSum && parameters_[i].tensor.grad().defined())
-      throw std::logic_error("a step on rank " + std::to_string(comm_->rank()) + " while the gradient of parameter '" +
-                             parameters_[i].fqn +
-                             "' is this rank's own sum, made under no_sync(): run the last backward before a step outside it");
+      throw std::logic_error(
+          "a step on rank " + std::to_string(comm_->rank()) + " while the gradient of parameter '" +
+          parameters_[i].fqn +
+          "' is this rank's own sum, made under no_sync(): run the last backward before a step outside it");
 }
 
 }  // namespace tessera

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/unit_plan.h"
+#include "tessera/memory/buffer_pool.h"
 #include "tessera/sdp/reduce_plan.h"
 
 namespace tessera {
@@ -39,7 +39,8 @@ class OwnerReducer : public std::enable_shared_from_this<OwnerReducer> {
   };
   // `owner_of` is asked anew whenever requires_grad has changed; it may throw.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
-  OwnerReducer(std::vector<PlannedParameter> parameters, OwnerOf owner_of, std::shared_ptr<Communicator> comm, Options options);
+  OwnerReducer(std::vector<PlannedParameter> parameters, OwnerOf owner_of, std::shared_ptr<Communicator> comm,
+               Options options);
 
   void begin_forward();  // looks for changes of requires_grad; forgets a backward that has failed
   void expect_backward_of(const std::vector<at::Tensor>& outputs);
@@ -71,7 +72,7 @@ class OwnerReducer : public std::enable_shared_from_this<OwnerReducer> {
     std::vector<bool> arrived;  // by member, in this backward
     size_t missing = 0;
     bool started = false;
-    at::Tensor gradient;        // on the owner: memory of its parameters' gradients
+    at::Tensor gradient;  // on the owner: memory of its parameters' gradients
     std::vector<at::Tensor> views;
   };
   struct Flight {

@@ -21,10 +21,11 @@ struct Filling {
 
 }  // namespace
 
-std::vector<ReduceBucket> plan_reduction(const std::vector<ReducedParameter>& parameters, const std::vector<size_t>& order,
-                                         int64_t buffer_numel) {
+std::vector<ReduceBucket> plan_reduction(const std::vector<ReducedParameter>& parameters,
+                                         const std::vector<size_t>& order, int64_t buffer_numel) {
   if (buffer_numel < 0)
-    throw std::invalid_argument("reduce_buffer_size is " + std::to_string(buffer_numel) + " elements, expected 0 (off) or more");
+    throw std::invalid_argument("reduce_buffer_size is " + std::to_string(buffer_numel) +
+                                " elements, expected 0 (off) or more");
   std::vector<Filling> done;
   std::map<std::pair<int, at::ScalarType>, Filling> open;
   auto close = [&](Filling& filling) {

@@ -27,7 +27,7 @@ struct ReducedParameter {
 // owner and one dtype each; larger ones, and all if buffer_numel is 0, are a bucket of their own,
 // and travel without being copied. Pure.
 // Throws std::invalid_argument for buffer_numel < 0.
-std::vector<ReduceBucket> plan_reduction(const std::vector<ReducedParameter>& parameters, const std::vector<size_t>& order,
-                                         int64_t buffer_numel);
+std::vector<ReduceBucket> plan_reduction(const std::vector<ReducedParameter>& parameters,
+                                         const std::vector<size_t>& order, int64_t buffer_numel);
 
 }  // namespace tessera

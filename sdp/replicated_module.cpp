@@ -27,8 +27,8 @@ void check_parameter(const PlannedParameter& parameter, const Communicator& comm
     problem << "has no data: it is sharded by another wrapper";
   }
   if (!problem.str().empty())
-    throw std::invalid_argument(wrapper + ": parameter '" + parameter.fqn + "' on rank " + std::to_string(comm.rank()) + " " +
-                                problem.str());
+    throw std::invalid_argument(wrapper + ": parameter '" + parameter.fqn + "' on rank " + std::to_string(comm.rank()) +
+                                " " + problem.str());
 }
 
 }  // namespace

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/trace/trace.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/unit_plan.h"
+#include "tessera/trace/trace.h"
 
 namespace tessera {
 

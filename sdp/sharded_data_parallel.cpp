@@ -15,7 +15,8 @@ std::string describe(const SdpOptions& options) {
   std::ostringstream text;
   text << "reduce_buffer_size=" << options.reduce_buffer_size
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
-       << " broadcast_buffers=" << options.broadcast_buffers << " sync_models_at_startup=" << options.sync_models_at_startup;
+       << " broadcast_buffers=" << options.broadcast_buffers
+       << " sync_models_at_startup=" << options.sync_models_at_startup;
   return text.str();
 }
 
@@ -31,8 +32,8 @@ const SdpOptions& checked(const SdpOptions& options) {
 
 }  // namespace
 
-SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
-                     const SdpOptions& options)
+SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers,
+                     std::shared_ptr<Communicator> comm, const SdpOptions& options)
     : ReplicatedModule(module, std::move(comm), "ShardedDataParallel", describe(checked(options)),
                        options.sync_models_at_startup),
       options_(options),
@@ -68,10 +69,10 @@ int SdpModule::owner_of(const PlannedParameter& parameter) const {
     found = optimizer;
   }
   if (found == nullptr)
-    throw std::invalid_argument("ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" +
-                                parameter.fqn +
-                                "' requires a gradient but is in none of the optimizers, so that no rank owns it: add it to "
-                                "one, or freeze it");
+    throw std::invalid_argument(
+        "ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" + parameter.fqn +
+        "' requires a gradient but is in none of the optimizers, so that no rank owns it: add it to "
+        "one, or freeze it");
   return found->owner(parameter.tensor);
 }
 
@@ -90,7 +91,8 @@ double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_
   for (const PlannedParameter& parameter : planned_parameters()) {
     if (!parameter.tensor.grad().defined()) continue;
     for (const ShardedOptimizer* optimizer : optimizers_)
-      if (optimizer->has(parameter.tensor) && optimizer->owns(parameter.tensor)) owned.push_back(parameter.tensor.grad());
+      if (optimizer->has(parameter.tensor) && optimizer->owns(parameter.tensor))
+        owned.push_back(parameter.tensor.grad());
   }
   return clip_shards_by_norm(owned, max_norm, norm_type, error_if_nonfinite, *comm());
 }
@@ -112,7 +114,8 @@ void SdpModule::reset_peak_memory() { reducer_->reset_peak(); }
 void SdpModule::begin_forward() {
   trace_forward_begins();
   reducer_->begin_forward();
-  if (options_.broadcast_buffers && c10::GradMode::is_enabled() && reducer_->sync() && has_buffers()) broadcast_buffers();
+  if (options_.broadcast_buffers && c10::GradMode::is_enabled() && reducer_->sync() && has_buffers())
+    broadcast_buffers();
 }
 
 void SdpModule::end_forward(const std::vector<at::Tensor>& tensors) {

@@ -22,8 +22,8 @@ struct SdpOptions {
   // What gradients travel in, kHalf or kBFloat16 say (added in fp32, rounded again). Empty: as they are.
   std::optional<at::ScalarType> reduce_dtype;
 
-  bool broadcast_buffers = true;        // before each forward that trains, from rank 0
-  bool sync_models_at_startup = true;   // parameters and buffers from rank 0 at construction
+  bool broadcast_buffers = true;       // before each forward that trains, from rank 0
+  bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
 };
 
 class OwnerReducer;
@@ -84,7 +84,8 @@ class ShardedDataParallel : public SdpModule {
  public:
   // Collective. Throws std::invalid_argument if ranks differ in the model or the options (the
   // first difference, by name), and for a trainable parameter that no optimizer has, or two.
-  ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm, SdpOptions options = {})
+  ShardedDataParallel(Holder module, ShardedOptimizer& optimizer, std::shared_ptr<Communicator> comm,
+                      SdpOptions options = {})
       : ShardedDataParallel(std::move(module), std::vector<ShardedOptimizer*>{&optimizer}, std::move(comm), options) {}
   ShardedDataParallel(Holder module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
                       SdpOptions options = {})

@@ -35,10 +35,13 @@ bool is_in_flight(SpanKind kind) { return kind == SpanKind::kGather || kind == S
 
 std::string name_of_line(int line) {
   if (line == 0) return "thread of the rank";
-  return line < kReduceLines ? "gathers " + std::to_string(line - kGatherLines + 1) : "reduces " + std::to_string(line - kReduceLines + 1);
+  return line < kReduceLines ? "gathers " + std::to_string(line - kGatherLines + 1)
+                             : "reduces " + std::to_string(line - kReduceLines + 1);
 }
 
-double microseconds(Trace::Clock::duration duration) { return std::chrono::duration<double, std::micro>(duration).count(); }
+double microseconds(Trace::Clock::duration duration) {
+  return std::chrono::duration<double, std::micro>(duration).count();
+}
 
 // The lock is held as long as the object lives, by one process of the host.
 class LockedFile {
@@ -65,7 +68,7 @@ Trace* Trace::make() noexcept {
   const char* path = std::getenv("TESSERA_TRACE");
   if (path == nullptr || *path == '\0') return nullptr;
   static auto* const trace = new Trace(path);  // lives as long as the process: destructors of others may still add
-  ::unlink(path);  // an earlier run's
+  ::unlink(path);                              // an earlier run's
   std::atexit([] {
     try {
       trace->write();
@@ -83,7 +86,8 @@ void Trace::set_rank_of_process(int rank) noexcept {
   active();
 }
 
-void Trace::add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin, Clock::time_point end) {
+void Trace::add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin,
+                Clock::time_point end) {
   const int rank = rank_of_thread >= 0 ? rank_of_thread : rank_of_process.load();
   std::lock_guard lock(mutex_);
   if (spans_.size() >= kMaxSpans) {
@@ -103,7 +107,8 @@ void Trace::write() {
     int line = 0;
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
-      for (auto taken = lines.find({span.rank, line}); taken != lines.end() && taken->second > span.begin; taken = lines.find({span.rank, line}))
+      for (auto taken = lines.find({span.rank, line}); taken != lines.end() && taken->second > span.begin;
+           taken = lines.find({span.rank, line}))
         ++line;
     }
     lines[{span.rank, line}] = span.end;
@@ -118,7 +123,8 @@ void Trace::write() {
     events.push_back(std::move(event));
   }
   for (const auto& [key, end] : lines) {
-    if (key.second == 0) events.push_back(name_event("process_name", key.first, 0, "rank " + std::to_string(key.first)));
+    if (key.second == 0)
+      events.push_back(name_event("process_name", key.first, 0, "rank " + std::to_string(key.first)));
     events.push_back(name_event("thread_name", key.first, key.second, name_of_line(key.second)));
   }
 

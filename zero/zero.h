@@ -111,7 +111,9 @@ class Zero : public ModelShards {
 
   // After loss.backward(): one step of the optimizer. Collective in stages 1 and 2, so call it on
   // all ranks alike.
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) { return optimizer_->step(std::move(closure)); }
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
+    return optimizer_->step(std::move(closure));
+  }
   void zero_grad(bool set_to_none = true) {
     with_wrapper([&](auto& wrapper) { wrapper.zero_grad(set_to_none); });
   }
@@ -119,7 +121,8 @@ class Zero : public ModelShards {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
-    return with_wrapper([&](auto& wrapper) { return wrapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite); });
+    return with_wrapper(
+        [&](auto& wrapper) { return wrapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite); });
   }
   Scope no_sync() {
     return with_wrapper([](auto& wrapper) { return wrapper.no_sync(); });
@@ -171,7 +174,8 @@ class Zero : public ModelShards {
 
   ZeroOptions::Parameters module_parameters() const {
     ZeroOptions::Parameters parameters;
-    for (const PlannedParameter& parameter : registered_parameters(*module_)) parameters.insert(parameter.fqn, parameter.tensor);
+    for (const PlannedParameter& parameter : registered_parameters(*module_))
+      parameters.insert(parameter.fqn, parameter.tensor);
     return parameters;
   }
   static ZeroOptions::Groups groups_of(const ZeroOptions& zero, const ZeroOptions::Parameters& parameters) {
@@ -181,7 +185,8 @@ class Zero : public ModelShards {
     return groups;
   }
   template <class Made, class... Arguments>
-  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const ZeroOptions& zero, const Arguments&... arguments) const {
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const ZeroOptions& zero,
+                                                          const Arguments&... arguments) const {
     return std::make_unique<Made>(groups_of(zero, named_parameters()), arguments...);
   }
 
@@ -203,9 +208,11 @@ class Zero : public ModelShards {
 // optimizers that work on each element by itself. Collective. Throws std::invalid_argument for a
 // stage other than 0 to 3, and what the stage's wrappers throw.
 template <class Optimizer = void, class Holder, class Options>
-auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero_options = {}) {
+auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
+          const ZeroOptions& zero_options = {}) {
   if constexpr (std::is_void_v<Optimizer>) {
-    return Zero<Holder, typename OptimizerOfOptions<Options>::type>(std::move(module), options, std::move(comm), zero_options);
+    return Zero<Holder, typename OptimizerOfOptions<Options>::type>(std::move(module), options, std::move(comm),
+                                                                    zero_options);
   } else {
     return Zero<Holder, Optimizer>(std::move(module), options, std::move(comm), zero_options);
   }

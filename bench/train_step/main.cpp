@@ -16,16 +16,22 @@ namespace {
 
 void print(const nlohmann::ordered_json& line) {
   const auto mib = [&](const char* field) { return line[field].get<double>() / (1 << 20); };
-  std::printf("%s, %s, %d ranks: median %.1f ms a step (slowest rank; min %.1f), of which waiting %.1f; processor %.1f\n",
-              line["model"].get<std::string>().c_str(), line["wrapper"].get<std::string>().c_str(), line["ranks"].get<int>(),
-              line["step_s_median"].get<double>() * 1e3, line["step_s_min"].get<double>() * 1e3,
-              line["comm_wait_s"].get<double>() * 1e3, line["cpu_s"].get<double>() * 1e3);
-  std::printf("held, MiB: parameters %.1f, gradients %.1f, optimizer %.1f, gathered at most %.1f, buckets at most %.1f; RSS %.1f, at most %.1f\n",
-              mib("param_bytes"), mib("grad_bytes"), mib("optimizer_bytes"), mib("peak_gathered_bytes"), mib("peak_bucket_bytes"),
-              mib("rss_before_bytes"), mib("rss_peak_bytes"));
-  std::printf("sent a step: %.1f MiB, %.3f of the parameters; %.0f collectives; %.0f page faults; loss %.6f, parameter sum %.9g\n",
-              mib("sent_bytes"), line["sent_bytes"].get<double>() / line["model_bytes"].get<double>(),
-              line["collectives"].get<double>(), line["page_faults"].get<double>(), line["loss"].get<double>(), line["param_sum"].get<double>());
+  std::printf(
+      "%s, %s, %d ranks: median %.1f ms a step (slowest rank; min %.1f), of which waiting %.1f; processor %.1f\n",
+      line["model"].get<std::string>().c_str(), line["wrapper"].get<std::string>().c_str(), line["ranks"].get<int>(),
+      line["step_s_median"].get<double>() * 1e3, line["step_s_min"].get<double>() * 1e3,
+      line["comm_wait_s"].get<double>() * 1e3, line["cpu_s"].get<double>() * 1e3);
+  std::printf(
+      "held, MiB: parameters %.1f, gradients %.1f, optimizer %.1f, gathered at most %.1f, buckets at most %.1f; RSS "
+      "%.1f, at most %.1f\n",
+      mib("param_bytes"), mib("grad_bytes"), mib("optimizer_bytes"), mib("peak_gathered_bytes"),
+      mib("peak_bucket_bytes"), mib("rss_before_bytes"), mib("rss_peak_bytes"));
+  std::printf(
+      "sent a step: %.1f MiB, %.3f of the parameters; %.0f collectives; %.0f page faults; loss %.6f, parameter sum "
+      "%.9g\n",
+      mib("sent_bytes"), line["sent_bytes"].get<double>() / line["model_bytes"].get<double>(),
+      line["collectives"].get<double>(), line["page_faults"].get<double>(), line["loss"].get<double>(),
+      line["param_sum"].get<double>());
 }
 
 }  // namespace

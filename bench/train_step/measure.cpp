@@ -61,9 +61,14 @@ rusage used_so_far() {
 double page_faults() { return static_cast<double>(used_so_far().ru_minflt); }
 
 nlohmann::ordered_json settings(const Options& options, int ranks) {
-  nlohmann::ordered_json line = {{"model", options.model},         {"wrapper", options.wrapper}, {"ranks", ranks},
-                                 {"batch", options.batch},         {"steps", options.steps},     {"warmup", options.warmup},
-                                 {"threads", options.threads},     {"dtype", options.dtype == at::kFloat ? "float32" : "bfloat16"},
+  nlohmann::ordered_json line = {{"model", options.model},
+                                 {"wrapper", options.wrapper},
+                                 {"ranks", ranks},
+                                 {"batch", options.batch},
+                                 {"steps", options.steps},
+                                 {"warmup", options.warmup},
+                                 {"threads", options.threads},
+                                 {"dtype", options.dtype == at::kFloat ? "float32" : "bfloat16"},
                                  {"optimizer", options.optimizer}};
   if (options.model != "mlp") line["layers"] = options.layers, line["width"] = options.width;
   if (options.model == "gpt")
@@ -75,7 +80,9 @@ nlohmann::ordered_json settings(const Options& options, int ranks) {
 
 double cpu_seconds() {
   const rusage usage = used_so_far();
-  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec); };
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
@@ -105,15 +112,28 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
   const tessera::Traffic after = comm->traffic();
   const tessera::MemoryReport report = trainer->memory();
   const double steps = options.steps;
-  enum Column { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCollectives, kWait, kCpu, kFaults };
-  const OverRanks figures(*comm, {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
-                                  static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
-                                  static_cast<double>(report.peak_bucket_bytes), rss_before,
-                                  static_cast<double>(resident_bytes("VmHWM:")),
-                                  static_cast<double>(after.sent_bytes - before.sent_bytes) / steps,
-                                  static_cast<double>(after.collectives - before.collectives) / steps,
-                                  (after.wait_s - before.wait_s) / steps, (cpu_after - cpu_before) / steps,
-                                  (faults_after - faults_before) / steps});
+  enum Column {
+    kParam,
+    kGrad,
+    kOptimizer,
+    kGathered,
+    kBucket,
+    kRssBefore,
+    kRssPeak,
+    kSent,
+    kCollectives,
+    kWait,
+    kCpu,
+    kFaults
+  };
+  const OverRanks figures(
+      *comm,
+      {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
+       static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
+       static_cast<double>(report.peak_bucket_bytes), rss_before, static_cast<double>(resident_bytes("VmHWM:")),
+       static_cast<double>(after.sent_bytes - before.sent_bytes) / steps,
+       static_cast<double>(after.collectives - before.collectives) / steps, (after.wait_s - before.wait_s) / steps,
+       (cpu_after - cpu_before) / steps, (faults_after - faults_before) / steps});
   const auto most = figures.most(), mean = figures.mean();
   const auto slowest = OverRanks(*comm, step_s).most();
   losses = OverRanks(*comm, losses).mean();

@@ -12,9 +12,11 @@ constexpr int64_t kDataStream = 1 << 20;  // above it data, below it parameters
 class GptModelImpl : public ModelImpl {
  public:
   explicit GptModelImpl(const Options& options)
-      : gpt_(register_module("gpt", train_gpt::Gpt(train_gpt::GptOptions{
-                                        .vocabulary = options.vocabulary, .layers = options.layers, .width = options.width,
-                                        .heads = options.heads, .context = options.context}))) {}
+      : gpt_(register_module("gpt", train_gpt::Gpt(train_gpt::GptOptions{.vocabulary = options.vocabulary,
+                                                                         .layers = options.layers,
+                                                                         .width = options.width,
+                                                                         .heads = options.heads,
+                                                                         .context = options.context}))) {}
   at::Tensor forward(const at::Tensor& inputs, const at::Tensor& targets) override {
     const auto logits = gpt_->forward(inputs);
     return torch::nn::functional::cross_entropy(logits.flatten(0, 1), targets.flatten());
@@ -95,7 +97,8 @@ void set_values(const Options& options, const std::vector<tessera::NamedShard>& 
   for (const tessera::NamedShard& shard : shards) {
     // Matrices of a variance that keeps activations' about as it is; norms near 1; biases small.
     const bool is_matrix = shard.sizes.size() == 2;
-    const double scale = is_matrix ? std::sqrt((options.model == "deep" ? 6.0 : 3.0) / static_cast<double>(shard.sizes[1])) : 0.02;
+    const double scale =
+        is_matrix ? std::sqrt((options.model == "deep" ? 6.0 : 3.0) / static_cast<double>(shard.sizes[1])) : 0.02;
     const double shift = !is_matrix && shard.fqn.ends_with("weight") ? 1.0 : 0.0;
     const auto held = torch::empty({shard.held.numel()}, torch::kFloat);
     auto* element = held.mutable_data_ptr<float>();
@@ -118,7 +121,8 @@ Batch make_batch(const Options& options, int rank) {
 }
 
 bool is_unit(const Options& options, const torch::nn::Module& module) {
-  return options.model == "gpt" ? module.as<train_gpt::BlockImpl>() != nullptr : module.as<torch::nn::LinearImpl>() != nullptr;
+  return options.model == "gpt" ? module.as<train_gpt::BlockImpl>() != nullptr
+                                : module.as<torch::nn::LinearImpl>() != nullptr;
 }
 
 }  // namespace train_step

@@ -18,7 +18,8 @@ void check_choice(const char* flag, const std::string& value, const std::vector<
 
 void check_least(const char* flag, int64_t value, int64_t least) {
   if (value < least)
-    throw po::error(std::string("--") + flag + " must be at least " + std::to_string(least) + ", got " + std::to_string(value));
+    throw po::error(std::string("--") + flag + " must be at least " + std::to_string(least) + ", got " +
+                    std::to_string(value));
 }
 
 // The sizes of docs/benchmarks.md.
@@ -27,7 +28,8 @@ void fill_in(Options& options) {
     const char* model;
     int64_t batch, layers, width;
   };
-  for (const Sizes& sizes : {Sizes{"gpt", 4, 6, 384}, Sizes{"deep", 8, 48, 512}, Sizes{"recipe", 20, 20, 2000}, Sizes{"mlp", 16, 2, 256}}) {
+  for (const Sizes& sizes :
+       {Sizes{"gpt", 4, 6, 384}, Sizes{"deep", 8, 48, 512}, Sizes{"recipe", 20, 20, 2000}, Sizes{"mlp", 16, 2, 256}}) {
     if (options.model != sizes.model) continue;
     if (options.batch == 0) options.batch = sizes.batch;
     if (options.layers == 0) options.layers = sizes.layers;
@@ -53,7 +55,8 @@ void check(const Options& options) {
   if (options.model == "mlp" && (options.layers != 2 || options.width != 256))
     throw po::error("--layers and --width: the mlp is 256-128-10, as in examples/stages; take deep for other sizes");
   if (options.model == "gpt" && options.width % options.heads != 0)
-    throw po::error("--width " + std::to_string(options.width) + " does not divide into --heads " + std::to_string(options.heads));
+    throw po::error("--width " + std::to_string(options.width) + " does not divide into --heads " +
+                    std::to_string(options.heads));
 }
 
 }  // namespace
@@ -63,26 +66,30 @@ std::optional<Options> parse(int argc, char** argv) {
   std::string dtype = "float32";
   bool no_reshard = false, whole = false;
   po::options_description all("train_step: how long one training step takes, what it holds and what it sends");
-  all.add_options()("help,h", "this text")
-      ("model", po::value(&options.model)->default_value(options.model), "gpt, deep, recipe or mlp")
-      ("wrapper", po::value(&options.wrapper)->default_value(options.wrapper),
-       "local (each rank by itself), ddp, oss (with ddp), sdp (with oss) or fsdp")
-      ("optimizer", po::value(&options.optimizer)->default_value(options.optimizer), "adam (fused) or sgd")
-      ("ranks", po::value(&options.ranks)->default_value(options.ranks), "processes to start; under a launcher its ranks are taken")
-      ("batch", po::value(&options.batch), "rows, or sequences, of each rank; default: gpt 4, deep 8, recipe 20, mlp 16")
-      ("steps", po::value(&options.steps)->default_value(options.steps), "timed steps")
-      ("warmup", po::value(&options.warmup)->default_value(options.warmup), "steps before these")
-      ("threads", po::value(&options.threads)->default_value(options.threads), "intra-operator threads of each rank")
-      ("dtype", po::value(&dtype)->default_value(dtype), "float32 or bfloat16: parameters, gradients and computation")
-      ("layers", po::value(&options.layers), "or --count: blocks of gpt (6), linear layers of deep (48) and recipe (20)")
-      ("width", po::value(&options.width), "features: gpt 384, deep 512, recipe 2000")
-      ("heads", po::value(&options.heads)->default_value(options.heads), "of gpt")
-      ("context", po::value(&options.context)->default_value(options.context), "tokens in a sequence of gpt")
-      ("vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt")
-      ("prefetch", po::value(&options.prefetch)->default_value(options.prefetch), "of fsdp: units gathered ahead")
-      ("no-reshard", po::bool_switch(&no_reshard), "of fsdp: units stay gathered from forward to backward")
-      ("whole", po::bool_switch(&whole), "of fsdp: make the model whole on each rank, then shard it; default: unit by unit")
-      ("json", po::bool_switch(&options.json), "one line of JSON instead of text");
+  all.add_options()("help,h", "this text")("model", po::value(&options.model)->default_value(options.model),
+                                           "gpt, deep, recipe or mlp")(
+      "wrapper", po::value(&options.wrapper)->default_value(options.wrapper),
+      "local (each rank by itself), ddp, oss (with ddp), sdp (with oss) or fsdp")(
+      "optimizer", po::value(&options.optimizer)->default_value(options.optimizer), "adam (fused) or sgd")(
+      "ranks", po::value(&options.ranks)->default_value(options.ranks),
+      "processes to start; under a launcher its ranks are taken")(
+      "batch", po::value(&options.batch),
+      "rows, or sequences, of each rank; default: gpt 4, deep 8, recipe 20, mlp 16")(
+      "steps", po::value(&options.steps)->default_value(options.steps), "timed steps")(
+      "warmup", po::value(&options.warmup)->default_value(options.warmup), "steps before these")(
+      "threads", po::value(&options.threads)->default_value(options.threads), "intra-operator threads of each rank")(
+      "dtype", po::value(&dtype)->default_value(dtype), "float32 or bfloat16: parameters, gradients and computation")(
+      "layers", po::value(&options.layers),
+      "or --count: blocks of gpt (6), linear layers of deep (48) and recipe (20)")(
+      "width", po::value(&options.width), "features: gpt 384, deep 512, recipe 2000")(
+      "heads", po::value(&options.heads)->default_value(options.heads), "of gpt")(
+      "context", po::value(&options.context)->default_value(options.context), "tokens in a sequence of gpt")(
+      "vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt")(
+      "prefetch", po::value(&options.prefetch)->default_value(options.prefetch), "of fsdp: units gathered ahead")(
+      "no-reshard", po::bool_switch(&no_reshard), "of fsdp: units stay gathered from forward to backward")(
+      "whole", po::bool_switch(&whole),
+      "of fsdp: make the model whole on each rank, then shard it; default: unit by unit")(
+      "json", po::bool_switch(&options.json), "one line of JSON instead of text");
   po::variables_map values;
   std::vector<std::string> arguments(argv + 1, argv + argc);
   for (auto& argument : arguments)  // Boost knows one long name an option

@@ -11,26 +11,26 @@ namespace train_step {
 
 // What one run measures. Sizes that are not given are the model's own.
 struct Options {
-  std::string model = "gpt";      // gpt, deep, recipe, mlp
-  std::string wrapper = "fsdp";   // local, ddp, oss, sdp, fsdp
-  std::string optimizer = "adam"; // adam: fused; sgd: torch::optim::SGD
+  std::string model = "gpt";       // gpt, deep, recipe, mlp
+  std::string wrapper = "fsdp";    // local, ddp, oss, sdp, fsdp
+  std::string optimizer = "adam";  // adam: fused; sgd: torch::optim::SGD
   int ranks = 2;
-  int64_t batch = 0;              // rows (sequences) a rank
-  int steps = 10;                 // timed, after `warmup` ones
+  int64_t batch = 0;  // rows (sequences) a rank
+  int steps = 10;     // timed, after `warmup` ones
   int warmup = 3;
-  int threads = 1;                // intra-operator threads of each rank
+  int threads = 1;                    // intra-operator threads of each rank
   at::ScalarType dtype = at::kFloat;  // of parameters, inputs and gradients
   bool json = false;
 
-  int64_t layers = 0;             // blocks of gpt, linear layers of deep and recipe
+  int64_t layers = 0;  // blocks of gpt, linear layers of deep and recipe
   int64_t width = 0;
-  int64_t heads = 6;              // of gpt
-  int64_t context = 128;          // tokens in a sequence of gpt
-  int64_t vocabulary = 256;       // of gpt
+  int64_t heads = 6;         // of gpt
+  int64_t context = 128;     // tokens in a sequence of gpt
+  int64_t vocabulary = 256;  // of gpt
 
-  int prefetch = 1;               // FsdpOptions
+  int prefetch = 1;  // FsdpOptions
   bool reshard = true;
-  bool deferred = true;           // fsdp: the model is never whole in memory
+  bool deferred = true;  // fsdp: the model is never whole in memory
 };
 
 // The command line, with sizes filled in; none if it asked for help, which has been printed then.

@@ -9,7 +9,8 @@ namespace {
 int64_t bytes_of(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+      bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 
@@ -50,7 +51,8 @@ class Local : public Trainer {
     std::vector<tessera::NamedShard> shards;
     for (const auto& entry : model_->named_parameters()) {
       const at::Tensor& parameter = entry.value();
-      shards.push_back({entry.key(), {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter});
+      shards.push_back(
+          {entry.key(), {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter});
     }
     return shards;
   }
@@ -111,9 +113,11 @@ std::unique_ptr<Trainer> make_trainer(const Options& options, const std::shared_
   } else {
     Model made = options.wrapper == "fsdp" && options.deferred ? tessera::deferred(model) : model();
     if (options.optimizer == "adam") {
-      trainer = std::make_unique<Wrapped<tessera::Adam>>(made, torch::optim::AdamOptions(1e-3), comm, zero_options(options));
+      trainer =
+          std::make_unique<Wrapped<tessera::Adam>>(made, torch::optim::AdamOptions(1e-3), comm, zero_options(options));
     } else {
-      trainer = std::make_unique<Wrapped<torch::optim::SGD>>(made, torch::optim::SGDOptions(1e-2), comm, zero_options(options));
+      trainer = std::make_unique<Wrapped<torch::optim::SGD>>(made, torch::optim::SGDOptions(1e-2), comm,
+                                                             zero_options(options));
     }
   }
   set_values(options, trainer->shards());

@@ -51,7 +51,8 @@ void train(const Options& options, const std::shared_ptr<tessera::Communicator>&
     model.zero_grad();
     auto mean = loss.detach().clone();
     comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
-    if (comm->rank() == 0) std::printf("step %3lld  loss %.9g\n", static_cast<long long>(step + 1), mean.item<double>());
+    if (comm->rank() == 0)
+      std::printf("step %3lld  loss %.9g\n", static_cast<long long>(step + 1), mean.item<double>());
   }
 
   const torch::NoGradGuard no_grad;
@@ -68,8 +69,9 @@ void train(const Options& options, const std::shared_ptr<tessera::Communicator>&
 Options parse(int argc, char** argv) {
   Options options;
   po::options_description all("stages");
-  all.add_options()("help", "this text")("stage", po::value(&options.stage)->default_value(options.stage),
-                                         "what is split over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")(
+  all.add_options()("help", "this text")(
+      "stage", po::value(&options.stage)->default_value(options.stage),
+      "what is split over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters")(
       "ranks", po::value(&options.ranks)->default_value(options.ranks),
       "processes to start; under a launcher its ranks are taken")(
       "steps", po::value(&options.steps)->default_value(options.steps), "steps to train")(
@@ -81,8 +83,10 @@ Options parse(int argc, char** argv) {
     std::cout << all;
     std::exit(0);
   }
-  if (options.stage < 0 || options.stage > 3) throw po::error("--stage must be 0 to 3, got " + std::to_string(options.stage));
-  if (options.ranks < 1 || options.steps < 1 || options.batch < 1) throw po::error("--ranks, --steps and --batch must be at least 1");
+  if (options.stage < 0 || options.stage > 3)
+    throw po::error("--stage must be 0 to 3, got " + std::to_string(options.stage));
+  if (options.ranks < 1 || options.steps < 1 || options.batch < 1)
+    throw po::error("--ranks, --steps and --batch must be at least 1");
   return options;
 }
 

@@ -41,18 +41,20 @@ int64_t Checkpoints::resume() {
   }
   const auto extra = tessera::load_checkpoint(path, model_.shards(), model_.optimizer());
   const auto own = run_description();
-  if (!extra.contains("run") || !extra.contains("step")) throw OptionsError("--resume: " + path + " is not of a run of train_gpt");
+  if (!extra.contains("run") || !extra.contains("step"))
+    throw OptionsError("--resume: " + path + " is not of a run of train_gpt");
   for (const auto& [name, value] : own.items())
     if (extra["run"].value(name, nlohmann::json()) != value)
-      throw OptionsError("--resume: " + path + " is of a run with " + name + " " + extra["run"].value(name, nlohmann::json()).dump() +
-                         ", this has " + value.dump() + " (sequences_per_step is ranks * batch * accumulate)");
+      throw OptionsError("--resume: " + path + " is of a run with " + name + " " +
+                         extra["run"].value(name, nlohmann::json()).dump() + ", this has " + value.dump() +
+                         " (sequences_per_step is ranks * batch * accumulate)");
   return extra["step"].get<int64_t>();
 }
 
 void Checkpoints::after_step(int64_t step) {
   if (options_.save_every == 0 || (step % options_.save_every != 0 && step != options_.steps)) return;
-  pending_ = tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(), model_.optimizer(),
-                                            {{"step", step}, {"run", run_description()}},
+  pending_ = tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(),
+                                            model_.optimizer(), {{"step", step}, {"run", run_description()}},
                                             {.keep_last = static_cast<int>(options_.keep)});
 }
 

@@ -26,8 +26,7 @@ std::string read_bytes(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) fail(path, "cannot be read");
   std::string bytes(fs::file_size(path), '\0');
-  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size())))
-    fail(path, "cannot be read to its end");
+  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) fail(path, "cannot be read to its end");
   return bytes;
 }
 
@@ -57,8 +56,7 @@ bool hidden(const fs::path& path) { return path.filename().string().starts_with(
 
 std::vector<fs::path> files_below(const fs::path& directory) {
   std::vector<fs::path> files;
-  for (auto it = fs::recursive_directory_iterator(directory); it != fs::recursive_directory_iterator();
-       ++it) {
+  for (auto it = fs::recursive_directory_iterator(directory); it != fs::recursive_directory_iterator(); ++it) {
     if (hidden(it->path())) {
       if (it->is_directory()) it.disable_recursion_pending();
     } else if (it->is_regular_file()) {
@@ -103,13 +101,12 @@ size_t token_offset_bytes(const fs::path& path, const std::string& bytes) {
   if (header[0] != kLlmcMagic) return 0;
   if (bytes.size() < kLlmcHeaderBytes) fail(path, "ends within llm.c's header");
   if (header[1] != kLlmcUint16Version) {
-    fail(path, "has llm.c's header of version " + std::to_string(header[1]) +
-                   "; only version 1, 16-bit tokens, is read");
+    fail(path,
+         "has llm.c's header of version " + std::to_string(header[1]) + "; only version 1, 16-bit tokens, is read");
   }
   const auto tokens = (bytes.size() - kLlmcHeaderBytes) / sizeof(uint16_t);
   if (tokens != static_cast<size_t>(header[2])) {
-    fail(path,
-         "holds " + std::to_string(tokens) + " tokens, but its header says " + std::to_string(header[2]));
+    fail(path, "holds " + std::to_string(tokens) + " tokens, but its header says " + std::to_string(header[2]));
   }
   return kLlmcHeaderBytes;
 }
@@ -119,8 +116,7 @@ Corpus read_token_file(const fs::path& path) {
   const auto offset = token_offset_bytes(path, bytes);
   const auto body = bytes.size() - offset;
   if (body == 0) fail(path, "holds no tokens");
-  if (body % sizeof(uint16_t) != 0)
-    fail(path, "has an odd number of bytes, so it does not hold 16-bit tokens");
+  if (body % sizeof(uint16_t) != 0) fail(path, "has an odd number of bytes, so it does not hold 16-bit tokens");
   Corpus corpus;
   corpus.tokens.resize(body / sizeof(uint16_t));
   std::memcpy(corpus.tokens.data(), bytes.data() + offset, body);
@@ -129,17 +125,13 @@ Corpus read_token_file(const fs::path& path) {
   return corpus;
 }
 
-size_t train_numel(const std::vector<uint16_t>& tokens) {
-  return tokens.size() - tokens.size() / kValidationShare;
-}
+size_t train_numel(const std::vector<uint16_t>& tokens) { return tokens.size() - tokens.size() / kValidationShare; }
 
 }  // namespace
 
 std::span<const uint16_t> Corpus::train() const { return std::span(tokens).first(train_numel(tokens)); }
 
-std::span<const uint16_t> Corpus::validation() const {
-  return std::span(tokens).subspan(train_numel(tokens));
-}
+std::span<const uint16_t> Corpus::validation() const { return std::span(tokens).subspan(train_numel(tokens)); }
 
 Corpus read_corpus(const fs::path& path) {
   if (!fs::exists(path)) fail(path, "does not exist");
@@ -153,8 +145,8 @@ void check_length(const Corpus& corpus, int64_t context) {
   const auto check = [&](std::span<const uint16_t> part, const char* name) {
     if (static_cast<int64_t>(part.size()) > context) return;
     throw std::runtime_error("data " + corpus.description + ": its " + name + " part has " +
-                             std::to_string(part.size()) + " tokens; a context of " +
-                             std::to_string(context) + " needs at least " + std::to_string(context + 1));
+                             std::to_string(part.size()) + " tokens; a context of " + std::to_string(context) +
+                             " needs at least " + std::to_string(context + 1));
   };
   check(corpus.train(), "training");
   check(corpus.validation(), "validation");

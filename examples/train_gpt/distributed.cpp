@@ -20,12 +20,14 @@ tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, cons
 
 template <class AdamW>
 DistributedModel<AdamW>::DistributedModel(Gpt model, const torch::optim::AdamWOptions& options,
-                                   std::shared_ptr<tessera::Communicator> comm, tessera::ZeroOptions zero)
+                                          std::shared_ptr<tessera::Communicator> comm, tessera::ZeroOptions zero)
     : units_(tessera::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
       zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
 template <class AdamW>
-at::Tensor DistributedModel<AdamW>::forward(const at::Tensor& tokens) { return zero_(tokens); }
+at::Tensor DistributedModel<AdamW>::forward(const at::Tensor& tokens) {
+  return zero_(tokens);
+}
 
 template <class AdamW>
 at::Tensor DistributedModel<AdamW>::add_gradients(const Batch& batch, double scale, bool last_of_step) {
@@ -37,13 +39,19 @@ at::Tensor DistributedModel<AdamW>::add_gradients(const Batch& batch, double sca
 }
 
 template <class AdamW>
-double DistributedModel<AdamW>::clip_grad_norm(double max_norm) { return zero_.clip_grad_norm_(max_norm); }
+double DistributedModel<AdamW>::clip_grad_norm(double max_norm) {
+  return zero_.clip_grad_norm_(max_norm);
+}
 
 template <class AdamW>
-void DistributedModel<AdamW>::step() { zero_.step(); }
+void DistributedModel<AdamW>::step() {
+  zero_.step();
+}
 
 template <class AdamW>
-void DistributedModel<AdamW>::zero_grad() { zero_.zero_grad(); }
+void DistributedModel<AdamW>::zero_grad() {
+  zero_.zero_grad();
+}
 
 template <class AdamW>
 MemoryUse DistributedModel<AdamW>::memory() const {

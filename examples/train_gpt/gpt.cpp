@@ -9,15 +9,12 @@ namespace {
 
 constexpr int64_t kMlpExpansion = 4;
 
-torch::nn::LayerNorm make_norm(int64_t width) {
-  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}));
-}
+torch::nn::LayerNorm make_norm(int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
 
 void check(const GptOptions& options) {
   const auto at_least_one = [](int64_t value, const char* name) {
     if (value < 1) {
-      throw std::invalid_argument(std::string("Gpt: ") + name + " must be at least 1, got " +
-                                  std::to_string(value));
+      throw std::invalid_argument(std::string("Gpt: ") + name + " must be at least 1, got " + std::to_string(value));
     }
   };
   at_least_one(options.vocabulary, "vocabulary");
@@ -26,8 +23,8 @@ void check(const GptOptions& options) {
   at_least_one(options.heads, "heads");
   at_least_one(options.context, "context");
   if (options.width % options.heads != 0) {
-    throw std::invalid_argument("Gpt: a width of " + std::to_string(options.width) +
-                                " does not divide into " + std::to_string(options.heads) + " heads");
+    throw std::invalid_argument("Gpt: a width of " + std::to_string(options.width) + " does not divide into " +
+                                std::to_string(options.heads) + " heads");
   }
 }
 
@@ -42,9 +39,8 @@ at::Tensor CausalSelfAttentionImpl::forward(const at::Tensor& x) {
   const auto batch = x.size(0), length = x.size(1), width = x.size(2);
   // [B, T, 3 * width] -> query, key and value, each [B, heads, T, width / heads]
   const auto qkv = qkv_->forward(x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});
-  const auto mixed =
-      at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
-                                       /*is_causal=*/true);
+  const auto mixed = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
+                                                      /*is_causal=*/true);
   return projection_->forward(mixed.transpose(1, 2).reshape({batch, length, width}));
 }
 
@@ -53,8 +49,7 @@ BlockImpl::BlockImpl(const GptOptions& options) {
   attention_ = register_module("attention", CausalSelfAttention(options));
   mlp_norm_ = register_module("mlp_norm", make_norm(options.width));
   expand_ = register_module("expand", torch::nn::Linear(options.width, kMlpExpansion * options.width));
-  projection_ =
-      register_module("projection", torch::nn::Linear(kMlpExpansion * options.width, options.width));
+  projection_ = register_module("projection", torch::nn::Linear(kMlpExpansion * options.width, options.width));
 }
 
 at::Tensor BlockImpl::forward(const at::Tensor& x) {
@@ -64,16 +59,14 @@ at::Tensor BlockImpl::forward(const at::Tensor& x) {
 
 GptImpl::GptImpl(const GptOptions& options) : options_(options) {
   check(options);
-  token_embedding_ =
-      register_module("token_embedding", torch::nn::Embedding(options.vocabulary, options.width));
-  position_embedding_ =
-      register_module("position_embedding", torch::nn::Embedding(options.context, options.width));
+  token_embedding_ = register_module("token_embedding", torch::nn::Embedding(options.vocabulary, options.width));
+  position_embedding_ = register_module("position_embedding", torch::nn::Embedding(options.context, options.width));
   blocks_ = register_module("blocks", torch::nn::ModuleList());
   for (int64_t layer = 0; layer < options.layers; ++layer) blocks_->push_back(Block(options));
   norm_ = register_module("norm", make_norm(options.width));
   if (!options.tie) {
-    head_ = register_module(
-        "head", torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
+    head_ = register_module("head",
+                            torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));
   }
   initialize();
 }

@@ -34,8 +34,10 @@ std::map<std::string, Translation> gpt2_names(const GptOptions& options) {
                                               {"norm.bias", {"transformer.ln_f.bias"}}};
   if (!options.tie) names["head.weight"] = {"lm_head.weight"};
   const std::pair<const char*, const char*> norms[] = {{"attention_norm", "ln_1"}, {"mlp_norm", "ln_2"}};
-  const std::pair<const char*, const char*> linears[] = {
-      {"attention.qkv", "attn.c_attn"}, {"attention.projection", "attn.c_proj"}, {"expand", "mlp.c_fc"}, {"projection", "mlp.c_proj"}};
+  const std::pair<const char*, const char*> linears[] = {{"attention.qkv", "attn.c_attn"},
+                                                         {"attention.projection", "attn.c_proj"},
+                                                         {"expand", "mlp.c_fc"},
+                                                         {"projection", "mlp.c_proj"}};
   for (int64_t layer = 0; layer < options.layers; ++layer) {
     const auto ours = "blocks." + std::to_string(layer) + ".", theirs = "transformer.h." + std::to_string(layer) + ".";
     auto add = [&](const auto& pair, bool transposed) {
@@ -49,7 +51,8 @@ std::map<std::string, Translation> gpt2_names(const GptOptions& options) {
 }
 
 // Writes `to` with every tensor of `from` under another name, or left out where that is empty.
-void translate(const tessera::SavedTensors& from, const fs::path& to, const std::function<Translation(const std::string&)>& rename) {
+void translate(const tessera::SavedTensors& from, const fs::path& to,
+               const std::function<Translation(const std::string&)>& rename) {
   tessera::SliceReader reader(from);
   std::vector<tessera::FullTensor> tensors;
   std::map<std::string, std::pair<std::string, bool>> sources;
@@ -58,7 +61,8 @@ void translate(const tessera::SavedTensors& from, const fs::path& to, const std:
     if (translation.name.empty()) continue;
     auto shape = tensor.shape;
     if (translation.transposed) {
-      if (shape.size() != 2) throw CheckpointError("'" + name + "' has " + std::to_string(shape.size()) + " dimensions, expected 2");
+      if (shape.size() != 2)
+        throw CheckpointError("'" + name + "' has " + std::to_string(shape.size()) + " dimensions, expected 2");
       std::swap(shape[0], shape[1]);
     }
     tensors.push_back({translation.name, tensor.dtype, shape, {}});
@@ -103,7 +107,8 @@ void on_rank_0(tessera::Communicator& comm, const std::string& what, const std::
 // A translated copy beside the directory, gone afterwards.
 class Draft {
  public:
-  Draft(const fs::path& directory, tessera::Communicator& comm) : comm_(comm), path_(directory / "tessera-draft.safetensors") {}
+  Draft(const fs::path& directory, tessera::Communicator& comm)
+      : comm_(comm), path_(directory / "tessera-draft.safetensors") {}
   ~Draft() {
     std::error_code ignored;
     if (comm_.rank() == 0) fs::remove(path_, ignored);
@@ -124,7 +129,8 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   tessera::save_full(draft.path(), model);
   on_rank_0(comm, "exporting to " + directory.string(), [&] {
     const auto names = gpt2_names(options);
-    translate(tessera::find_full_tensors(draft.path()), directory / kWeights, [&](const std::string& name) { return names.at(name); });
+    translate(tessera::find_full_tensors(draft.path()), directory / kWeights,
+              [&](const std::string& name) { return names.at(name); });
     std::ofstream config(directory / "config.json");
     config << gpt2_config(options).dump(2) << std::endl;
     if (!config) throw CheckpointError((directory / "config.json").string() + " cannot be written");
@@ -135,7 +141,8 @@ GptOptions read_gpt2_options(const fs::path& directory) {
   std::ifstream file(directory / "config.json");
   const auto config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   const std::string where = (directory / "config.json").string();
-  if (!config.is_object() || config.value("model_type", "") != "gpt2") throw CheckpointError(where + " is not that of a GPT-2");
+  if (!config.is_object() || config.value("model_type", "") != "gpt2")
+    throw CheckpointError(where + " is not that of a GPT-2");
   const auto activation = config.value("activation_function", "gelu_new");
   if (activation != "gelu_new" && activation != "gelu_pytorch_tanh")
     throw CheckpointError(where + ": the activation '" + activation + "' is not this model's gelu_new");
@@ -166,7 +173,8 @@ void import_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
     translate(saved, draft.path(), [&](const std::string& name) -> Translation {
       // Files of the bare GPT2Model lack the prefix, old ones hold the causal mask, and a tied head
       // is the embedding.
-      const std::string full = name.starts_with("transformer.") || name == "lm_head.weight" ? name : "transformer." + name;
+      const std::string full =
+          name.starts_with("transformer.") || name == "lm_head.weight" ? name : "transformer." + name;
       if (full.ends_with(".attn.bias") || full.ends_with(".attn.masked_bias")) return {};
       if (full == "lm_head.weight" && options.tie) return {};
       const auto found = ours.find(full);

@@ -18,7 +18,8 @@ std::vector<tessera::NamedShard> LocalModel::Whole::named_shards() const {
   return shards;
 }
 
-LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options, std::shared_ptr<tessera::Communicator> comm)
+LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options,
+                       std::shared_ptr<tessera::Communicator> comm)
     : model_(std::move(model)),
       shards_(model_, std::move(comm)),
       optimizer_(adamw_groups(model_->named_parameters(), matrix_names(*model_), options), options) {}

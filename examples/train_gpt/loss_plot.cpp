@@ -88,9 +88,8 @@ std::vector<LossPoint> thinned(const std::vector<LossPoint>& points) {
 class Picture {
  public:
   explicit Picture(const Axes& axes) : axes_(axes) {
-    svg_ << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << " " << kHeight
-         << "\" width=\"" << kWidth << "\" height=\"" << kHeight
-         << "\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\" "
+    svg_ << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << " " << kHeight << "\" width=\""
+         << kWidth << "\" height=\"" << kHeight << "\" font-family=\"DejaVu Sans, Helvetica, Arial, sans-serif\" "
          << "font-size=\"13\" fill=\"#1a202c\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
   }
 
@@ -100,13 +99,13 @@ class Picture {
   }
 
   void line(double x1, double y1, double x2, double y2, const std::string& attributes) {
-    svg_ << "<line x1=\"" << fixed(x1, 1) << "\" y1=\"" << fixed(y1, 1) << "\" x2=\"" << fixed(x2, 1)
-         << "\" y2=\"" << fixed(y2, 1) << "\" " << attributes << "/>\n";
+    svg_ << "<line x1=\"" << fixed(x1, 1) << "\" y1=\"" << fixed(y1, 1) << "\" x2=\"" << fixed(x2, 1) << "\" y2=\""
+         << fixed(y2, 1) << "\" " << attributes << "/>\n";
   }
 
   void curve(const std::vector<LossPoint>& points, const char* colour, double width, double opacity) {
-    svg_ << "<polyline fill=\"none\" stroke-linejoin=\"round\" stroke=\"" << colour << "\" stroke-width=\""
-         << width << "\" stroke-opacity=\"" << opacity << "\" points=\"";
+    svg_ << "<polyline fill=\"none\" stroke-linejoin=\"round\" stroke=\"" << colour << "\" stroke-width=\"" << width
+         << "\" stroke-opacity=\"" << opacity << "\" points=\"";
     for (const auto& point : points) {
       svg_ << fixed(axes_.x(point.step), 1) << "," << fixed(axes_.y(point.loss), 1) << " ";
     }
@@ -115,8 +114,8 @@ class Picture {
 
   void dots(const std::vector<LossPoint>& points, const char* colour) {
     for (const auto& point : points) {
-      svg_ << "<circle r=\"3.5\" cx=\"" << fixed(axes_.x(point.step), 1) << "\" cy=\""
-           << fixed(axes_.y(point.loss), 1) << "\" fill=\"" << colour << "\"/>\n";
+      svg_ << "<circle r=\"3.5\" cx=\"" << fixed(axes_.x(point.step), 1) << "\" cy=\"" << fixed(axes_.y(point.loss), 1)
+           << "\" fill=\"" << colour << "\"/>\n";
     }
   }
 
@@ -156,8 +155,7 @@ void draw_legend(Picture& picture, const LossCurves& curves) {
   if (!curves.validation.empty()) {
     entry(395, "validation " + fixed(curves.validation.back().loss, 2), stroke(kValidationColour));
   }
-  entry(575, "unigram model " + fixed(curves.unigram_loss, 2),
-        stroke(kUnigramColour) + " stroke-dasharray=\"6 4\"");
+  entry(575, "unigram model " + fixed(curves.unigram_loss, 2), stroke(kUnigramColour) + " stroke-dasharray=\"6 4\"");
 }
 
 }  // namespace
@@ -166,9 +164,8 @@ std::string draw_losses(const LossCurves& curves) {
   const Axes axes(curves);
   Picture picture(axes);
   draw_grid(picture, axes);
-  picture.line(
-      kLeft, axes.y(curves.unigram_loss), kWidth - kRight, axes.y(curves.unigram_loss),
-      std::string("stroke=\"") + kUnigramColour + "\" stroke-width=\"1.5\" stroke-dasharray=\"6 4\"");
+  picture.line(kLeft, axes.y(curves.unigram_loss), kWidth - kRight, axes.y(curves.unigram_loss),
+               std::string("stroke=\"") + kUnigramColour + "\" stroke-width=\"1.5\" stroke-dasharray=\"6 4\"");
   picture.curve(thinned(curves.train), kTrainColour, 1, 0.3);
   picture.curve(thinned(smoothed(curves.train)), kTrainColour, 2, 1);
   picture.curve(curves.validation, kValidationColour, 2, 1);

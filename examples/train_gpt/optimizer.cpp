@@ -25,12 +25,11 @@ torch::optim::AdamWOptions adamw_options(double lr, double weight_decay) {
   return torch::optim::AdamWOptions(lr).betas({kBeta1, kBeta2}).weight_decay(weight_decay);
 }
 
-std::vector<torch::optim::OptimizerParamGroup> adamw_groups(const torch::OrderedDict<std::string, at::Tensor>& parameters,
-                                                            const std::set<std::string>& matrices,
-                                                            const torch::optim::AdamWOptions& options) {
+std::vector<torch::optim::OptimizerParamGroup> adamw_groups(
+    const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::set<std::string>& matrices,
+    const torch::optim::AdamWOptions& options) {
   std::vector<at::Tensor> decayed, plain;
-  for (const auto& item : parameters)
-    (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
+  for (const auto& item : parameters) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
   auto without_decay = std::make_unique<torch::optim::AdamWOptions>(options);
   without_decay->weight_decay(0.0);
   std::vector<torch::optim::OptimizerParamGroup> groups;
@@ -47,7 +46,8 @@ int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&optimizer);
   int64_t bytes = 0;
   for (const auto& [parameter, state] : (sharded != nullptr ? sharded->local() : optimizer).state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+      bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 

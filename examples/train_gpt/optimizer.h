@@ -18,9 +18,9 @@ torch::optim::AdamWOptions adamw_options(double lr, double weight_decay);
 
 // Two groups, with weight decay for the parameters in `matrices` only: biases, and the scales of
 // norms, are not pulled towards 0.
-std::vector<torch::optim::OptimizerParamGroup> adamw_groups(const torch::OrderedDict<std::string, at::Tensor>& parameters,
-                                                            const std::set<std::string>& matrices,
-                                                            const torch::optim::AdamWOptions& options);
+std::vector<torch::optim::OptimizerParamGroup> adamw_groups(
+    const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::set<std::string>& matrices,
+    const torch::optim::AdamWOptions& options);
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
 

@@ -222,14 +222,16 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   }
   for (const char* name : {"prefetch", "reshard-after-forward"}) {
     if (options.wrapper != Wrapper::kFsdp && given(values, name)) {
-      throw OptionsError("--" + std::string(name) + " is for --wrapper fsdp, not " +
-                         name_of(options.wrapper));
+      throw OptionsError("--" + std::string(name) + " is for --wrapper fsdp, not " + name_of(options.wrapper));
     }
   }
-  const bool splits = options.wrapper == Wrapper::kOss || options.wrapper == Wrapper::kSdp || options.wrapper == Wrapper::kFsdp;
-  if ((options.offload == Offload::kCpu && !splits) || (options.offload == Offload::kDisk && options.wrapper != Wrapper::kFsdp)) {
+  const bool splits =
+      options.wrapper == Wrapper::kOss || options.wrapper == Wrapper::kSdp || options.wrapper == Wrapper::kFsdp;
+  if ((options.offload == Offload::kCpu && !splits) ||
+      (options.offload == Offload::kDisk && options.wrapper != Wrapper::kFsdp)) {
     throw OptionsError(std::string("--offload ") + name_of(options.offload) + " is for --wrapper " +
-                       (options.offload == Offload::kDisk ? "fsdp" : "oss, sdp and fsdp") + ", not " + name_of(options.wrapper));
+                       (options.offload == Offload::kDisk ? "fsdp" : "oss, sdp and fsdp") + ", not " +
+                       name_of(options.wrapper));
   }
   if (options.offload != Offload::kDisk && given(values, "offload-directory")) {
     throw OptionsError("--offload-directory has no effect without --offload disk");
@@ -247,8 +249,7 @@ void check_together(const TrainOptions& options, const po::variables_map& values
 }
 
 bool has_demo(int argc, const char* const* argv) {
-  return std::any_of(argv, argv + argc,
-                     [](const char* argument) { return std::string_view(argument) == "--demo"; });
+  return std::any_of(argv, argv + argc, [](const char* argument) { return std::string_view(argument) == "--demo"; });
 }
 
 po::variables_map parse(int argc, const char* const* argv, const po::options_description& description) {

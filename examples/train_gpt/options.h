@@ -39,7 +39,7 @@ struct TrainOptions {
   bool reshard_after_forward = true;
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // of kDisk; empty: `out`
-  int threads = 0;  // 0: the cores divided by the ranks of this machine
+  int threads = 0;                          // 0: the cores divided by the ranks of this machine
 
   GptOptions model;  // but for `vocabulary`, which the data decides
 

@@ -60,8 +60,8 @@ class Figures {
 
   std::string memory() const {
     const auto& memory = report_.memory;
-    return "MiB/rank: params " + mib(memory.parameter_bytes) + ", gathered " +
-           mib(memory.peak_gathered_bytes) + ", optimizer " + mib(memory.optimizer_bytes);
+    return "MiB/rank: params " + mib(memory.parameter_bytes) + ", gathered " + mib(memory.peak_gathered_bytes) +
+           ", optimizer " + mib(memory.optimizer_bytes);
   }
 
   const StepReport& report() const { return report_; }
@@ -138,9 +138,9 @@ class TerminalProgress final : public Progress {
     const auto fixed_columns = columns_of(before) + columns_of(after) + 6;  // room for hours left
     const auto bar_columns = columns > fixed_columns ? std::min(columns - fixed_columns, kMaxBarColumns) : 0;
     if (lines_drawn_) out_ << "\x1b[1A\r";
-    out_ << "\x1b[K" << before << bar(figures_.fraction(), bar_columns)
-         << cut(after, columns - columns_of(before)) << "\n\x1b[K"
-         << cut(figures_.loss() + "  " + figures_.speed() + "  " + figures_.memory(), columns) << std::flush;
+    out_ << "\x1b[K" << before << bar(figures_.fraction(), bar_columns) << cut(after, columns - columns_of(before))
+         << "\n\x1b[K" << cut(figures_.loss() + "  " + figures_.speed() + "  " + figures_.memory(), columns)
+         << std::flush;
     lines_drawn_ = true;
   }
 

@@ -19,12 +19,10 @@ struct RunFacts {
   int64_t tokens_per_step = 0;
   double unigram_loss = 0.0;
 };
-void print_header(std::ostream& out, const TrainOptions& options, const Corpus& corpus,
-                  const RunFacts& facts);
+void print_header(std::ostream& out, const TrainOptions& options, const Corpus& corpus, const RunFacts& facts);
 
 // What each rank held, against one process that holds everything.
-void print_memory_table(std::ostream& out, const std::vector<MemoryUse>& ranks,
-                        int64_t unsharded_parameter_bytes);
+void print_memory_table(std::ostream& out, const std::vector<MemoryUse>& ranks, int64_t unsharded_parameter_bytes);
 
 struct RunResult {
   double train_loss = 0.0;  // the mean over the last steps

@@ -8,8 +8,8 @@
 #include <optional>
 #include <thread>
 
-#include "distributed.h"
 #include "checkpoints.h"
+#include "distributed.h"
 #include "gpt2_files.h"
 #include "local.h"
 #include "loss_plot.h"
@@ -65,21 +65,22 @@ int stage_of(Wrapper wrapper) {
   }
 }
 
-std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options,
-                                std::shared_ptr<tessera::Communicator> comm) {
+std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
   const auto adamw = adamw_options(options.lr, options.weight_decay);
   if (options.wrapper == Wrapper::kLocal) return std::make_unique<LocalModel>(std::move(model), adamw, comm);
   tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
   if (options.offload == Offload::kNone)
-    return std::make_unique<DistributedModel<torch::optim::AdamW>>(std::move(model), adamw, std::move(comm), std::move(zero));
+    return std::make_unique<DistributedModel<torch::optim::AdamW>>(std::move(model), adamw, std::move(comm),
+                                                                   std::move(zero));
   zero.fsdp.offload = zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) {
     std::filesystem::create_directories(options.offload_directory);
     zero.fsdp.offload.directory = options.offload_directory.string();
   }
-  return std::make_unique<DistributedModel<tessera::HostAdamW>>(std::move(model), adamw, std::move(comm), std::move(zero));
+  return std::make_unique<DistributedModel<tessera::HostAdamW>>(std::move(model), adamw, std::move(comm),
+                                                                std::move(zero));
 }
 
 // What rank 0 shows and writes while it trains.
@@ -107,8 +108,7 @@ class Recorder {
     write_loss_plot(plot_path_, curves_);
     const auto last = std::min<size_t>(curves_.train.size(), std::max<size_t>(1, curves_.train.size() / 20));
     double sum = 0.0;
-    for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end();
-         ++point) {
+    for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end(); ++point) {
       sum += point->loss;
     }
     // Of a run that was over before it was resumed, and whose metrics are gone, nothing is known.
@@ -166,10 +166,10 @@ Job prepare(TrainOptions options) {
 void prepare_output(const TrainOptions& options) {
   std::error_code error;
   std::filesystem::create_directories(options.out, error);
-  if (error)
-    throw std::runtime_error("--out: " + options.out.string() + " cannot be made: " + error.message());
+  if (error) throw std::runtime_error("--out: " + options.out.string() + " cannot be made: " + error.message());
   // A run that goes on keeps its metrics.
-  const MetricsLog writable(options.out / kMetricsFile, options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
+  const MetricsLog writable(options.out / kMetricsFile,
+                            options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
 }
 
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {

@@ -17,8 +17,7 @@ int64_t draw(std::mt19937_64& random, int64_t bound) {
 }  // namespace
 
 EpochOrder make_epoch_order(uint64_t seed, int64_t epoch, int64_t windows, int64_t max_offset) {
-  std::seed_seq mixed{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                      static_cast<uint32_t>(epoch),
+  std::seed_seq mixed{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(epoch),
                       static_cast<uint32_t>(static_cast<uint64_t>(epoch) >> 32)};
   std::mt19937_64 random(mixed);
   EpochOrder order;

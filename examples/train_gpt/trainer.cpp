@@ -14,14 +14,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
-Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm,
-                 Trainable& model)
+Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model)
     : corpus_(corpus),
       comm_(comm),
       model_(model),
@@ -119,16 +116,15 @@ std::vector<double> Trainer::mean_over_ranks(const std::vector<double>& values) 
 
 std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Communicator& comm) {
   constexpr int64_t kFigures = 5;
-  const auto shard = torch::tensor({own.parameter_bytes, own.grad_bytes, own.optimizer_bytes,
-                                    own.peak_gathered_bytes, own.peak_bucket_bytes},
+  const auto shard = torch::tensor({own.parameter_bytes, own.grad_bytes, own.optimizer_bytes, own.peak_gathered_bytes,
+                                    own.peak_bucket_bytes},
                                    torch::kInt64)
                          .to(comm.device());
   auto full = torch::empty({comm.size() * kFigures}, shard.options());
   comm.all_gather(full, shard, {}, "memory figures").wait();
   full = full.to(torch::kCPU);
   std::vector<MemoryUse> memory;
-  for (const auto* f = full.data_ptr<int64_t>(); f != full.data_ptr<int64_t>() + full.numel();
-       f += kFigures) {
+  for (const auto* f = full.data_ptr<int64_t>(); f != full.data_ptr<int64_t>() + full.numel(); f += kFigures) {
     memory.push_back({f[0], f[1], f[2], f[3], f[4]});
   }
   return memory;

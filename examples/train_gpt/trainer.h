@@ -22,8 +22,8 @@ class Trainer {
   // The corpus, communicator and model must outlive the trainer.
   Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
 
-  // The steps after the first `first_step`; `on_step` is called after each. Throws std::runtime_error when the loss is no
-  // longer finite.
+  // The steps after the first `first_step`; `on_step` is called after each. Throws std::runtime_error when the loss is
+  // no longer finite.
   void run(int64_t first_step, const std::function<void(const StepReport&)>& on_step);
 
   // The loss on the windows that validate: the mean over all ranks.

@@ -74,15 +74,17 @@ Figures run(int stage, const std::shared_ptr<tessera::Communicator>& comm) {
   figures.rss_peak_bytes = peak_resident_bytes();
 
   model.zero_grad();
-  for (const auto& parameter : model.full_state_dict()) figures.param_sum += parameter.value().sum(torch::kFloat64).item<double>();
+  for (const auto& parameter : model.full_state_dict())
+    figures.param_sum += parameter.value().sum(torch::kFloat64).item<double>();
   return figures;
 }
 
 std::vector<Figures> gather(const Figures& own, tessera::Communicator& comm) {
-  const auto mine = torch::tensor({static_cast<double>(own.after_model_bytes), static_cast<double>(own.after_wrap_bytes),
-                                   static_cast<double>(own.before_step_bytes), static_cast<double>(own.after_step_bytes),
-                                   static_cast<double>(own.rss_peak_bytes), own.param_sum},
-                                  torch::kFloat64);
+  const auto mine =
+      torch::tensor({static_cast<double>(own.after_model_bytes), static_cast<double>(own.after_wrap_bytes),
+                     static_cast<double>(own.before_step_bytes), static_cast<double>(own.after_step_bytes),
+                     static_cast<double>(own.rss_peak_bytes), own.param_sum},
+                    torch::kFloat64);
   const auto all = torch::empty({comm.size() * kFigures}, torch::kFloat64);
   comm.all_gather(all, mine, {}, "figures").wait();
   std::vector<Figures> figures;
@@ -116,12 +118,12 @@ void print_json(const std::string& wrapper, const std::vector<Figures>& ranks) {
 void print_table(const std::string& wrapper, const std::vector<Figures>& ranks) {
   const auto mb = [](int64_t bytes) { return static_cast<double>(bytes) * 1e-6; };
   if (wrapper == kWrappers[0])
-    std::printf("%-6s %5s %12s %12s %12s %12s %10s   %s\n", "", "rank", "after model", "after wrap", "before step", "after step",
-                "peak RSS", "parameter sum");
+    std::printf("%-6s %5s %12s %12s %12s %12s %10s   %s\n", "", "rank", "after model", "after wrap", "before step",
+                "after step", "peak RSS", "parameter sum");
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
     const Figures& f = ranks[rank];
-    std::printf("%-6s %5zu %9.1f MB %9.1f MB %9.1f MB %9.1f MB %7.0f MB   %.6f\n", rank == 0 ? wrapper.c_str() : "", rank,
-                mb(f.after_model_bytes), mb(f.after_wrap_bytes), mb(f.before_step_bytes), mb(f.after_step_bytes),
+    std::printf("%-6s %5zu %9.1f MB %9.1f MB %9.1f MB %9.1f MB %7.0f MB   %.6f\n", rank == 0 ? wrapper.c_str() : "",
+                rank, mb(f.after_model_bytes), mb(f.after_wrap_bytes), mb(f.before_step_bytes), mb(f.after_step_bytes),
                 mb(f.rss_peak_bytes), f.param_sum);
   }
   std::fflush(stdout);
@@ -132,7 +134,8 @@ Options parse(int argc, char** argv) {
   po::options_description all("zero_recipe");
   all.add_options()("help", "this text")("ranks", po::value(&options.ranks)->default_value(options.ranks),
                                          "processes to start; under a launcher its ranks are taken")(
-      "wrapper", po::value(&options.wrappers)->composing(), "adam, oss, sdp or fsdp; may be repeated; all if not given")(
+      "wrapper", po::value(&options.wrappers)->composing(),
+      "adam, oss, sdp or fsdp; may be repeated; all if not given")(
       "json", po::bool_switch(&options.json), "a line of JSON for each wrapper, with the most over ranks");
   options.wrappers.clear();
   po::variables_map values;
@@ -157,7 +160,8 @@ int run_each_by_itself(const Options& options, const char* program) {
     if (options.json) arguments.emplace_back("--json");
     std::vector<char*> argv;
     for (auto& argument : arguments) argv.push_back(argument.data());
-    if (const int code = tessera::spawn_local(options.ranks, static_cast<int>(argv.size()), argv.data()); code != 0) return code;
+    if (const int code = tessera::spawn_local(options.ranks, static_cast<int>(argv.size()), argv.data()); code != 0)
+      return code;
   }
   return 0;
 }

@@ -13,8 +13,8 @@
 
 namespace {
 
-using tessera::testing::ChildProcess;
 using nlohmann::json;
+using tessera::testing::ChildProcess;
 
 json run(std::vector<std::string> arguments, const ChildProcess::Environment& environment = {}) {
   arguments.insert(arguments.begin(), TRAIN_STEP_EXECUTABLE);
@@ -48,9 +48,9 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
   for (const std::string wrapper : {"local", "ddp", "oss", "sdp", "fsdp"})
     lines[wrapper] = run_small(GetParam(), wrapper, kRanks, {"--optimizer", "sgd"});
   for (const auto& [wrapper, line] : lines) {
-    for (const char* field : {"step_s_median", "step_s_min", "param_bytes", "grad_bytes", "optimizer_bytes", "peak_gathered_bytes",
-                              "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives", "comm_wait_s", "page_faults",
-                              "loss", "param_sum"})
+    for (const char* field : {"step_s_median", "step_s_min", "param_bytes", "grad_bytes", "optimizer_bytes",
+                              "peak_gathered_bytes", "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives",
+                              "comm_wait_s", "page_faults", "loss", "param_sum"})
       EXPECT_TRUE(line.contains(field) && line[field].is_number()) << wrapper << " " << field;
     EXPECT_EQ(line["wrapper"], wrapper);
     EXPECT_EQ(line["ranks"], kRanks);
@@ -84,7 +84,8 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
 }
 
 TEST(TrainStepMore, AdamHoldsTwoNumbersForEachOfItsParameters) {
-  const json ddp = run_small("recipe", "ddp", 3), fsdp = run_small("recipe", "fsdp", 3), sdp = run_small("recipe", "sdp", 3);
+  const json ddp = run_small("recipe", "ddp", 3), fsdp = run_small("recipe", "fsdp", 3),
+             sdp = run_small("recipe", "sdp", 3);
   EXPECT_EQ(ddp["optimizer_bytes"].get<int64_t>(), 2 * ddp["param_bytes"].get<int64_t>());
   EXPECT_LT(fsdp["optimizer_bytes"].get<int64_t>(), ddp["optimizer_bytes"].get<int64_t>() / 2);
   EXPECT_LT(sdp["optimizer_bytes"].get<int64_t>(), ddp["optimizer_bytes"].get<int64_t>() / 2);
@@ -101,7 +102,8 @@ TEST(TrainStepMore, Bfloat16HalvesTheBytes) {
 TEST(TrainStepMore, MistakesEndWithAMessage) {
   ChildProcess child({TRAIN_STEP_EXECUTABLE, "--model", "resnet"});
   EXPECT_EQ(child.wait(), 2);
-  EXPECT_NE(child.output().find("--model must be gpt, deep, recipe or mlp, got 'resnet'"), std::string::npos) << child.output();
+  EXPECT_NE(child.output().find("--model must be gpt, deep, recipe or mlp, got 'resnet'"), std::string::npos)
+      << child.output();
 }
 
 // ---- the trace ---------------------------------------------------------------------------------
@@ -113,27 +115,31 @@ struct Span {
 
 // Spans on one line of the picture lie within one another or apart.
 void expect_nested(std::vector<Span> spans, const std::string& where) {
-  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin != b.begin ? a.begin < b.begin : a.end > b.end; });
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& a, const Span& b) { return a.begin != b.begin ? a.begin < b.begin : a.end > b.end; });
   std::vector<Span> open;
   constexpr double kRounding = 1e-2;  // microseconds
   for (const Span& span : spans) {
     while (!open.empty() && open.back().end <= span.begin + kRounding) open.pop_back();
     if (!open.empty()) {
-      EXPECT_LE(span.end, open.back().end + kRounding) << where << ": " << span.category << " '" << span.name << "' overlaps "
-                                                       << open.back().category << " '" << open.back().name << "'";
+      EXPECT_LE(span.end, open.back().end + kRounding)
+          << where << ": " << span.category << " '" << span.name << "' overlaps " << open.back().category << " '"
+          << open.back().name << "'";
     }
     open.push_back(span);
   }
 }
 
 class Traced : public ::testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp", "fsdp"), [](const auto& traced) { return traced.param; });
+INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp", "fsdp"),
+                         [](const auto& traced) { return traced.param; });
 
 TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
   char path[] = "/tmp/tessera-trace-XXXXXX";
   ::close(::mkstemp(path));
   std::ofstream(path) << "{\"traceEvents\": [{\"ph\": \"X\", \"pid\": 7}]}";  // of an earlier run: to be replaced
-  run({"--model", "deep", "--count", "4", "--width", "16", "--wrapper", GetParam(), "--ranks", "3"}, {{"TESSERA_TRACE", path}});
+  run({"--model", "deep", "--count", "4", "--width", "16", "--wrapper", GetParam(), "--ranks", "3"},
+      {{"TESSERA_TRACE", path}});
   std::ifstream file(path);
   const json trace = json::parse(file);
   ::unlink(path);
@@ -150,7 +156,8 @@ TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
   }
   ASSERT_EQ(categories.size(), 3u);
   for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_EQ(categories[rank], (std::set<std::string>{"compute", "gather", "optimizer", "reduce", "wait"})) << "rank " << rank;
+    EXPECT_EQ(categories[rank], (std::set<std::string>{"compute", "gather", "optimizer", "reduce", "wait"}))
+        << "rank " << rank;
     if (GetParam() == "fsdp") {
       for (const char* unit : {"unit 'layers.0'", "unit 'layers.3'"}) EXPECT_TRUE(units[rank].contains(unit)) << unit;
     } else {

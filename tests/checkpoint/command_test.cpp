@@ -4,9 +4,9 @@
 
 #include "tessera/checkpoint/full_file.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/child_process.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -30,7 +30,8 @@ class Command : public ::testing::Test {
  protected:
   Command() {
     on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
-      auto net = seeded(1, [] { return torch::nn::Sequential(torch::nn::Linear(200, 100), torch::nn::Linear(100, 7)); });
+      auto net =
+          seeded(1, [] { return torch::nn::Sequential(torch::nn::Linear(200, 100), torch::nn::Linear(100, 7)); });
       FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
       torch::optim::AdamW optimizer(fsdp.parameters(), 0.5);
       fsdp(torch::ones({2, 200})).sum().backward();
@@ -45,7 +46,8 @@ class Command : public ::testing::Test {
 TEST_F(Command, InspectShowsNamesAndSlices) {
   const auto text = tessera_command({"inspect", at("a"), "--slices"});
   EXPECT_EQ(text.code, 0);
-  for (const char* part : {"AdamW", "3 ranks", "\"step\":4", "exp_avg_sq", "[100, 200]", "rank-00002-0.safetensors", "78.1 KiB"})
+  for (const char* part :
+       {"AdamW", "3 ranks", "\"step\":4", "exp_avg_sq", "[100, 200]", "rank-00002-0.safetensors", "78.1 KiB"})
     expect_contains(text.output, part);
   const json all = json::parse(tessera_command({"inspect", at("a"), "--json"}).output);
   EXPECT_EQ(all["world_size"], 3);
@@ -96,7 +98,8 @@ TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
   const auto changed = tessera_command({"diff", at("m.safetensors"), at("n.safetensors")});
   EXPECT_EQ(changed.code, 1);
   EXPECT_EQ(changed.output, "0.bias: 1 elements differ, by 2 at most\n");
-  EXPECT_EQ(tessera_command({"consolidate", at("a"), at("s.safetensors"), "--state", "--max-file-bytes", "50000"}).code, 0);
+  EXPECT_EQ(tessera_command({"consolidate", at("a"), at("s.safetensors"), "--state", "--max-file-bytes", "50000"}).code,
+            0);
   EXPECT_TRUE(std::filesystem::exists(folder_ / "s.safetensors.index.json"));
   expect_contains(tessera_command({"diff", at("a"), at("m.safetensors")}).output, "optim.exp_avg.0.bias: only in");
 }

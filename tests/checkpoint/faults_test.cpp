@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "tests/checkpoint/replicated.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -35,7 +35,8 @@ class FileLimit {
 };
 
 int entries(const std::filesystem::path& folder) {
-  return static_cast<int>(std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator()));
+  return static_cast<int>(
+      std::distance(std::filesystem::directory_iterator(folder), std::filesystem::directory_iterator()));
 }
 
 TEST(CheckpointFaults, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingIsLost) {
@@ -78,8 +79,9 @@ TEST(CheckpointFaults, OneRanksErrorIsEveryRanksError) {
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
     const auto net = torch::nn::Linear(3, 3);
     Broken broken(net.ptr(), comm);
-    for (const auto& error : {error_of<CheckpointError>([&] { save_checkpoint(folder / "a", broken); }),
-                              error_of<CheckpointError>([&] { auto save = save_checkpoint_async(folder / "a", broken); })})
+    for (const auto& error :
+         {error_of<CheckpointError>([&] { save_checkpoint(folder / "a", broken); }),
+          error_of<CheckpointError>([&] { auto save = save_checkpoint_async(folder / "a", broken); })})
       expect_contains(error, "rank 1: the device is lost");
     comm->barrier();
     EXPECT_EQ(entries(folder.path()), 0);

@@ -11,8 +11,8 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
 #include "tessera/checkpoint/verify.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -54,7 +54,8 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
       {R"({"":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", "name is empty"},
       {"{\"a\\nb\":{\"dtype\":\"F32\",\"shape\":[6],\"data_offsets\":[0,24]}}", "control characters"},
       {R"({"__metadata__":{"a":1},"w":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})", "not a text"},
-      {R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"w":{"dtype":"F32","shape":[3],"data_offsets":[12,24]}})", "twice"},
+      {R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"w":{"dtype":"F32","shape":[3],"data_offsets":[12,24]}})",
+       "twice"},
       {R"({"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},"b":{"dtype":"F32","shape":[3],"data_offsets":[12,24]}})",
        "inside another's"},
       {R"({"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"b":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}})",
@@ -76,8 +77,9 @@ TEST(SafetensorsHeader, HostileOnesAreRefused) {
 TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {
   const TemporaryFolder folder;
   int count = 0;
-  for (const std::string& bytes : {std::string(), std::string(7, '\0'), std::string("\xff\xff\xff\xff\xff\xff\xff\x7f{}"),
-                                   std::string("\x03\0\0\0\0\0\0\0{}", 10)}) {
+  for (const std::string& bytes :
+       {std::string(), std::string(7, '\0'), std::string("\xff\xff\xff\xff\xff\xff\xff\x7f{}"),
+        std::string("\x03\0\0\0\0\0\0\0{}", 10)}) {
     const auto path = folder / std::to_string(count++);
     std::ofstream(path, std::ios::binary) << bytes;
     EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(File::open(path)); }), "");
@@ -89,7 +91,8 @@ struct Sample {
   explicit Sample(const std::filesystem::path& target) : directory(target) {
     const at::Tensor a = at::arange(24, at::kFloat).view({4, 6}), b = at::arange(5, at::kLong);
     auto piece = [](const char* name, const at::Tensor& whole, Box box, const at::Tensor& data) {
-      return Piece{name, whole.scalar_type(), whole.sizes().vec(), {}, TensorKind::kParameter, std::move(box), [data] { return data; }};
+      return Piece{name,           whole.scalar_type(),    whole.sizes().vec(), {}, TensorKind::kParameter,
+                   std::move(box), [data] { return data; }};
     };
     PartialCheckpoint partial(directory);
     Manifest manifest{.world_size = 1, .extra = {{"step", 3}}};
@@ -97,7 +100,8 @@ struct Sample {
                                   {piece("a", a, {{0, 0}, {3, 6}}, a.narrow(0, 0, 3)), piece("b", b, whole_box({5}), b),
                                    piece("a", a, {{3, 0}, {1, 6}}, a.narrow(0, 3, 1))},
                                   32);
-    manifest.optimizer = SavedOptimizer{"Adam", {{{{"lr", 0.125}, {"amsgrad", false}}, {"a", "b"}}}, {{"a", {{"step", 7}}}}};
+    manifest.optimizer =
+        SavedOptimizer{"Adam", {{{{"lr", 0.125}, {"amsgrad", false}}, {"a", "b"}}}, {{"a", {{"step", 7}}}}};
     manifest.rng.push_back({{"cpu", "\x01\xff"}});
     partial.commit(manifest);
   }
@@ -191,7 +195,9 @@ TEST(Format, HostileManifestsAreRefused) {
   const TemporaryFolder folder;
   const Sample sample(folder / "a");
   EXPECT_EQ(changed(sample, [](json&) {}), "");
-  auto expect = [&](const char* reason, const std::function<void(json&)>& change) { expect_contains(changed(sample, change), reason); };
+  auto expect = [&](const char* reason, const std::function<void(json&)>& change) {
+    expect_contains(changed(sample, change), reason);
+  };
   auto slice = [](json& m, int i = 0) -> json& { return m["tensors"]["a"]["slices"][i]; };
   for (const char* name : {"../b.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\n", "a b"})
     expect("is not allowed", [&](json& m) { m["files"][0]["name"] = name; });
@@ -212,7 +218,10 @@ TEST(Format, HostileManifestsAreRefused) {
   expect("not a number of things", [&](json& m) { slice(m)["file"] = -1; });
   expect("checksums", [&](json& m) { slice(m)["checksums"] = ""; });
   expect("hex", [&](json& m) { slice(m)["checksums"] = "0123"; });
-  expect("shares bytes", [&](json& m) { slice(m)["begin"] = m["tensors"]["b"]["slices"][0]["begin"]; m["files"][0]["bytes"] = 100000; });
+  expect("shares bytes", [&](json& m) {
+    slice(m)["begin"] = m["tensors"]["b"]["slices"][0]["begin"];
+    m["files"][0]["bytes"] = 100000;
+  });
   expect("too large", [](json& m) { m["tensors"]["a"]["shape"] = {int64_t{1} << 40, int64_t{1} << 40}; });
   expect("block_bytes", [](json& m) { m["block_bytes"] = 0; });
   expect("block_bytes", [](json& m) { m["block_bytes"] = int64_t{1} << 61; });

@@ -6,9 +6,9 @@
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -17,9 +17,11 @@ using namespace testing_support;
 
 void expect_equal_modules(const torch::nn::Module& a, const torch::nn::Module& b, const std::string& where) {
   const auto other = b.named_parameters();
-  for (const auto& item : a.named_parameters()) EXPECT_TRUE(torch::equal(item.value(), other[item.key()])) << where << item.key();
+  for (const auto& item : a.named_parameters())
+    EXPECT_TRUE(torch::equal(item.value(), other[item.key()])) << where << item.key();
   const auto other_buffers = b.named_buffers();
-  for (const auto& item : a.named_buffers()) EXPECT_TRUE(torch::equal(item.value(), other_buffers[item.key()])) << where << item.key();
+  for (const auto& item : a.named_buffers())
+    EXPECT_TRUE(torch::equal(item.value(), other_buffers[item.key()])) << where << item.key();
 }
 
 TEST(FullFile, HoldsTheModelHoweverManyRanksAndFiles) {
@@ -27,7 +29,8 @@ TEST(FullFile, HoldsTheModelHoweverManyRanksAndFiles) {
     const TemporaryFolder folder;
     const int64_t max_file_bytes = tree % 2 == 0 ? 0 : 700;
     on_ranks(1 + static_cast<int>(tree) % 4, [&](std::shared_ptr<Communicator> comm) {
-      FullyShardedDataParallel fsdp(seeded(tree, [&] { return RandomNet(tree); }), comm, {.auto_wrap = wrap_by_size(60)});
+      FullyShardedDataParallel fsdp(seeded(tree, [&] { return RandomNet(tree); }), comm,
+                                    {.auto_wrap = wrap_by_size(60)});
       save_full(folder / "model.safetensors", fsdp, {.max_file_bytes = max_file_bytes});
     });
     const auto original = seeded(tree, [&] { return RandomNet(tree); });
@@ -63,7 +66,8 @@ TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
   });
   std::set<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
-  EXPECT_EQ(names, (std::set<std::string>{"m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors", "m.safetensors.index.json"}));
+  EXPECT_EQ(names, (std::set<std::string>{"m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors",
+                                          "m.safetensors.index.json"}));
 }
 
 TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
@@ -74,14 +78,17 @@ TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
     save_full(folder / "m.safetensors", model);
     std::filesystem::create_directories(folder / "d");
     expect_contains(error_of<CheckpointError>([&] { save_full(folder / "d", model); }), "is a directory");
-    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "m.safetensors", wrong); }), "weight is [3, 3], the model has [3, 4]");
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "m.safetensors", wrong); }),
+                    "weight is [3, 3], the model has [3, 4]");
     expect_contains(error_of<CheckpointError>([&] { load_full(folder / "d", model); }), "no safetensors file");
     expect_contains(error_of<CheckpointError>([&] { load_full(folder / "none", model); }), "No such file");
     load_full(folder / "m.safetensors", model);
     comm->barrier();
-    if (comm->rank() == 0) std::ofstream(folder / "i.safetensors.index.json") << R"({"weight_map":{"weight":"../m.safetensors"}})";
+    if (comm->rank() == 0)
+      std::ofstream(folder / "i.safetensors.index.json") << R"({"weight_map":{"weight":"../m.safetensors"}})";
     comm->barrier();
-    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "i.safetensors.index.json", model); }), "not a name beside");
+    expect_contains(error_of<CheckpointError>([&] { load_full(folder / "i.safetensors.index.json", model); }),
+                    "not a name beside");
   });
 }
 
@@ -91,11 +98,17 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
   const at::Tensor whole = torch::arange(15, at::kFloat).view({5, 3});
   for (int part = 0; part < 2; ++part) {
     const Box box = part == 0 ? Box{{0, 0}, {3, 3}} : Box{{3, 0}, {2, 3}};
-    write_pieces(folder.path(), "shard-" + std::to_string(part),
-                 {{"weight", at::kFloat, {5, 3}, {}, TensorKind::kParameter, box,
-                   [=] { return whole.narrow(0, box.offsets[0], box.sizes[0]); }},
-                  {"bias", at::kFloat, {5}, {}, TensorKind::kParameter, whole_box({5}), [] { return torch::ones({5}); }}},
-                 0);
+    write_pieces(
+        folder.path(), "shard-" + std::to_string(part),
+        {{"weight",
+          at::kFloat,
+          {5, 3},
+          {},
+          TensorKind::kParameter,
+          box,
+          [=] { return whole.narrow(0, box.offsets[0], box.sizes[0]); }},
+         {"bias", at::kFloat, {5}, {}, TensorKind::kParameter, whole_box({5}), [] { return torch::ones({5}); }}},
+        0);
   }
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     torch::nn::Linear net(3, 5);

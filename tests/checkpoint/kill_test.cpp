@@ -14,8 +14,8 @@
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/checkpoint/verify.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {

@@ -23,8 +23,14 @@ class Replicated : public ModelShards {
     std::vector<NamedShard> shards;
     for (const auto& unit : plan_units(*module_, {}))
       for (const auto& parameter : unit.parameters)
-        shards.push_back({parameter.fqn, parameter.aliases, parameter.tensor.sizes().vec(), strides_of(parameter.tensor),
-                          {0, parameter.tensor.numel()}, parameter.tensor, comm_->rank(), comm_->size()});
+        shards.push_back({parameter.fqn,
+                          parameter.aliases,
+                          parameter.tensor.sizes().vec(),
+                          strides_of(parameter.tensor),
+                          {0, parameter.tensor.numel()},
+                          parameter.tensor,
+                          comm_->rank(),
+                          comm_->size()});
     return shards;
   }
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override { return module_->named_buffers(); }
@@ -81,7 +87,8 @@ class Hybrid : public ModelShards {
 class OwnerAdam : public torch::optim::Optimizer, public OptimizerShards {
  public:
   OwnerAdam(const std::vector<at::Tensor>& parameters, int rank, int world, torch::optim::AdamOptions options)
-      : Optimizer({torch::optim::OptimizerParamGroup(parameters)}, std::make_unique<torch::optim::AdamOptions>(options)) {
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)},
+                  std::make_unique<torch::optim::AdamOptions>(options)) {
     std::vector<at::Tensor> own;
     for (size_t i = 0; i < parameters.size(); ++i)
       if (static_cast<int>(i) % world == rank) own.push_back(parameters[i]);

@@ -6,9 +6,9 @@
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
-#include "tests/support/temporary_folder.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera {
 namespace {
@@ -75,7 +75,8 @@ std::map<std::string, at::Tensor> contents(const std::filesystem::path& dir) {
   return all;
 }
 
-void expect_same(const std::map<std::string, at::Tensor>& a, const std::map<std::string, at::Tensor>& b, const std::string& where) {
+void expect_same(const std::map<std::string, at::Tensor>& a, const std::map<std::string, at::Tensor>& b,
+                 const std::string& where) {
   ASSERT_EQ(a.size(), b.size()) << where;
   for (const auto& [name, tensor] : a) {
     ASSERT_TRUE(b.contains(name)) << where << name;
@@ -117,7 +118,7 @@ void under(Layout layout, int world, unsigned seed, uint64_t values, Body body) 
 
 TEST(Checkpoint, AnyLayoutLoadsWhatAnyOtherSaved) {
   const std::vector<std::pair<Layout, int>> layouts = {
-      {Layout::kFsdp, 1}, {Layout::kFsdp, 2},  {Layout::kFsdp, 3},       {Layout::kFsdp, 5},  {Layout::kReplicated, 1},
+      {Layout::kFsdp, 1},       {Layout::kFsdp, 2},  {Layout::kFsdp, 3},  {Layout::kFsdp, 5},  {Layout::kReplicated, 1},
       {Layout::kReplicated, 3}, {Layout::kOwner, 4}, {Layout::kOwner, 2}, {Layout::kHybrid, 4}};
   for (int tree = 0; tree < trees(); ++tree) {
     const TemporaryFolder folder;
@@ -193,7 +194,8 @@ TEST(Checkpoint, TrainingGoesOnBitByBit) {
 TEST(Checkpoint, AFsdpCheckpointContinuesReplicatedAndBack) {
   const TemporaryFolder folder;
   auto values = [&](const char* name) { return contents(folder / name); };
-  under(Layout::kFsdp, 3, 1, 3, [&](auto& model, auto& optimizer, auto&) { save_checkpoint(folder / "a", model, optimizer); });
+  under(Layout::kFsdp, 3, 1, 3,
+        [&](auto& model, auto& optimizer, auto&) { save_checkpoint(folder / "a", model, optimizer); });
   under(Layout::kOwner, 4, 1, 5, [&](auto& model, auto& optimizer, auto&) {
     load_checkpoint(folder / "a", model, optimizer);
     save_checkpoint(folder / "b", model, optimizer);
@@ -258,19 +260,22 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
     save_checkpoint(folder / "a", model, optimizer);
     auto net = std::make_shared<NetImpl>(6, true, at::kDouble);
     Replicated other(net, comm);
-    Adam others({torch::optim::OptimizerParamGroup({net->a}), torch::optim::OptimizerParamGroup({net->b, net->c})}, AdamOptions(7));
+    Adam others({torch::optim::OptimizerParamGroup({net->a}), torch::optim::OptimizerParamGroup({net->b, net->c})},
+                AdamOptions(7));
     {
       const at::NoGradGuard no_grad;
       net->d.zero_();
     }
     const auto error = error_of<CheckpointError>([&] { load_checkpoint(folder / "a", other, others); });
-    for (const char* part : {"rank 0", "missing from the checkpoint: new", "not in the model: old", "a is [5, 3], the model has [6, 3]",
-                             "b is Float, the model has Double", "has 1 groups, this has 2"})
+    for (const char* part :
+         {"rank 0", "missing from the checkpoint: new", "not in the model: old", "a is [5, 3], the model has [6, 3]",
+          "b is Float, the model has Double", "has 1 groups, this has 2"})
       expect_contains(error, part);
     EXPECT_EQ(net->d.sum().item<double>(), 0.0);
     EXPECT_EQ(static_cast<AdamOptions&>(others.param_groups()[0].options()).lr(), 7.0);
     torch::optim::SGD sgd(model.parameters(), 0.1);
-    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", model, sgd); }), "is Adam, this is SGD");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", model, sgd); }),
+                    "is Adam, this is SGD");
     // Not strict: what both have.
     auto third = std::make_shared<NetImpl>(5, true, at::kFloat);
     Replicated lenient(third, comm);
@@ -282,7 +287,8 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
     EXPECT_EQ(third->a.sum().item<double>(), 15.0);
     EXPECT_EQ(third->c.sum().item<double>(), 0.0);
     expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "none", model); }), "no such directory");
-    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder.path(), model); }), "latest_checkpoint() gives");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder.path(), model); }),
+                    "latest_checkpoint() gives");
   });
 }
 
@@ -292,15 +298,19 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     auto net = torch::nn::Linear(3, 3);
     Replicated model(net.ptr(), comm);
     Adam foreign({torch::ones({2}).requires_grad_()}, AdamOptions(1));
-    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, foreign); }), "not one of the model's");
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, foreign); }),
+                    "not one of the model's");
     nlohmann::json deep = 1;
     for (int i = 0; i < 40; ++i) deep = nlohmann::json::array({deep});
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
-    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }), "JSON");
-    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }), "block_bytes");
-    expect_contains(error_of<std::invalid_argument>(
-                        [&] { save_checkpoint(folder / std::to_string(comm->rank()), model); }),
-                    "the ranks disagree about where to save");
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }),
+                    "JSON");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }),
+        "block_bytes");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / std::to_string(comm->rank()), model); }),
+        "the ranks disagree about where to save");
     EXPECT_FALSE(latest_checkpoint(folder.path()));
     comm->barrier();
     save_checkpoint(folder / "a", model);  // the group is as good as before
@@ -348,8 +358,10 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     for (int step : {1, 2, 3}) save_checkpoint(folder / "a/b/", model, {{"step", step}});
     EXPECT_EQ(load_checkpoint(folder / "a/b", model)["step"], 3);
     save_checkpoint(folder / "empty", model);
-    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine", model); }), "something else than a checkpoint");
-    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }), "not a directory");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine", model); }),
+                    "something else than a checkpoint");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }),
+                    "not a directory");
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
   });
   EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));

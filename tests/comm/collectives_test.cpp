@@ -6,8 +6,8 @@
 #include <csignal>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/launch/launch.h"
 #include "tessera/comm/process_group.h"
+#include "tessera/launch/launch.h"
 
 namespace tessera {
 namespace {
@@ -47,8 +47,7 @@ class Collectives : public testing::TestWithParam<std::tuple<int, int64_t>> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Collectives,
-                         testing::Combine(testing::Values(1, 2, 3, 4, 5),
-                                          testing::Values(0, 1, 5, 1000, 70001)),
+                         testing::Combine(testing::Values(1, 2, 3, 4, 5), testing::Values(0, 1, 5, 1000, 70001)),
                          [](const auto& instance) {
                            return "world" + std::to_string(std::get<0>(instance.param)) + "_numel" +
                                   std::to_string(std::get<1>(instance.param));
@@ -78,8 +77,7 @@ TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
   over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
     at::Tensor shard = torch::full({numel()}, -1.0f);
     comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel())).wait();
-    EXPECT_TRUE(
-        torch::equal(shard, summed(world(), world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+    EXPECT_TRUE(torch::equal(shard, summed(world(), world() * numel()).narrow(0, comm->rank() * numel(), numel())));
   });
 }
 
@@ -129,14 +127,13 @@ TEST_P(Collectives, RootedOperationsFromEveryRoot) {
 
       at::Tensor reduced = numbers(comm->rank(), numel());
       comm->reduce(reduced, root).wait();
-      EXPECT_TRUE(torch::equal(
-          reduced, comm->rank() == root ? summed(world(), numel()) : numbers(comm->rank(), numel())));
+      EXPECT_TRUE(
+          torch::equal(reduced, comm->rank() == root ? summed(world(), numel()) : numbers(comm->rank(), numel())));
 
       at::Tensor shard = torch::full({numel()}, -1.0f);
       at::Tensor full = comm->rank() == root ? numbers(root, world() * numel()) : at::Tensor();
       comm->scatter(shard, full, root).wait();
-      EXPECT_TRUE(
-          torch::equal(shard, numbers(root, world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+      EXPECT_TRUE(torch::equal(shard, numbers(root, world() * numel()).narrow(0, comm->rank() * numel(), numel())));
     }
   });
 }
@@ -200,8 +197,7 @@ TEST(CollectivesAsync, ManyInFlightAndWaitedInAnyOrder) {
 TEST(CollectivesAsync, HandlesKeepTensorsAlive) {
   over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     at::Tensor full = torch::empty({2 << 20});
-    Pending pending =
-        comm->all_gather(full, torch::full({1 << 20}, comm->rank() + 1.0f));  // the shard is a temporary
+    Pending pending = comm->all_gather(full, torch::full({1 << 20}, comm->rank() + 1.0f));  // the shard is a temporary
     at::Tensor noise = torch::full({1 << 20}, -1.0f);
     pending.wait();
     EXPECT_EQ(full.sum().item<float>(), 3.0f * (1 << 20));
@@ -250,25 +246,19 @@ TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
                 comm->all_gather(four, three).wait();
               }).find("the full tensor has 4 elements, expected 6"),
               std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] {
-                comm->all_gather(four, two, {1, 3}).wait();
-              }).find("the shard has 2"),
-              std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] {
-                comm->broadcast(two, 2).wait();
-              }).find("root 2, expected 0 to 1"),
-              std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] {
-                comm->all_gather(four, two.to(at::kDouble)).wait();
-              }).find("dtype"),
-              std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] {
-                comm->all_reduce(torch::zeros({4, 2}).t()).wait();
-              }).find("contiguous"),
+    EXPECT_NE(
+        error_of<std::invalid_argument>([&] { comm->all_gather(four, two, {1, 3}).wait(); }).find("the shard has 2"),
+        std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->broadcast(two, 2).wait(); }).find("root 2, expected 0 to 1"),
               std::string::npos);
     EXPECT_NE(
-        error_of<std::invalid_argument>([&] { comm->all_reduce(at::Tensor()).wait(); }).find("undefined"),
+        error_of<std::invalid_argument>([&] { comm->all_gather(four, two.to(at::kDouble)).wait(); }).find("dtype"),
         std::string::npos);
+    EXPECT_NE(
+        error_of<std::invalid_argument>([&] { comm->all_reduce(torch::zeros({4, 2}).t()).wait(); }).find("contiguous"),
+        std::string::npos);
+    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_reduce(at::Tensor()).wait(); }).find("undefined"),
+              std::string::npos);
     comm->all_reduce(two).wait();
   });
 }
@@ -295,8 +285,7 @@ TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
     });
     EXPECT_EQ(thrown, "the disk of rank 2 is on fire");
     EXPECT_NE(seen_by_others.find("all-reduce of unit 'blocks.3'"), std::string::npos) << seen_by_others;
-    EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos)
-        << seen_by_others;
+    EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos) << seen_by_others;
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
   }
 }

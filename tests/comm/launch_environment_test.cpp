@@ -79,9 +79,9 @@ TEST(LaunchEnvironment, NothingSetIsAWorldOfOne) {
 }
 
 TEST(LaunchEnvironment, Torchrun) {
-  const auto environment = parse(with(kTorchrun, {{"TORCHELASTIC_RUN_ID", "run"},
-                                                  {"TORCHELASTIC_USE_AGENT_STORE", "True"},
-                                                  {"TORCHELASTIC_RESTART_COUNT", "2"}}));
+  const auto environment = parse(with(
+      kTorchrun,
+      {{"TORCHELASTIC_RUN_ID", "run"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "2"}}));
   EXPECT_EQ(environment.launcher, "torchrun");
   EXPECT_EQ(environment.rank, 5);
   EXPECT_EQ(environment.world_size, 8);
@@ -104,8 +104,7 @@ TEST(LaunchEnvironment, TorchrunOfOneRankNeedsNoAddressAndIsLaunched) {
 }
 
 TEST(LaunchEnvironment, TorchrunWithoutLocalVariables) {
-  const Environment bare = {
-      {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "1234"}};
+  const Environment bare = {{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node7"}, {"MASTER_PORT", "1234"}};
   const auto elsewhere = parse(bare);
   EXPECT_EQ(elsewhere.local_rank, -1) << "not said";
   EXPECT_EQ(elsewhere.local_world_size, 0) << "not said";
@@ -124,10 +123,9 @@ TEST(LaunchEnvironment, TorchrunTwoAgentsOnOneMachineKeepTheirLocalRanks) {
 }
 
 TEST(LaunchEnvironment, TorchrunHalfSetNamesAll) {
-  expect_error({{"RANK", "1"}}, {"half set", "RANK=1", "WORLD_SIZE is not set", "MASTER_ADDR is not set",
-                                 "MASTER_PORT is not set"});
-  expect_error({{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}},
-               {"RANK is not set", "WORLD_SIZE=2", "MASTER_ADDR=h"});
+  expect_error({{"RANK", "1"}},
+               {"half set", "RANK=1", "WORLD_SIZE is not set", "MASTER_ADDR is not set", "MASTER_PORT is not set"});
+  expect_error({{"WORLD_SIZE", "2"}, {"MASTER_ADDR", "h"}}, {"RANK is not set", "WORLD_SIZE=2", "MASTER_ADDR=h"});
   expect_error(without(kTorchrun, "MASTER_ADDR"),
                {"RANK=5", "WORLD_SIZE=8", "MASTER_ADDR is not set", "MASTER_PORT=29500"});
   expect_error(without(kTorchrun, "MASTER_PORT"), {"MASTER_ADDR=10.0.0.1", "MASTER_PORT is not set"});
@@ -149,8 +147,7 @@ TEST(LaunchEnvironment, TorchrunBadValues) {
   expect_error(with(kTorchrun, {{"MASTER_PORT", "0"}}), {"MASTER_PORT=0"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "65536"}}), {"MASTER_PORT=65536", "65535"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "http"}}), {"MASTER_PORT=http"});
-  expect_error(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "often"}}),
-               {"TORCHELASTIC_RESTART_COUNT=often"});
+  expect_error(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "often"}}), {"TORCHELASTIC_RESTART_COUNT=often"});
 }
 
 TEST(LaunchEnvironment, SpawnLocalsSocketIsRankZeros) {
@@ -192,8 +189,8 @@ TEST(LaunchEnvironment, SlurmSetByHandOnOneHost) {
   EXPECT_EQ(environment.launcher, "Slurm");
   EXPECT_TRUE(environment.one_host());
   EXPECT_EQ(environment.master_address, "127.0.0.1") << "one host needs no name";
-  const auto per_node = parse(
-      {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}, {"SLURM_NTASKS_PER_NODE", "3"}, {"SLURM_JOB_ID", "7"}});
+  const auto per_node =
+      parse({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "3"}, {"SLURM_NTASKS_PER_NODE", "3"}, {"SLURM_JOB_ID", "7"}});
   EXPECT_TRUE(per_node.one_host());
   EXPECT_EQ(per_node.local_rank, 0);
 }
@@ -208,8 +205,8 @@ TEST(LaunchEnvironment, SlurmStepSmallerThanItsJob) {
 }
 
 TEST(LaunchEnvironment, SlurmUnevenNodes) {
-  const Environment uneven = with(
-      kSlurm, {{"SLURM_NTASKS", "7"}, {"SLURM_STEP_NUM_TASKS", "7"}, {"SLURM_STEP_TASKS_PER_NODE", "4,3"}});
+  const Environment uneven =
+      with(kSlurm, {{"SLURM_NTASKS", "7"}, {"SLURM_STEP_NUM_TASKS", "7"}, {"SLURM_STEP_TASKS_PER_NODE", "4,3"}});
   EXPECT_EQ(parse(uneven).local_world_size, 3);
   EXPECT_EQ(parse(with(uneven, {{"SLURM_NODEID", "0"}})).local_world_size, 4);
   EXPECT_EQ(parse(without(uneven, "SLURM_NODEID")).local_world_size, 0) << "not said";
@@ -223,8 +220,7 @@ TEST(LaunchEnvironment, SlurmBatchScriptAndShellAreAWorldOfOne) {
                               {"SLURM_JOB_ID", "4711"},
                               {"SLURM_JOB_NODELIST", "node[07-08]"},
                               {"SLURM_SUBMIT_DIR", "/home/u"}};
-  for (const auto& variables :
-       {script, without(script, "SLURM_PROCID"), with(script, {{"MASTER_PORT", "4000"}})}) {
+  for (const auto& variables : {script, without(script, "SLURM_PROCID"), with(script, {{"MASTER_PORT", "4000"}})}) {
     const auto environment = parse(variables);
     EXPECT_FALSE(environment.launched());
     EXPECT_EQ(environment.world_size, 1);
@@ -274,18 +270,15 @@ TEST(LaunchEnvironment, OpenMpiOnOneHost) {
 TEST(LaunchEnvironment, OpenMpiOnSeveralHostsNeedsAnAddress) {
   const Environment two_hosts =
       with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
-  expect_error(two_hosts, {"several hosts", "OMPI_COMM_WORLD_SIZE=3", "OMPI_COMM_WORLD_LOCAL_SIZE=2",
-                           "MASTER_ADDR is not set"});
+  expect_error(two_hosts,
+               {"several hosts", "OMPI_COMM_WORLD_SIZE=3", "OMPI_COMM_WORLD_LOCAL_SIZE=2", "MASTER_ADDR is not set"});
   EXPECT_EQ(parse(with(two_hosts, {{"MASTER_ADDR", "node1"}})).master_address, "node1");
 }
 
 TEST(LaunchEnvironment, OpenMpiHalfSetOrBad) {
-  expect_error({{"OMPI_COMM_WORLD_RANK", "0"}},
-               {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE is not set"});
-  expect_error(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "3"}}),
-               {"OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=3"});
-  expect_error(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"),
-               {"PMIX_NAMESPACE is not set", "MASTER_PORT is not set"});
+  expect_error({{"OMPI_COMM_WORLD_RANK", "0"}}, {"OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE is not set"});
+  expect_error(with(kOpenMpi, {{"OMPI_COMM_WORLD_RANK", "3"}}), {"OMPI_COMM_WORLD_RANK=3", "OMPI_COMM_WORLD_SIZE=3"});
+  expect_error(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"), {"PMIX_NAMESPACE is not set", "MASTER_PORT is not set"});
   EXPECT_EQ(parse(with(without(kOpenMpi, "OMPI_MCA_ess_base_jobid"), {{"MASTER_PORT", "9"}})).master_port, 9);
 }
 
@@ -321,8 +314,7 @@ TEST(LaunchEnvironment, ContradictionsNameBoth) {
                {"contradict", "RANK=5", "WORLD_SIZE=8", "OMPI_COMM_WORLD_RANK=2", "OMPI_COMM_WORLD_SIZE=3"});
   expect_error(with(with(kSlurm, {{"SLURM_PROCID", "4"}}), kTorchrun),
                {"RANK=5", "SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=8"});
-  expect_error(with(kOpenMpi, {{"WORLD_SIZE", "4"}}),
-               {"RANK is not set", "WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=3"});
+  expect_error(with(kOpenMpi, {{"WORLD_SIZE", "4"}}), {"RANK is not set", "WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=3"});
 }
 
 TEST(HostList, Expands) {

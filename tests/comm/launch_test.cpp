@@ -48,9 +48,7 @@ ChildProcess::Environment torchrun(int rank, int world, const std::string& port,
           {"MASTER_PORT", port}};
 }
 
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 std::vector<pid_t> rank_pids(const std::string& output) {
   std::vector<pid_t> pids;
@@ -83,8 +81,7 @@ TEST(SpawnLocal, RunsAllRanks) {
   for (const int world : {1, 2, 5}) {
     ChildProcess program({kProgram, "--spawn", std::to_string(world)});
     EXPECT_EQ(program.wait(), 0) << program.output();
-    EXPECT_EQ(program.printed("sum " + std::to_string(world * (world - 1) / 2) + " "), world)
-        << program.output();
+    EXPECT_EQ(program.printed("sum " + std::to_string(world * (world - 1) / 2) + " "), world) << program.output();
     EXPECT_TRUE(all_gone(program.output(), static_cast<size_t>(world)));
   }
 }
@@ -167,8 +164,7 @@ TEST(SpawnLocal, RanksThatDoNotEndAreKilled) {
   ::kill(impatient.pid(), SIGINT);
   ASSERT_TRUE(impatient.await("ending all ranks", 1));
   ::kill(impatient.pid(), SIGINT);
-  EXPECT_EQ(impatient.wait(seconds(3)), 128 + SIGINT) << "a second Ctrl-C does not wait\n"
-                                                      << impatient.output();
+  EXPECT_EQ(impatient.wait(seconds(3)), 128 + SIGINT) << "a second Ctrl-C does not wait\n" << impatient.output();
 }
 
 TEST(SpawnLocal, NoOrphansWhenTheParentIsKilled) {
@@ -253,8 +249,7 @@ TEST(Launchers, SrunsEnvironment) {
 }
 
 TEST(Launchers, Mpirun) {
-  if (std::system("command -v mpirun > /dev/null") != 0)
-    GTEST_SKIP() << "mpirun is not installed (openmpi-bin)";
+  if (std::system("command -v mpirun > /dev/null") != 0) GTEST_SKIP() << "mpirun is not installed (openmpi-bin)";
   ChildProcess program({"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "3", kProgram});
   EXPECT_EQ(program.wait(), 0) << program.output();
   EXPECT_EQ(program.printed("of 3 pid"), 3) << program.output();
@@ -263,8 +258,7 @@ TEST(Launchers, Mpirun) {
 
 TEST(Launchers, ABatchScriptIsAWorldOfOneAndSaysSo) {
   ChildProcess program(
-      {kProgram},
-      {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}, {"SLURM_SUBMIT_DIR", "/"}});
+      {kProgram}, {{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_ID", "1"}, {"SLURM_SUBMIT_DIR", "/"}});
   EXPECT_EQ(program.wait(), 0);
   EXPECT_TRUE(contains(program.output(), "rank 0 of 1")) << program.output();
   EXPECT_TRUE(contains(program.output(), "srun did not start it")) << program.output();
@@ -286,8 +280,7 @@ TEST(LaunchErrors, HalfSetEnvironmentIsNamed) {
                                            {"OMPI_COMM_WORLD_RANK", "0"},
                                            {"OMPI_COMM_WORLD_SIZE", "2"}},
                                           kInvalidArgument);
-  EXPECT_TRUE(contains(contradiction, "RANK=1, WORLD_SIZE=2, but Open MPI's OMPI_COMM_WORLD_RANK=0"))
-      << contradiction;
+  EXPECT_TRUE(contains(contradiction, "RANK=1, WORLD_SIZE=2, but Open MPI's OMPI_COMM_WORLD_RANK=0")) << contradiction;
   auto interface = torchrun(1, 2, "1");
   interface["GLOO_SOCKET_IFNAME"] = "no-such-if";
   EXPECT_TRUE(contains(run_to_error(interface, kInvalidArgument), "GLOO_SOCKET_IFNAME=no-such-if"));
@@ -339,10 +332,10 @@ class TwoHosts : public ::testing::Test {
     if (!run("ip netns add " + first_) || !run("ip netns add " + second_)) {
       GTEST_SKIP() << "`ip netns add` is not allowed or not installed here (it needs root and iproute2)";
     }
-    ASSERT_TRUE(run("ip link add ta" + id_ + " netns " + first_ + " type veth peer name tb" + id_ +
-                    " netns " + second_));
-    for (const auto& [host, interface, address] : {std::tuple{first_, "ta" + id_, "10.213.7.1/24"},
-                                                   std::tuple{second_, "tb" + id_, "10.213.7.2/24"}}) {
+    ASSERT_TRUE(
+        run("ip link add ta" + id_ + " netns " + first_ + " type veth peer name tb" + id_ + " netns " + second_));
+    for (const auto& [host, interface, address] :
+         {std::tuple{first_, "ta" + id_, "10.213.7.1/24"}, std::tuple{second_, "tb" + id_, "10.213.7.2/24"}}) {
       ASSERT_TRUE(run("ip -n " + host + " link set lo up"));
       ASSERT_TRUE(run("ip -n " + host + " addr add " + address + " dev " + interface));
       ASSERT_TRUE(run("ip -n " + host + " link set " + interface + " up"));
@@ -367,10 +360,10 @@ class TwoHosts : public ::testing::Test {
       auto environment = torchrun(rank, world, "29517", master);
       environment["LOCAL_RANK"] = std::to_string(on_first ? rank : rank - first_ranks);
       environment["LOCAL_WORLD_SIZE"] = std::to_string(on_first ? first_ranks : world - first_ranks);
-      processes.push_back(std::make_unique<ChildProcess>(
-          std::vector<std::string>{"ip", "netns", "exec", on_first ? first_ : second_, kProgram,
-                                   "--timeout-ms", "20000"},
-          environment));
+      processes.push_back(
+          std::make_unique<ChildProcess>(std::vector<std::string>{"ip", "netns", "exec", on_first ? first_ : second_,
+                                                                  kProgram, "--timeout-ms", "20000"},
+                                         environment));
     }
     for (auto& process : processes) EXPECT_EQ(process->wait(), 0) << outputs(processes);
     for (auto& process : processes) {
@@ -379,9 +372,7 @@ class TwoHosts : public ::testing::Test {
     }
   }
 
-  static bool run(const std::string& command) {
-    return std::system((command + " > /dev/null 2>&1").c_str()) == 0;
-  }
+  static bool run(const std::string& command) { return std::system((command + " > /dev/null 2>&1").c_str()) == 0; }
 
   static void write_hosts(const std::string& host, const std::string& text) {
     std::filesystem::create_directories("/etc/netns/" + host);

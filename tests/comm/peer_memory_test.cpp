@@ -23,8 +23,7 @@ using testing_support::TemporaryFolder;
 using Outcome = PeerMemory::Outcome;
 
 // The body on both of two ranks, threads of this process.
-void on_two_threads(const std::function<void(PeerMemory&, int rank)>& body,
-                    std::chrono::milliseconds timeout = 20s) {
+void on_two_threads(const std::function<void(PeerMemory&, int rank)>& body, std::chrono::milliseconds timeout = 20s) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto rank_main = [&](int rank) {
     auto memory = PeerMemory::connect(*store, rank, 2, timeout, true);
@@ -142,17 +141,14 @@ TEST(PeerMemory, AnInterruptEndsTheWait) {
 
 TEST(PeerMemory, AllOfAHostsRanksUseItOrNone) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  auto rank_main = [&](int rank) {
-    EXPECT_EQ(PeerMemory::connect(*store, rank, 2, 20s, rank == 0), nullptr);
-  };
+  auto rank_main = [&](int rank) { EXPECT_EQ(PeerMemory::connect(*store, rank, 2, 20s, rank == 0), nullptr); };
   std::thread other(rank_main, 1);
   rank_main(0);
   other.join();
 }
 
 // Ranks as processes, forked from this one; gives what they exited with, 128 + signal where one ended them.
-std::vector<int> on_processes(int world,
-                              const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
+std::vector<int> on_processes(int world, const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
   const TemporaryFolder folder;
   std::vector<pid_t> children;
   for (int rank = 0; rank < world; ++rank) {
@@ -211,8 +207,7 @@ TEST(PeerMemoryProcesses, ReachEachOtherHere) {
     auto memory = PeerMemory::connect(*store, rank, 2, 30s, true);
     return memory != nullptr && memory->reaches(1 - rank) ? 0 : 77;
   });
-  if (codes == std::vector<int>{77, 77})
-    GTEST_SKIP() << "the kernel does not let processes read each other's memory";
+  if (codes == std::vector<int>{77, 77}) GTEST_SKIP() << "the kernel does not let processes read each other's memory";
   EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
@@ -228,8 +223,7 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
       comm->all_gather(all, torch::ones({1000}), {}, "unit 'a'").wait();
     } catch (const CommError& error) {
       const std::string text = error.what();
-      const bool names =
-          text.find("unit 'a'") != std::string::npos && text.find("rank 1") != std::string::npos;
+      const bool names = text.find("unit 'a'") != std::string::npos && text.find("rank 1") != std::string::npos;
       return names && std::chrono::steady_clock::now() - began < 10s ? 0 : 2;
     }
     return 1;

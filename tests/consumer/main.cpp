@@ -24,10 +24,9 @@ double mean_loss(const at::Tensor& loss, tessera::Communicator& comm) {
 
 // Fits y = sin(3 x), each rank on half of the interval, and returns {first, last loss}.
 std::pair<double, double> train(const std::shared_ptr<tessera::Communicator>& comm) {
-  torch::nn::Sequential model(torch::nn::Linear(1, 32), torch::nn::Tanh(), torch::nn::Linear(32, 32),
-                              torch::nn::Tanh(), torch::nn::Linear(32, 1));
-  tessera::FullyShardedDataParallel fsdp(model, comm,
-                                         {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
+  torch::nn::Sequential model(torch::nn::Linear(1, 32), torch::nn::Tanh(), torch::nn::Linear(32, 32), torch::nn::Tanh(),
+                              torch::nn::Linear(32, 1));
+  tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
   torch::optim::Adam optimizer(fsdp.parameters(), 1e-2);
   const at::Tensor x = torch::linspace(comm->rank() - 1.0, comm->rank(), 64).unsqueeze(1);
   double first = 0, last = 0;

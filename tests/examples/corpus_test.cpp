@@ -90,11 +90,9 @@ TEST(Corpus, ErrorsNameTheFileAndTheProblem) {
   EXPECT_NE(error_of(folder.write("empty/b.dat", "\0"s).parent_path()).find("no text"), std::string::npos);
   EXPECT_NE(error_of(folder.write("odd.bin", "abc")).find("odd number"), std::string::npos);
   EXPECT_NE(error_of(folder.write("none.bin", "")).find("no tokens"), std::string::npos);
-  EXPECT_NE(error_of(folder.write("v7.bin", llmc_header(7, 1) + "abcd")).find("version 7"),
-            std::string::npos);
+  EXPECT_NE(error_of(folder.write("v7.bin", llmc_header(7, 1) + "abcd")).find("version 7"), std::string::npos);
   EXPECT_NE(error_of(folder.write("cut.bin", llmc_header(1, 9) + "ab")).find("says 9"), std::string::npos);
-  EXPECT_NE(error_of(folder.write("head.bin", llmc_header(1, 9).substr(0, 100))).find("header"),
-            std::string::npos);
+  EXPECT_NE(error_of(folder.write("head.bin", llmc_header(1, 9).substr(0, 100))).find("header"), std::string::npos);
   EXPECT_NE(error_of(folder.write("a.json", "{\"data\": 3}")).find("SQuAD"), std::string::npos);
   EXPECT_NE(error_of(folder.write("b.json", "{")).find("SQuAD"), std::string::npos);
 }

@@ -43,8 +43,7 @@ TEST(Format, WrapsBetweenWords) {
 TEST(Progress, WithoutATerminalAFewLinesAndNoEscapes) {
   std::ostringstream out;
   const auto progress = make_progress(out, /*terminal=*/false, 1000);
-  for (int64_t step = 1; step <= 1000; ++step)
-    progress->show({.step = step, .loss = 2.5, .tokens_per_s = 1500.0});
+  for (int64_t step = 1; step <= 1000; ++step) progress->show({.step = step, .loss = 2.5, .tokens_per_s = 1500.0});
   progress->finish();
   EXPECT_GE(lines_of(out.str()), 10);
   EXPECT_LE(lines_of(out.str()), 25);
@@ -65,8 +64,7 @@ TEST(Progress, OnATerminalItRedrawsTwoLines) {
 
 TEST(LossPlot, DrawsEveryCurveWithFiniteCoordinates) {
   LossCurves curves{.unigram_loss = 3.0};
-  for (int step = 1; step <= 5000; ++step)
-    curves.train.push_back({static_cast<double>(step), 4.0 - step * 5e-4});
+  for (int step = 1; step <= 5000; ++step) curves.train.push_back({static_cast<double>(step), 4.0 - step * 5e-4});
   curves.validation = {{2500, 2.8}, {5000, 1.6}};
   const auto svg = draw_losses(curves);
   EXPECT_NE(svg.find("unigram model 3.00"), std::string::npos);

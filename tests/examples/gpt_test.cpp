@@ -35,8 +35,7 @@ TEST(Gpt, ALaterTokenDoesNotChangeEarlierLogits) {
     const auto after = model->forward(changed);
     EXPECT_TRUE(at::allclose(after.narrow(1, 0, place), before.narrow(1, 0, place), 1e-6, 1e-7));
     EXPECT_FALSE(at::allclose(after.select(1, place), before.select(1, place)));
-    EXPECT_FALSE(at::allclose(after.select(1, 7), before.select(1, 7)))
-        << "the last place sees all before it";
+    EXPECT_FALSE(at::allclose(after.select(1, 7), before.select(1, 7))) << "the last place sees all before it";
   }
 }
 

@@ -126,8 +126,7 @@ TEST(Options, HelpShowsTheDefaults) {
   EXPECT_NE(help.find("--batch N (=8)"), std::string::npos) << help;
   EXPECT_NE(help.find("--clip X (=1)"), std::string::npos);
   EXPECT_FALSE(parse({"--demo", "--help"}, &help));
-  EXPECT_NE(help.find("--steps N (=" + std::to_string(demo_options().steps) + ")"), std::string::npos)
-      << help;
+  EXPECT_NE(help.find("--steps N (=" + std::to_string(demo_options().steps) + ")"), std::string::npos) << help;
 }
 
 TEST(Options, MistakesAreNamed) {
@@ -156,8 +155,7 @@ TEST(Options, MistakesAreNamed) {
       {{"--steps", "3", "--steps", "4"}, "steps"},
   };
   for (const auto& [arguments, expected] : cases) {
-    EXPECT_NE(error_of(arguments).find(expected), std::string::npos)
-        << expected << ": " << error_of(arguments);
+    EXPECT_NE(error_of(arguments).find(expected), std::string::npos) << expected << ": " << error_of(arguments);
   }
 }
 

@@ -11,8 +11,7 @@ namespace train_gpt {
 namespace {
 
 // The windows of one step, over all ranks and micro-batches, in global order.
-std::vector<int64_t> global_starts(int64_t text_numel, int64_t context, uint64_t seed, BatchShape shape,
-                                   int64_t step) {
+std::vector<int64_t> global_starts(int64_t text_numel, int64_t context, uint64_t seed, BatchShape shape, int64_t step) {
   std::vector<int64_t> all;
   for (int64_t rank = 0; rank < shape.ranks; ++rank) {
     WindowSampler sampler(text_numel, context, seed, shape);
@@ -37,16 +36,14 @@ TEST(Sampler, EveryShapeWithTheSameProductSeesTheSameSequences) {
 // the text, and each window comes once.
 TEST(Sampler, AnEpochVisitsEveryWindowOnceAndWindowsDoNotOverlap) {
   for (const int64_t context : {1, 7, 32}) {
-    for (const int64_t text_numel :
-         {context + 1, context + 2, 2 * context + 1, 3 * context, 1000 + context}) {
+    for (const int64_t text_numel : {context + 1, context + 2, 2 * context + 1, 3 * context, 1000 + context}) {
       for (const uint64_t seed : {0, 1, 99}) {
         const BatchShape shape{.ranks = 1, .batch = 1, .accumulation = 1};
         WindowSampler sampler(text_numel, context, seed, shape);
         const int64_t windows = sampler.windows_per_epoch();
         for (const int64_t epoch : {0, 1, 5}) {
           std::vector<int64_t> starts;
-          for (int64_t i = 0; i < windows; ++i)
-            starts.push_back(sampler.starts(epoch * windows + i, 0, 0).front());
+          for (int64_t i = 0; i < windows; ++i) starts.push_back(sampler.starts(epoch * windows + i, 0, 0).front());
           std::sort(starts.begin(), starts.end());
           EXPECT_GE(starts.front(), 0);
           EXPECT_LE(starts.back() + context + 1, text_numel);

@@ -12,9 +12,9 @@
 #include <thread>
 #include <vector>
 
-#include "tests/support/temporary_folder.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tests/support/child_process.h"
+#include "tests/support/temporary_folder.h"
 
 namespace train_gpt {
 namespace {
@@ -118,8 +118,7 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
     const auto expected = train(std::string("--wrapper fsdp --batch 4 --clip 0 --sample 0 ") + ranks);
     for (const char* wrapper : {"ddp", "oss", "sdp"}) {
       SCOPED_TRACE(std::string(wrapper) + " " + ranks);
-      const auto losses =
-          train(std::string("--wrapper ") + wrapper + " --batch 4 --clip 0 --sample 0 " + ranks);
+      const auto losses = train(std::string("--wrapper ") + wrapper + " --batch 4 --clip 0 --sample 0 " + ranks);
       ASSERT_EQ(losses.size(), expected.size());
       for (size_t i = 0; i < losses.size(); ++i) {
         EXPECT_EQ(losses[i]["loss"], expected[i]["loss"]) << "step " << i + 1;
@@ -132,7 +131,8 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
 // Killed in the middle, and started again with other ranks and another wrapper.
 TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
   const std::string common =
-      " --layers 2 --width 24 --heads 3 --context 16 --steps 14 --lr 1e-2 --val-every 4 --threads 1 --val-batches 2 --sample 0";
+      " --layers 2 --width 24 --heads 3 --context 16 --steps 14 --lr 1e-2 --val-every 4 --threads 1 --val-batches 2 "
+      "--sample 0";
   auto train_to = [&](const std::filesystem::path& out, const std::string& arguments) {
     const auto result = run(common + " --out " + out.string() + " " + arguments);
     EXPECT_EQ(result.exit_code, 0) << result.output;
@@ -148,7 +148,8 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
     const auto out = folder / (std::string("out-") + next[10]);
     {
       std::vector<std::string> command{TRAIN_GPT_EXECUTABLE};
-      std::istringstream words(common + " --wrapper fsdp --ranks 2 --batch 6 --save-every 3 --resume auto --out " + out.string());
+      std::istringstream words(common + " --wrapper fsdp --ranks 2 --batch 6 --save-every 3 --resume auto --out " +
+                               out.string());
       for (std::string word; words >> word;) command.push_back(word);
       tessera::testing::ChildProcess child(command);
       const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -180,8 +181,8 @@ TEST(TrainGpt, TokenFilesTrainAndPrintIds) {
   std::string bytes;
   for (int i = 0; i < 3000; ++i) bytes += {static_cast<char>(i % 7), '\x01'};
   const auto data = folder.write("a.bin", bytes);
-  const auto result = run(kTiny + std::string("--wrapper local --sample 3 --prompt '256 257' --data ") +
-                          data.string() + " --out " + (folder / "out").string());
+  const auto result = run(kTiny + std::string("--wrapper local --sample 3 --prompt '256 257' --data ") + data.string() +
+                          " --out " + (folder / "out").string());
   ASSERT_EQ(result.exit_code, 0) << result.output;
   EXPECT_NE(result.output.find("    256 257 "), std::string::npos) << result.output;
 }

@@ -29,7 +29,8 @@ TEST(ZeroRecipe, AllStagesTrainAlikeAndNeedLessAndLess) {
   const int64_t model_bytes = 20 * (2000 * 2000 + 2000) * 4;
   for (const auto& [wrapper, figures] : lines) {
     EXPECT_EQ(figures["after_model_bytes"], model_bytes) << wrapper;
-    EXPECT_LT(figures["after_wrap_bytes"].get<double>(), 1.1 * model_bytes) << wrapper << ": no second copy of the model";
+    EXPECT_LT(figures["after_wrap_bytes"].get<double>(), 1.1 * model_bytes)
+        << wrapper << ": no second copy of the model";
     EXPECT_EQ(figures["param_sum"], lines["adam"]["param_sum"]) << wrapper;
     for (const auto& sum : figures["param_sums"]) EXPECT_EQ(sum, figures["param_sum"]) << wrapper;
   }
@@ -64,7 +65,8 @@ TEST(Stages, HaveTheSameLossesAndPredictSharded) {
 
 TEST(Examples, MistakesEndWithAMessage) {
   EXPECT_NE(run({STAGES_EXECUTABLE, "--stage", "4"}, 2).find("--stage must be 0 to 3"), std::string::npos);
-  EXPECT_NE(run({ZERO_RECIPE_EXECUTABLE, "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"), std::string::npos);
+  EXPECT_NE(run({ZERO_RECIPE_EXECUTABLE, "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"),
+            std::string::npos);
 }
 
 }  // namespace

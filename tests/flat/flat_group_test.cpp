@@ -10,7 +10,8 @@ using namespace testing_support;
 
 std::vector<PlannedParameter> parameters_of(std::vector<at::Tensor> tensors) {
   std::vector<PlannedParameter> parameters;
-  for (size_t i = 0; i < tensors.size(); ++i) parameters.push_back({std::string("p").append(std::to_string(i)), {}, tensors[i]});
+  for (size_t i = 0; i < tensors.size(); ++i)
+    parameters.push_back({std::string("p").append(std::to_string(i)), {}, tensors[i]});
   return parameters;
 }
 

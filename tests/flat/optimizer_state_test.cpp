@@ -44,7 +44,9 @@ TEST(OptimizerState, WhatIsReadAndWrittenTrainsOnAlike) {
 
 TEST(OptimizerState, WrongNamesAreRefusedWithTheRightOnes) {
   const at::Tensor tensor = torch::ones({2});
-  auto make = [&](ParameterState values) { return error_of<std::invalid_argument>([&] { make_state("Adam", values); }); };
+  auto make = [&](ParameterState values) {
+    return error_of<std::invalid_argument>([&] { make_state("Adam", values); });
+  };
   expect_contains(make({{{"exp_avg", tensor}}, {}}), "without 'step'");
   expect_contains(make({{{"momentum_buffer", tensor}}, {{"step", 1}}}), "exp_avg_sq");
   expect_contains(error_of<std::invalid_argument>([&] { make_state("Adamax", {}); }), "Adamax");

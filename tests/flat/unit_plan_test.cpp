@@ -28,8 +28,8 @@ struct NetImpl : torch::nn::Module {
     register_module("blocks", blocks);
     for (int i = 0; i < 2; ++i) blocks->push_back(Block());
     register_module("head", head);
-    register_module("again", blocks[0]);         // the same module under a second name
-    register_parameter("tied", head->weight);    // the same tensor under a second name
+    register_module("again", blocks[0]);       // the same module under a second name
+    register_parameter("tied", head->weight);  // the same tensor under a second name
   }
   torch::nn::Embedding embedding{10, 4};
   torch::nn::ModuleList blocks;
@@ -59,8 +59,10 @@ TEST(UnitPlan, ByType) {
   NetImpl net;
   EXPECT_EQ(names(plan_units(net, wrap_modules<BlockImpl>())),
             (Plan{{"(root)", {"scale", "tied", "embedding.weight", "head.bias"}},
-                  {"blocks.0", {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.linear.weight", "blocks.0.linear.bias"}},
-                  {"blocks.1", {"blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.linear.weight", "blocks.1.linear.bias"}}}));
+                  {"blocks.0",
+                   {"blocks.0.norm.weight", "blocks.0.norm.bias", "blocks.0.linear.weight", "blocks.0.linear.bias"}},
+                  {"blocks.1",
+                   {"blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.linear.weight", "blocks.1.linear.bias"}}}));
 }
 
 TEST(UnitPlan, TiedAndSharedParametersKeepAllTheirNames) {
@@ -73,7 +75,8 @@ TEST(UnitPlan, TiedAndSharedParametersKeepAllTheirNames) {
 TEST(UnitPlan, NestedModulesOfTheTypesClaimTheirOwn) {
   NetImpl net;
   const auto plan = names(plan_units(net, wrap_modules<BlockImpl, torch::nn::LinearImpl>()));
-  EXPECT_EQ(plan[1], (std::pair<std::string, std::vector<std::string>>{"blocks.0", {"blocks.0.norm.weight", "blocks.0.norm.bias"}}));
+  EXPECT_EQ(plan[1], (std::pair<std::string, std::vector<std::string>>{
+                         "blocks.0", {"blocks.0.norm.weight", "blocks.0.norm.bias"}}));
   EXPECT_EQ(plan[2].first, "blocks.0.linear");
 }
 
@@ -81,7 +84,8 @@ TEST(UnitPlan, BySizeTakesTheSmallestSubtreesThatReachIt) {
   NetImpl net;
   std::vector<std::string> units;
   for (const auto& unit : plan_units(net, wrap_by_size(28))) units.push_back(unit.name);
-  EXPECT_EQ(units, (std::vector<std::string>{"(root)", "embedding", "blocks.0", "blocks.1"}));  // the head: a bias of 10
+  EXPECT_EQ(units,
+            (std::vector<std::string>{"(root)", "embedding", "blocks.0", "blocks.1"}));  // the head: a bias of 10
   units.clear();
   for (const auto& unit : plan_units(net, wrap_by_size(50))) units.push_back(unit.name);
   EXPECT_EQ(units, (std::vector<std::string>{"(root)", "blocks"}));  // 28 each, 56 together
@@ -89,7 +93,8 @@ TEST(UnitPlan, BySizeTakesTheSmallestSubtreesThatReachIt) {
 
 TEST(UnitPlan, ByPredicateOnNames) {
   NetImpl net;
-  const auto plan = plan_units(net, wrap_if([](const std::string& fqn, const torch::nn::Module&) { return fqn == "head"; }));
+  const auto plan =
+      plan_units(net, wrap_if([](const std::string& fqn, const torch::nn::Module&) { return fqn == "head"; }));
   ASSERT_EQ(plan.size(), 2U);
   EXPECT_EQ(plan[1].name, "head");
   EXPECT_EQ(plan[1].parameters.size(), 1U);  // the bias: the root registered the weight first

@@ -116,7 +116,8 @@ TEST(Checkpointed, ChainsAreBitEqualUnderFsdpAndReduceAsTheyGo) {
       auto build = [](bool is_checkpointed) {
         torch::nn::Sequential blocks;
         for (int i = 0; i < 8; ++i) blocks->push_back(Block());
-        return CheckpointedSequential(blocks, is_checkpointed ? WrapPolicy() : wrap_if([](auto&, auto&) { return false; }));
+        return CheckpointedSequential(blocks,
+                                      is_checkpointed ? WrapPolicy() : wrap_if([](auto&, auto&) { return false; }));
       };
       auto net = seeded(1, [&] { return build(true); });
       auto reference = seeded(1, [&] { return build(false); });
@@ -192,7 +193,8 @@ TEST(Checkpointed, ManyInputsAndOutputs) {
   auto ids = torch::arange(2);
   auto function = [](const std::vector<at::Tensor>& xs, std::optional<at::Tensor> none, at::Tensor index, int times) {
     EXPECT_FALSE(none.has_value());
-    return std::tuple{xs[0] * xs[1] * times, index + 1, std::string("text"), std::vector<at::Tensor>{at::Tensor(), xs[1] * 2}};
+    return std::tuple{xs[0] * xs[1] * times, index + 1, std::string("text"),
+                      std::vector<at::Tensor>{at::Tensor(), xs[1] * 2}};
   };
   auto [product, next, text, list] = checkpointed(function, std::vector{a, b}, std::optional<at::Tensor>(), ids, 5);
   EXPECT_EQ(text, "text");
@@ -220,20 +222,23 @@ TEST(Checkpointed, NestsAndListsAndUnusedOutputs) {
 
 TEST(Checkpointed, MistakesAreNamed) {
   auto x = torch::ones({3}).requires_grad_();
-  expect_contains(error_of<std::invalid_argument>(
-                      [&] { checkpointed([](at::Tensor t) { return t.relu_(); }, x * 1); }),
+  expect_contains(error_of<std::invalid_argument>([&] { checkpointed([](at::Tensor t) { return t.relu_(); }, x * 1); }),
                   "tensor 0 of its inputs in place");
   int calls = 0;
   auto fickle = [&](const at::Tensor& t) { return ++calls == 1 ? t * 2 : t.sum(); };
-  expect_contains(error_of<std::logic_error>([&] { checkpointed(fickle, x).sum().backward(); }), "output 0 as Float []");
+  expect_contains(error_of<std::logic_error>([&] { checkpointed(fickle, x).sum().backward(); }),
+                  "output 0 as Float []");
   expect_contains(error_of<std::logic_error>([&] {
                     checkpointed([](const at::Tensor& t) { return t * t; }, x).sum().backward({}, std::nullopt, true);
                   }),
                   "create_graph");
-  EXPECT_EQ(error_of<std::runtime_error>([&] {
-              checkpointed([](const at::Tensor& t) -> at::Tensor { throw std::runtime_error("its own" + std::to_string(t.dim())); }, x);
-            }),
-            "its own1");
+  EXPECT_EQ(
+      error_of<std::runtime_error>([&] {
+        checkpointed(
+            [](const at::Tensor& t) -> at::Tensor { throw std::runtime_error("its own" + std::to_string(t.dim())); },
+            x);
+      }),
+      "its own1");
 }
 
 // Mixed precision, hybrid and no_sync all go through the same events.
@@ -253,7 +258,9 @@ TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
       FullyShardedDataParallel fsdp(net, comm, options);
       torch::optim::SGD sgd(fsdp.parameters(), 0.1);
       for (int step = 0; step < 2; ++step) {
-        auto part = [&](int micro) { return seeded(10 * micro + comm->rank(), [] { return torch::randn({3, kWidth}); }); };
+        auto part = [&](int micro) {
+          return seeded(10 * micro + comm->rank(), [] { return torch::randn({3, kWidth}); });
+        };
         {
           auto guard = fsdp.no_sync();
           fsdp(part(0)).square().sum().backward();
@@ -265,7 +272,8 @@ TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
       }
       results.push_back(fsdp.full_state_dict());
     }
-    for (const auto& entry : results[0]) EXPECT_TRUE(torch::equal(entry.value(), results[1][entry.key()])) << entry.key();
+    for (const auto& entry : results[0])
+      EXPECT_TRUE(torch::equal(entry.value(), results[1][entry.key()])) << entry.key();
   });
 }
 

@@ -13,11 +13,11 @@ namespace {
 using namespace testing_support;
 
 torch::nn::Sequential everything() {
-  return torch::nn::Sequential(
-      torch::nn::Linear(40, 30), torch::nn::BatchNorm1d(30), torch::nn::Linear(30, 20),
-      torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(20, 4)),
-      torch::nn::Embedding(torch::nn::EmbeddingOptions(50, 20).padding_idx(0)), torch::nn::LSTM(20, 20),
-      torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::PReLU());
+  return torch::nn::Sequential(torch::nn::Linear(40, 30), torch::nn::BatchNorm1d(30), torch::nn::Linear(30, 20),
+                               torch::nn::TransformerEncoderLayer(torch::nn::TransformerEncoderLayerOptions(20, 4)),
+                               torch::nn::Embedding(torch::nn::EmbeddingOptions(50, 20).padding_idx(0)),
+                               torch::nn::LSTM(20, 20), torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)),
+                               torch::nn::PReLU());
 }
 
 // Draws by operators that take no generator, and values computed from values.

@@ -123,9 +123,8 @@ TEST(Disagreement, AboutTheModelIsNamedOnEveryRank) {
 
 TEST(Disagreement, AboutOptionsAndFrozenParameters) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      FullyShardedDataParallel fsdp(chain(1, 4), comm, {.prefetch = comm->rank()});
-                    }),
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, {.prefetch = comm->rank()}); }),
                     "prefetch=1");
     expect_contains(error_of<std::invalid_argument>([&] {
                       auto model = chain(1, 4);

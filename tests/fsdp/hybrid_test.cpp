@@ -96,7 +96,9 @@ TEST(Hybrid, CopiesThatDivergeAreNamed) {
       fsdp(input(0, 8));
     }
     const std::string error = error_of<std::invalid_argument>([&] { fsdp(input(0, 8)).sum().backward(); });
-    expect_contains(error, "what was gathered and reduced since the last backward: rank 0 has 'reduce-scatter of unit '2' (72 elements)'");
+    expect_contains(
+        error,
+        "what was gathered and reduced since the last backward: rank 0 has 'reduce-scatter of unit '2' (72 elements)'");
     expect_contains(error, "rank 2 has 'all-gather of unit ");
     fsdp.zero_grad();
     fsdp(input(0, 8)).sum().backward();  // and they agree again
@@ -105,8 +107,9 @@ TEST(Hybrid, CopiesThatDivergeAreNamed) {
 
 TEST(Hybrid, RanksThatDoNotDivideAreRefused) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
-    expect_contains(error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, hybrid(2)); }),
-                    "ranks_per_copy is 2");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, hybrid(2)); }),
+        "ranks_per_copy is 2");
     expect_contains(error_of<std::invalid_argument>(
                         [&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, hybrid(comm->rank() == 1 ? 3 : 1)); }),
                     "ranks_per_copy=3");

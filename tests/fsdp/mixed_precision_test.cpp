@@ -146,7 +146,8 @@ TEST(MixedPrecision, ShardsAndStateStayExactWhatIsUsedIsNot) {
       EXPECT_EQ(net->position.scalar_type(), at::kLong);
       auto state = fsdp.full_state_dict();
       auto expected = build();
-      for (const auto& entry : expected->named_parameters()) EXPECT_TRUE(torch::equal(state[entry.key()], entry.value()));
+      for (const auto& entry : expected->named_parameters())
+        EXPECT_TRUE(torch::equal(state[entry.key()], entry.value()));
       for (const auto& entry : expected->named_buffers()) EXPECT_TRUE(torch::equal(state[entry.key()], entry.value()));
       const at::Tensor y = fsdp(input(0));
       EXPECT_EQ(y.scalar_type(), at::kFloat);
@@ -223,7 +224,9 @@ TEST(MixedPrecision, InputsOfManyTypesAreCastOnlyIfAsked) {
       Many model;
       model->expected = cast ? at::kBFloat16 : at::kFloat;
       FullyShardedDataParallel fsdp(
-          model, comm, {.mixed_precision = {.param_dtype = at::kBFloat16, .cast_forward_inputs = cast, .output_dtype = at::kDouble}});
+          model, comm,
+          {.mixed_precision = {
+               .param_dtype = at::kBFloat16, .cast_forward_inputs = cast, .output_dtype = at::kDouble}});
       at::Tensor ids = torch::arange(3);
       const std::vector<at::Tensor> xs{torch::ones({1, 8})};
       auto [y, number] = fsdp(xs, std::optional<at::Tensor>(torch::ones({1, 8})), ids);

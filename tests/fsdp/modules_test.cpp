@@ -34,11 +34,9 @@ at::Tensor input(int rank, std::vector<int64_t> shape) {
 }
 
 // Tensor-to-tensor modules.
-#define EXPECT_MODULE_PARITY(holder, ...)                                                    \
-  expect_parity([] { return holder; },                                                       \
-                [](auto& net, int rank) {                                                    \
-                  return call(net, input(rank, __VA_ARGS__)).square().mean();                \
-                })
+#define EXPECT_MODULE_PARITY(holder, ...) \
+  expect_parity([] { return holder; },    \
+                [](auto& net, int rank) { return call(net, input(rank, __VA_ARGS__)).square().mean(); })
 
 TEST(Modules, Linear) { EXPECT_MODULE_PARITY(torch::nn::Linear(5, 7), {3, 5}); }
 TEST(Modules, LinearWithoutBias) {
@@ -53,9 +51,7 @@ TEST(Modules, ConvTranspose2d) {
 }
 TEST(Modules, BatchNorm2d) { EXPECT_MODULE_PARITY(torch::nn::BatchNorm2d(3), {4, 3, 5, 5}); }
 TEST(Modules, GroupNorm) { EXPECT_MODULE_PARITY(torch::nn::GroupNorm(2, 4), {2, 4, 5}); }
-TEST(Modules, LayerNorm) {
-  EXPECT_MODULE_PARITY(torch::nn::LayerNorm(torch::nn::LayerNormOptions({4, 5})), {3, 4, 5});
-}
+TEST(Modules, LayerNorm) { EXPECT_MODULE_PARITY(torch::nn::LayerNorm(torch::nn::LayerNormOptions({4, 5})), {3, 4, 5}); }
 TEST(Modules, PReLU) { EXPECT_MODULE_PARITY(torch::nn::PReLU(), {3, 4}); }
 TEST(Modules, Sequential) {
   EXPECT_MODULE_PARITY(torch::nn::Sequential(torch::nn::Linear(6, 12), torch::nn::ReLU(), torch::nn::Linear(12, 3)),
@@ -138,9 +134,7 @@ TEST(Modules, ModuleList) {
     torch::nn::ModuleList layers;
   };
   expect_parity([] { return std::make_shared<StackImpl>(); },
-                [](auto& net, int rank) {
-                  return call(net, input(rank, {3, 4})).square().mean();
-                });
+                [](auto& net, int rank) { return call(net, input(rank, {3, 4})).square().mean(); });
 }
 
 }  // namespace

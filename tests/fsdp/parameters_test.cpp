@@ -174,7 +174,9 @@ TEST(FullParameters, OnRankZeroOnly) {
       }
     }
     expect_same_parameters(fsdp, *reference, "after");
-    expect_contains(error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.rank0_only = true}); }), "writeback");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.rank0_only = true}); }),
+        "writeback");
   });
 }
 
@@ -192,8 +194,9 @@ TEST(FullParameters, OfSomeUnits) {
       EXPECT_THROW(model->named_parameters()["2.bias"].fill_(3), std::logic_error);
     }
     expect_same_parameters(fsdp, *reference, "after");
-    expect_contains(error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.units = {"1", "7"}}); }),
-                    "'0', '1', '2'");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { auto guard = fsdp.summon_full_params({.units = {"1", "7"}}); }),
+        "'0', '1', '2'");
   });
 }
 

@@ -125,7 +125,8 @@ TEST(Usage, SeveralForwardsBeforeOneBackward) {
       options.reshard_after_forward = reshard;
       FullyShardedDataParallel fsdp(model, comm, options);
       auto run = [](auto& net, int rank) {
-        return torch::mse_loss(call(net, input(rank)), call(net, input(rank + 7))) + call(net, input(rank + 9)).square().sum();
+        return torch::mse_loss(call(net, input(rank)), call(net, input(rank + 7))) +
+               call(net, input(rank + 9)).square().sum();
       };
       torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
       for (int step = 0; step < 3; ++step) {
@@ -199,9 +200,9 @@ TEST(Usage, NoSyncSendsNoGradients) {
       return comm->traffic().sent_bytes - before;
     };
     const auto half = fsdp.memory().shard_bytes;
-    EXPECT_EQ(sent(false), half);                // the gather alone
-    EXPECT_GE(sent(true), 2 * half);             // and the reduce-scatter
-    EXPECT_LT(sent(true), 2 * half + 100);       // the report at the end is small
+    EXPECT_EQ(sent(false), half);           // the gather alone
+    EXPECT_GE(sent(true), 2 * half);        // and the reduce-scatter
+    EXPECT_LT(sent(true), 2 * half + 100);  // the report at the end is small
     for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
   });
 }
@@ -232,7 +233,9 @@ TEST(Usage, ParametersWithoutGradientOnSomeRanksCountAsZeroThere) {
     for (int step = 0; step < 4; ++step) {
       sharded.zero_grad();
       whole.zero_grad();
-      auto loss = [&](auto& net, int rank) { return net(input(rank), (rank + step) % 2 == 0, rank == step).square().mean(); };
+      auto loss = [&](auto& net, int rank) {
+        return net(input(rank), (rank + step) % 2 == 0, rank == step).square().mean();
+      };
       loss(fsdp, comm->rank()).backward();
       reference_backward(reference, 3, [&](int rank) { return loss(reference, rank); });
       sharded.step();
@@ -337,7 +340,8 @@ TEST(Usage, TiedWeightsStayTiedAcrossUnits) {
         sharded.zero_grad();
         whole.zero_grad();
         auto loss = [&](auto& net, int rank) {
-          return torch::nn::functional::cross_entropy(net((torch::arange(6) + rank) % 10), (torch::arange(6) * 3 + step) % 10);
+          return torch::nn::functional::cross_entropy(net((torch::arange(6) + rank) % 10),
+                                                      (torch::arange(6) * 3 + step) % 10);
         };
         loss(fsdp, comm->rank()).backward();
         reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
@@ -362,7 +366,10 @@ TEST(Usage, ParametersOfSeveralDtypes) {
     auto model = seeded(1, build), reference = seeded(1, build);
     FullyShardedDataParallel fsdp(model, comm);  // one unit of both
     auto run = [](torch::nn::Sequential& net, const at::Tensor& x) {
-      return net[2]->as<torch::nn::Linear>()->forward(net[0]->as<torch::nn::Linear>()->forward(x).to(at::kDouble)).sum();
+      return net[2]
+          ->as<torch::nn::Linear>()
+          ->forward(net[0]->as<torch::nn::Linear>()->forward(x).to(at::kDouble))
+          .sum();
     };
     torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
     for (int step = 0; step < 2; ++step) {
@@ -539,9 +546,9 @@ TEST(Usage, ZeroGradOfEveryKindStartsAnew) {
       return copies;
     };
     const auto first = gradients();
-    const std::vector<std::function<void()>> clears = {
-        [&] { sgd.zero_grad(); }, [&] { sgd.zero_grad(false); }, [&] { fsdp.zero_grad(); },
-        [&] { fsdp.zero_grad(false); }, [&] { model->zero_grad(); }};
+    const std::vector<std::function<void()>> clears = {[&] { sgd.zero_grad(); }, [&] { sgd.zero_grad(false); },
+                                                       [&] { fsdp.zero_grad(); }, [&] { fsdp.zero_grad(false); },
+                                                       [&] { model->zero_grad(); }};
     for (const auto& clear : clears) {
       clear();
       const auto again = gradients();

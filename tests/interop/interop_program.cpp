@@ -65,12 +65,15 @@ void write_logits(train_gpt::Gpt model, const std::string& file) {
   const at::NoGradGuard no_grad;
   const auto tokens = torch::arange(24).view({2, 12}) * 5 % model->options().vocabulary;
   const at::Tensor logits = model->forward(tokens).contiguous();
-  tessera::write_full(file, {{"tokens", tokens.scalar_type(), tokens.sizes().vec(), {}}, {"logits", at::kFloat, logits.sizes().vec(), {}}},
-                      [&](const tessera::FullTensor& tensor) { return tensor.name == "tokens" ? tokens : logits; });
+  tessera::write_full(
+      file,
+      {{"tokens", tokens.scalar_type(), tokens.sizes().vec(), {}}, {"logits", at::kFloat, logits.sizes().vec(), {}}},
+      [&](const tessera::FullTensor& tensor) { return tensor.name == "tokens" ? tokens : logits; });
 }
 
 void export_gpt2(const std::string& directory, bool tie) {
-  const train_gpt::GptOptions options{.vocabulary = 61, .layers = 3, .width = 24, .heads = 4, .context = 16, .tie = tie};
+  const train_gpt::GptOptions options{
+      .vocabulary = 61, .layers = 3, .width = 24, .heads = 4, .context = 16, .tie = tie};
   torch::manual_seed(5);
   train_gpt::Gpt reference(options);
   write_logits(reference, directory + "/logits.safetensors");
@@ -90,7 +93,8 @@ void import_gpt2(const std::string& directory) {
   const auto options = train_gpt::read_gpt2_options(directory);
   train_gpt::Gpt whole(options);
   tessera::run_ranks(2, [&](Comm comm) {
-    tessera::FullyShardedDataParallel fsdp(train_gpt::Gpt(options), comm, {.auto_wrap = tessera::wrap_modules<train_gpt::BlockImpl>()});
+    tessera::FullyShardedDataParallel fsdp(train_gpt::Gpt(options), comm,
+                                           {.auto_wrap = tessera::wrap_modules<train_gpt::BlockImpl>()});
     train_gpt::import_gpt2(directory, fsdp, options);
     auto state = fsdp.full_state_dict();
     if (comm->rank() != 0) return;

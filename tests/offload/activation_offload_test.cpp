@@ -15,7 +15,9 @@ torch::nn::ModuleList blocks(int count) {
 }
 
 at::Tensor run(const torch::nn::ModuleList& list, at::Tensor x) {
-  for (const auto& block : *list) x = checkpointed([block](const at::Tensor& in) { return torch::tanh(block->as<torch::nn::Linear>()->forward(in)); }, x);
+  for (const auto& block : *list)
+    x = checkpointed([block](const at::Tensor& in) { return torch::tanh(block->as<torch::nn::Linear>()->forward(in)); },
+                     x);
   return x.t().contiguous().t().sum();
 }
 
@@ -64,9 +66,11 @@ TEST(ActivationOffload, DeviceMemoryIsLetGoInForward) {
 TEST(ActivationOffload, KeepsStridesSmallTensorsAndRetainedGraphs) {
   torch::nn::Linear block(16, 16);
   ActivationOffload activations(at::kCPU, {.min_bytes = 1000});
-  at::Tensor wide = torch::randn({16, 32}).set_requires_grad(true), narrow = torch::randn({1, 16}).set_requires_grad(true);
+  at::Tensor wide = torch::randn({16, 32}).set_requires_grad(true),
+             narrow = torch::randn({1, 16}).set_requires_grad(true);
   auto loss_of = [&](const at::Tensor& a, const at::Tensor& b) {
-    return checkpointed([&](const at::Tensor& one, const at::Tensor& two) { return block(one) * block(two); }, a, b).sum();
+    return checkpointed([&](const at::Tensor& one, const at::Tensor& two) { return block(one) * block(two); }, a, b)
+        .sum();
   };
   at::Tensor loss, expected = loss_of((wide * 2).t(), narrow * 2);
   {
@@ -88,7 +92,8 @@ TEST(ActivationOffload, UnderFsdpAndWithALimit) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto plain = blocks(4), own = blocks(4);
     FullyShardedDataParallel expected(plain, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
-    FullyShardedDataParallel fsdp(own, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    FullyShardedDataParallel fsdp(
+        own, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     ActivationOffload activations(comm->device(), {.min_bytes = 0});
     const at::Tensor x = seeded(comm->rank(), [] { return torch::randn({4, 16}); });
     run(plain, x).backward();

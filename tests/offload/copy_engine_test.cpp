@@ -41,7 +41,8 @@ TEST(CopyEngine, MovesAndCountsBytes) {
 
 TEST(CopyEngine, GoesOnBesideTheCaller) {
   Signal computed;
-  const auto engine = CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t) { EXPECT_TRUE(computed.wait()); }});
+  const auto engine =
+      CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t) { EXPECT_TRUE(computed.wait()); }});
   const at::Tensor host = torch::ones({10}), device = torch::zeros({10});
   Copy copy = engine->to_device(device, host);
   computed.give();  // reached, although the copy cannot be over
@@ -67,9 +68,11 @@ TEST(CopyEngine, OneDirectionDoesNotWaitForTheOther) {
 
 TEST(CopyEngine, KeepsTheOrderOfOneDirection) {
   std::vector<int64_t> order;
-  const auto engine = CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t bytes) { order.push_back(bytes); }});
+  const auto engine =
+      CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t bytes) { order.push_back(bytes); }});
   std::vector<Copy> copies;
-  for (int64_t numel = 1; numel < 20; ++numel) copies.push_back(engine->to_device(torch::zeros({numel}), torch::ones({numel})));
+  for (int64_t numel = 1; numel < 20; ++numel)
+    copies.push_back(engine->to_device(torch::zeros({numel}), torch::ones({numel})));
   for (Copy& copy : copies) copy.wait();
   ASSERT_EQ(order.size(), 19U);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
@@ -102,7 +105,8 @@ TEST(CopyEngine, RefusesWhatItCannotCopy) {
     return error_of<std::invalid_argument>([&] { engine->to_device(to, from).wait(); });
   };
   expect_contains(refused(torch::zeros({2}), torch::zeros({3})), "to Float [2] on cpu from Float [3]");
-  expect_contains(refused(torch::zeros({2}), torch::zeros({2}, at::kDouble)), "expected contiguous tensors of one dtype");
+  expect_contains(refused(torch::zeros({2}), torch::zeros({2}, at::kDouble)),
+                  "expected contiguous tensors of one dtype");
   expect_contains(refused(torch::zeros({2, 2}).t(), torch::zeros({2, 2})), "contiguous");
 }
 

@@ -49,7 +49,8 @@ TEST(DiskFile, GivesBackWhatWasWritten) {
 }
 
 TEST(DiskFile, AMissingFolderAndAFullDiskAreNamed) {
-  expect_contains(error_of<std::runtime_error>([] { DiskFile file("/no/such/folder"); }), "'/no/such/folder': cannot make a file");
+  expect_contains(error_of<std::runtime_error>([] { DiskFile file("/no/such/folder"); }),
+                  "'/no/such/folder': cannot make a file");
   const Folder folder;
   DiskFile file(folder.path());
   struct statvfs room {};
@@ -83,7 +84,8 @@ TEST(DiskPager, TensorsOnDiskAreTensors) {
   DiskPager pager({.directory = folder.path(), .buffer_bytes = 6 * 12288, .read_ahead = 2, .threads = 2});
   std::vector<at::Tensor> own, expected;
   for (int i = 0; i < kTensors; ++i) {
-    own.push_back(pager.make({30, 40}, i % 2 == 0 ? at::IntArrayRef({40, 1}) : at::IntArrayRef({1, 30}), at::kFloat, "tensor " + std::to_string(i)));
+    own.push_back(pager.make({30, 40}, i % 2 == 0 ? at::IntArrayRef({40, 1}) : at::IntArrayRef({1, 30}), at::kFloat,
+                             "tensor " + std::to_string(i)));
     expected.push_back(torch::zeros({30, 40}));
     EXPECT_EQ(DiskPager::of(own.back()), &pager);
     EXPECT_EQ(DiskPager::of(expected.back()), nullptr);
@@ -91,7 +93,8 @@ TEST(DiskPager, TensorsOnDiskAreTensors) {
   EXPECT_EQ(pager.disk_bytes(), kTensors * 8192);
   std::mt19937 random(5);
   for (int step = 0; step < 600; ++step) {
-    const size_t i = step % 3 == 0 ? random() % kTensors : static_cast<size_t>(step) % kTensors, j = random() % kTensors;
+    const size_t i = step % 3 == 0 ? random() % kTensors : static_cast<size_t>(step) % kTensors,
+                 j = random() % kTensors;
     switch (random() % 5) {
       case 0:
         own[i].add_(own[j], 0.5), expected[i].add_(expected[j], 0.5);
@@ -137,9 +140,12 @@ TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
   at::Tensor outlives;
   {
     DiskPager pager({.directory = folder.path(), .buffer_bytes = 2 * 8192, .read_ahead = 1});
-    expect_contains(error_of<std::runtime_error>([&] { pager.make({5000}, {1}, at::kFloat, "the shard of unit 'big'"); }), "the shard of unit 'big'");
+    expect_contains(
+        error_of<std::runtime_error>([&] { pager.make({5000}, {1}, at::kFloat, "the shard of unit 'big'"); }),
+        "the shard of unit 'big'");
     std::vector<at::Tensor> tensors;
-    for (int i = 0; i < 3; ++i) tensors.push_back(pager.make({1000}, {1}, at::kFloat, "tensor " + std::to_string(i)).fill_(1));
+    for (int i = 0; i < 3; ++i)
+      tensors.push_back(pager.make({1000}, {1}, at::kFloat, "tensor " + std::to_string(i)).fill_(1));
     {
       const auto first = pager.hold(tensors[0], false), second = pager.hold(tensors[1], false);
       expect_contains(error_of<std::runtime_error>([&] { tensors[2].sum(); }), "tensor 2 needs 4096 bytes");
@@ -149,7 +155,9 @@ TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
     outlives = tensors[0];
   }
   EXPECT_NE(error_of<std::logic_error>([&] { outlives.sum(); }), "");
-  expect_contains(error_of<std::invalid_argument>([&] { DiskPager pager({.directory = folder.path(), .buffer_bytes = 1}); }), "buffer_bytes is 1");
+  expect_contains(
+      error_of<std::invalid_argument>([&] { DiskPager pager({.directory = folder.path(), .buffer_bytes = 1}); }),
+      "buffer_bytes is 1");
 }
 
 torch::nn::Sequential linears() {
@@ -161,7 +169,8 @@ torch::nn::Sequential linears() {
 }
 
 template <class Optimizer, class Model, class Options>
-torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, Model model, FsdpOptions fsdp_options, Options options,
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, Model model,
+                                                  FsdpOptions fsdp_options, Options options,
                                                   MemoryReport* memory = nullptr) {
   fsdp_options.auto_wrap = wrap_by_size(40);
   FullyShardedDataParallel fsdp(model, comm, fsdp_options);
@@ -188,13 +197,17 @@ TEST(DiskTier, TrainsBitEqualToMemory) {
         disk.offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = 24 * 8192};
         if (kind == 2) disk.offload.disk_units = [](const std::string& unit) { return unit.size() % 2 == 0; };
         auto compare = [&](const auto& expected, const auto& own, const char* what) {
-          for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << what << " " << entry.key() << " kind " << kind;
+          for (const auto& entry : expected)
+            EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()]))
+                << what << " " << entry.key() << " kind " << kind;
         };
         MemoryReport memory;
         const auto adam = torch::optim::AdamWOptions(1e-2);
         auto compare_on = [&](auto make) {
-          compare(train<HostAdamW>(comm, make(), plain, adam), train<HostAdamW>(comm, make(), disk, adam, &memory), "HostAdamW");
-          compare(train<torch::optim::AdamW>(comm, make(), plain, adam), train<torch::optim::AdamW>(comm, make(), disk, adam), "torch's AdamW");
+          compare(train<HostAdamW>(comm, make(), plain, adam), train<HostAdamW>(comm, make(), disk, adam, &memory),
+                  "HostAdamW");
+          compare(train<torch::optim::AdamW>(comm, make(), plain, adam),
+                  train<torch::optim::AdamW>(comm, make(), disk, adam), "torch's AdamW");
         };
         kind == 1 ? compare_on(linears) : compare_on([] { return seeded(7, [] { return RandomNet(31); }); });
         EXPECT_GT(memory.disk_bytes, 0);
@@ -211,8 +224,10 @@ TEST(DiskTier, StateLargerThanItsMemoryTrains) {
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(512, 512).bias(false)));
     constexpr int64_t kBuffers = 9 << 20;
-    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-                                                .offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = kBuffers}});
+    FullyShardedDataParallel fsdp(
+        model, comm,
+        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+         .offload = {.params = true, .grads = true, .directory = folder.path(), .disk_buffer_bytes = kBuffers}});
     HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
     StepInBackward step(fsdp, optimizer);
     for (int i = 0; i < 3; ++i) {
@@ -230,10 +245,13 @@ TEST(DiskTier, CheckpointsComeAndGo) {
   const Folder folder, elsewhere;
   const std::string saved = folder.path() + "-checkpoint";
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
-    auto make = [&](uint64_t seed) { return seeded(seed, [] { return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::Linear(16, 8)); }); };
+    auto make = [&](uint64_t seed) {
+      return seeded(seed, [] { return torch::nn::Sequential(torch::nn::Linear(8, 16), torch::nn::Linear(16, 8)); });
+    };
     const FsdpOptions options{.offload = {.params = true, .grads = true, .directory = folder.path()}};
     FullyShardedDataParallel one(make(1), comm, options), other(make(2), comm, options);
-    HostAdamW first(one.parameters(), torch::optim::AdamWOptions(1e-2)), second(other.parameters(), torch::optim::AdamWOptions(1e-2));
+    HostAdamW first(one.parameters(), torch::optim::AdamWOptions(1e-2)),
+        second(other.parameters(), torch::optim::AdamWOptions(1e-2));
     auto step = [&](auto& fsdp, auto& optimizer) {
       optimizer.zero_grad();
       fsdp(torch::ones({2, 8})).sum().backward();
@@ -252,9 +270,12 @@ TEST(DiskTier, CheckpointsComeAndGo) {
 
 TEST(DiskTier, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
-    auto wrap = [&](CpuOffload offload) { FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, {.offload = std::move(offload)}); };
+    auto wrap = [&](CpuOffload offload) {
+      FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, {.offload = std::move(offload)});
+    };
     expect_contains(error_of<std::invalid_argument>([&] { wrap({.directory = "/tmp"}); }), "offload.params is false");
-    expect_contains(error_of<std::runtime_error>([&] { wrap({.params = true, .directory = "/no/such/folder"}); }), "/no/such/folder");
+    expect_contains(error_of<std::runtime_error>([&] { wrap({.params = true, .directory = "/no/such/folder"}); }),
+                    "/no/such/folder");
   });
 }
 

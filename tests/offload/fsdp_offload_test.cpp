@@ -83,7 +83,8 @@ torch::nn::Sequential chain(int layers, int64_t width) {
 // Everything that a training loop may do with gradients, in one: accumulation in both ways, clipping,
 // loss scaling with a step left out, a frozen layer that thaws.
 template <class Optimizer, class Options>
-torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, FsdpOptions options, Options adam) {
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, FsdpOptions options,
+                                                  Options adam) {
   options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
   auto model = chain(4, kWidth);
   for (auto& parameter : model[1]->parameters()) parameter.set_requires_grad(false);
@@ -128,7 +129,8 @@ TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
                 << (entry.value() - own[entry.key()]).abs().max().template item<float>();
         };
         const auto adamw = torch::optim::AdamWOptions(1e-2);
-        compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw), "torch's");
+        compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw),
+                "torch's");
         compare(train<AdamW>(comm, plain, adamw), train<AdamW>(comm, offloaded, adamw), "fused");
         compare(train<HostAdamW>(comm, plain, adamw), train<HostAdamW>(comm, offloaded, adamw), "host");
       }
@@ -155,7 +157,8 @@ TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
     FsdpOptions offloaded = plain;
     offloaded.offload = {.params = true, .grads = true};
     const auto adam = torch::optim::AdamOptions(1e-2);
-    const auto expected = train<torch::optim::Adam>(comm, plain, adam), own = train<torch::optim::Adam>(comm, offloaded, adam);
+    const auto expected = train<torch::optim::Adam>(comm, plain, adam),
+               own = train<torch::optim::Adam>(comm, offloaded, adam);
     for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
   });
 }
@@ -164,7 +167,8 @@ TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
 TEST(Offload, DeferredModelsAreFilledIntoHostMemory) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(3, [] { return deferred([] { return Chain(4, kWidth).net; }); });
-    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    FullyShardedDataParallel fsdp(
+        model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     EXPECT_GT(fsdp.memory().host_bytes, 0);
     EXPECT_EQ(fsdp.memory().device_bytes, 0);
     torch::NoGradGuard no_grad;
@@ -186,8 +190,9 @@ TEST(Offload, TheCopyIn16BitFollowsTheShard) {
       const auto exact = fsdp.full_state_dict();
       torch::NoGradGuard no_grad;
       const auto x = torch::eye(kWidth);
-      const auto seen = torch::linear(torch::linear(x.to(at::kBFloat16), exact["0.weight"].to(at::kBFloat16), exact["0.bias"].to(at::kBFloat16)),
-                                      exact["1.weight"].to(at::kBFloat16), exact["1.bias"].to(at::kBFloat16));
+      const auto seen = torch::linear(
+          torch::linear(x.to(at::kBFloat16), exact["0.weight"].to(at::kBFloat16), exact["0.bias"].to(at::kBFloat16)),
+          exact["1.weight"].to(at::kBFloat16), exact["1.bias"].to(at::kBFloat16));
       EXPECT_TRUE(torch::equal(fsdp(x), seen)) << when;
     };
     expect_rounded("at the start");
@@ -217,8 +222,9 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
   for (const int world : {1, 2, 4}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       auto train_memory = [&](CpuOffload offload) {
-        FullyShardedDataParallel fsdp(chain(kLayers, kSide), comm,
-                                      {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = offload, .prefetch = 1, .keep_recent = 1});
+        FullyShardedDataParallel fsdp(
+            chain(kLayers, kSide), comm,
+            {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = offload, .prefetch = 1, .keep_recent = 1});
         torch::optim::Adam adam(fsdp.parameters(), 1e-2);
         for (int step = 0; step < 3; ++step) {
           adam.zero_grad();
@@ -253,7 +259,8 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
 TEST(Offload, HostMemoryBeyondItsLimitIsRefusedByName) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     auto wrap = [&](int64_t limit) {
-      FullyShardedDataParallel fsdp(chain(2, 64), comm, {.offload = {.params = true, .grads = true, .host_limit_bytes = limit}});
+      FullyShardedDataParallel fsdp(chain(2, 64), comm,
+                                    {.offload = {.params = true, .grads = true, .host_limit_bytes = limit}});
       fsdp(torch::ones({1, 64})).sum().backward();
     };
     constexpr int64_t kBytes = 2 * (64 * 64 + 64) * 4;
@@ -266,9 +273,8 @@ TEST(Offload, HostMemoryBeyondItsLimitIsRefusedByName) {
 
 TEST(Offload, RanksThatDisagreeAreNamed) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    const std::string error = error_of<std::invalid_argument>([&] {
-      FullyShardedDataParallel fsdp(chain(1, 4), comm, {.offload = {.params = comm->rank() == 1}});
-    });
+    const std::string error = error_of<std::invalid_argument>(
+        [&] { FullyShardedDataParallel fsdp(chain(1, 4), comm, {.offload = {.params = comm->rank() == 1}}); });
     expect_contains(error, "offload.params=");
   });
 }
@@ -303,7 +309,8 @@ struct NoteBackward : torch::autograd::Function<NoteBackward> {
     context->saved_data["note"] = note;
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     (*reinterpret_cast<std::function<void()>*>(context->saved_data["note"].toInt()))();
     return {gradients[0], at::Tensor()};
   }
@@ -375,9 +382,10 @@ TEST(Offload, GradientsLeaveWhileBackwardGoesOn) {
         EXPECT_TRUE(events.wait("backward " + std::to_string(layer - 2))) << layer;
       }
     };
-    FullyShardedDataParallel fsdp(Labelled(events), comm,
-                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}}});
+    FullyShardedDataParallel fsdp(
+        Labelled(events), comm,
+        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+         .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}}});
     fsdp(torch::ones({2, 8})).sum().backward();
     for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
   });
@@ -389,9 +397,10 @@ TEST(Offload, AFailedCopyIsAnErrorAndTheNextStepIsClean) {
     auto fail = [&](CopyDirection direction, int64_t) {
       if (failing == static_cast<int>(direction)) throw std::runtime_error("the link is down");
     };
-    FullyShardedDataParallel fsdp(chain(3, kWidth), comm,
-                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = fail}}});
+    FullyShardedDataParallel fsdp(
+        chain(3, kWidth), comm,
+        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+         .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = fail}}});
     const auto x = torch::ones({2, kWidth});
     fsdp(x).sum().backward();
     std::vector<at::Tensor> expected;
@@ -417,7 +426,8 @@ TEST(Offload, SlowLinksChangeNothing) {
     FsdpOptions fast;
     fast.offload = {.params = true, .grads = true};
     const auto adam = torch::optim::AdamOptions(1e-2);
-    const auto expected = train<torch::optim::Adam>(comm, fast, adam), own = train<torch::optim::Adam>(comm, slow, adam);
+    const auto expected = train<torch::optim::Adam>(comm, fast, adam),
+               own = train<torch::optim::Adam>(comm, slow, adam);
     for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
   });
 }
@@ -425,7 +435,8 @@ TEST(Offload, SlowLinksChangeNothing) {
 TEST(Offload, CheckpointsAndSummonedParametersSeeTheShards) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = chain(2, kWidth);
-    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    FullyShardedDataParallel fsdp(
+        model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     const auto before = fsdp.full_state_dict();
     {
       auto guard = fsdp.summon_full_params();

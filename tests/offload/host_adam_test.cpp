@@ -22,8 +22,10 @@ struct Formula {
   void step(at::Tensor& p, at::Tensor g) {
     if (!m.defined()) m = torch::zeros_like(p), v = torch::zeros_like(p), largest = torch::zeros_like(p);
     ++t;
-    if (is_decoupled) p = p * (1 - lr * decay);
-    else g = g + decay * p;
+    if (is_decoupled)
+      p = p * (1 - lr * decay);
+    else
+      g = g + decay * p;
     m = beta1 * m + (1 - beta1) * g;
     v = beta2 * v + (1 - beta2) * g * g;
     largest = torch::maximum(largest, v);
@@ -37,11 +39,13 @@ void expect_the_formula(Options options, bool is_decoupled) {
   for (const int64_t numel : {1, 7, 64, 1000, 200001}) {
     auto own = seeded(numel, [&] { return torch::randn({numel}); }).set_requires_grad(true);
     at::Tensor expected = own.detach().to(at::kDouble).clone();
-    Formula formula{options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()), options.eps(),
-                    options.weight_decay(), is_decoupled, options.amsgrad()};
+    Formula formula{options.lr(),     std::get<0>(options.betas()), std::get<1>(options.betas()),
+                    options.eps(),    options.weight_decay(),       is_decoupled,
+                    options.amsgrad()};
     Optimizer optimizer({own}, options);
     for (int step = 0; step < 8; ++step) {
-      const at::Tensor gradient = seeded(1000 + step, [&] { return torch::randn({numel}); }) * (step % 3 == 0 ? 10 : 0.1);
+      const at::Tensor gradient =
+          seeded(1000 + step, [&] { return torch::randn({numel}); }) * (step % 3 == 0 ? 10 : 0.1);
       own.mutable_grad() = gradient;
       formula.step(expected, gradient.to(at::kDouble));
       optimizer.step();
@@ -62,15 +66,16 @@ TEST(HostAdam, IsTheFormulaInDoublePrecisionToRounding) {
 }
 
 std::vector<at::Tensor> parameters(at::ScalarType dtype) {
-  std::vector<at::Tensor> made{torch::randn({3, 5}), torch::randn({1}), torch::randn({0}), torch::randn({}),
-                               torch::randn({4, 6}).t(), torch::randn({70000})};
+  std::vector<at::Tensor> made{torch::randn({3, 5}), torch::randn({1}),        torch::randn({0}),
+                               torch::randn({}),     torch::randn({4, 6}).t(), torch::randn({70000})};
   for (auto& tensor : made) tensor = tensor.to(dtype).detach().set_requires_grad(true);
   return made;
 }
 
 TEST(HostAdam, AgreesWithTorchsForAnyParametersAndGradients) {
   for (const auto& [dtype, tolerance] : {std::pair{at::kFloat, 1e-5}, {at::kDouble, 1e-6}, {at::kBFloat16, 3e-2}}) {
-    auto own = seeded(1, [&, kind = dtype] { return parameters(kind); }), expected = seeded(1, [&, kind = dtype] { return parameters(kind); });
+    auto own = seeded(1, [&, kind = dtype] { return parameters(kind); }),
+         expected = seeded(1, [&, kind = dtype] { return parameters(kind); });
     HostAdamW host(own, torch::optim::AdamWOptions(1e-2));
     torch::optim::AdamW plain(expected, torch::optim::AdamWOptions(1e-2));
     for (int step = 0; step < 6; ++step) {
@@ -83,7 +88,8 @@ TEST(HostAdam, AgreesWithTorchsForAnyParametersAndGradients) {
       host.step();
       plain.step();
     }
-    for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(torch::allclose(own[i], expected[i], tolerance, tolerance)) << i;
+    for (size_t i = 0; i < own.size(); ++i)
+      EXPECT_TRUE(torch::allclose(own[i], expected[i], tolerance, tolerance)) << i;
   }
 }
 
@@ -92,14 +98,16 @@ TEST(HostAdam, StepsSomeParametersNowAndOthersLater) {
   HostAdam parts(own, torch::optim::AdamOptions(1e-2)), whole(other, torch::optim::AdamOptions(1e-2));
   for (int step = 0; step < 3; ++step) {
     for (size_t i = 0; i < own.size(); ++i)
-      own[i].mutable_grad() = other[i].mutable_grad() = seeded(10 * step + i, [&] { return torch::randn(own[i].sizes()); });
+      own[i].mutable_grad() = other[i].mutable_grad() =
+          seeded(10 * step + i, [&] { return torch::randn(own[i].sizes()); });
     whole.step();
     parts.step_parameters({own[5], own[0]});
     parts.step_parameters({});
     parts.step_parameters({own[1], own[2], own[3], own[4]});
   }
   for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(torch::equal(own[i], other[i])) << i;
-  expect_contains(error_of<std::invalid_argument>([&] { parts.step_parameters({own[0], torch::ones({1})}); }), "1 of 2 tensors");
+  expect_contains(error_of<std::invalid_argument>([&] { parts.step_parameters({own[0], torch::ones({1})}); }),
+                  "1 of 2 tensors");
 }
 
 // All bit patterns of fp32 that matter to rounding: the neighbourhood of every 16-bit value.
@@ -115,8 +123,8 @@ TEST(HostAdam, RoundsTheNarrowCopyAsTorchDoes) {
     AdamFactors still;  // a step of length 0: beta and decay leave the parameter as it is
     still.decay = 1;
     still.eps = 1;
-    AdamSpan span{values.mutable_data_ptr<float>(), state[0].const_data_ptr<float>(), state[1].mutable_data_ptr<float>(),
-                  state[2].mutable_data_ptr<float>()};
+    AdamSpan span{values.mutable_data_ptr<float>(), state[0].const_data_ptr<float>(),
+                  state[1].mutable_data_ptr<float>(), state[2].mutable_data_ptr<float>()};
     span.narrow = static_cast<uint16_t*>(narrow.mutable_data_ptr());
     span.narrow_kind = dtype == at::kHalf ? NarrowKind::kHalf : NarrowKind::kBFloat16;
     for (const int64_t begin : {int64_t{0}, int64_t{3}}) {  // vectors, and what they leave over
@@ -126,7 +134,8 @@ TEST(HostAdam, RoundsTheNarrowCopyAsTorchDoes) {
       const at::Tensor is_nan = expected.isnan();
       EXPECT_TRUE(torch::equal(narrow.isnan().index({rest}), is_nan.index({rest})));
       const at::Tensor same = (narrow.view(at::kShort) == expected.view(at::kShort)).logical_or(is_nan);
-      EXPECT_TRUE(same.index({rest}).all().item<bool>()) << dtype << " " << values.index({same.logical_not()}).slice(0, 0, 5);
+      EXPECT_TRUE(same.index({rest}).all().item<bool>())
+          << dtype << " " << values.index({same.logical_not()}).slice(0, 0, 5);
     }
   }
 }

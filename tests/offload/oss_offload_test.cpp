@@ -17,8 +17,10 @@ std::vector<at::Tensor> train(std::shared_ptr<Communicator> comm, Options option
   OSS<Optimizer> optimizer(unique_parameters(*model), options, comm, oss);
   std::optional<ShardedDataParallel<RandomNet>> sdp;
   std::optional<DistributedDataParallel<RandomNet>> ddp;
-  if (with_sdp) sdp.emplace(model, optimizer, comm);
-  else ddp.emplace(model, comm, DdpOptions{.find_unused_parameters = true});
+  if (with_sdp)
+    sdp.emplace(model, optimizer, comm);
+  else
+    ddp.emplace(model, comm, DdpOptions{.find_unused_parameters = true});
   for (int step = 0; step < 6; ++step) {
     with_sdp ? sdp->zero_grad() : ddp->zero_grad();
     const at::Tensor x = input(10 * step + comm->rank());
@@ -47,14 +49,18 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (const bool with_sdp : {false, true}) {
         auto compare = [&](const auto& expected, const auto& own, const char* what) {
-          for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(expected[i], own[i])) << what << " " << i << " of " << world;
+          for (size_t i = 0; i < expected.size(); ++i)
+            EXPECT_TRUE(torch::equal(expected[i], own[i])) << what << " " << i << " of " << world;
         };
         const OssOptions offloaded{.offload = {.params = true, .grads = true}};
         const auto adam = torch::optim::AdamOptions(1e-2);
-        compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp), train<torch::optim::Adam>(comm, adam, offloaded, with_sdp), "torch's Adam");
-        compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp), "HostAdam");
+        compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp),
+                train<torch::optim::Adam>(comm, adam, offloaded, with_sdp), "torch's Adam");
+        compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp),
+                "HostAdam");
         const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
-        compare(train<torch::optim::SGD>(comm, sgd, {}, with_sdp), train<torch::optim::SGD>(comm, sgd, {.offload = {.params = true}}, with_sdp), "SGD");
+        compare(train<torch::optim::SGD>(comm, sgd, {}, with_sdp),
+                train<torch::optim::SGD>(comm, sgd, {.offload = {.params = true}}, with_sdp), "SGD");
       }
     });
   }
@@ -64,7 +70,8 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
     for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
-    OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm, {.offload = {.params = true, .grads = true}});
+    OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm,
+                             {.offload = {.params = true, .grads = true}});
     ShardedDataParallel sdp(model, optimizer, comm);
     EXPECT_EQ(sdp.memory().host_bytes, 0);
     sdp(torch::ones({2, 64})).sum().backward();
@@ -77,10 +84,12 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
 TEST(OssOffload, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     auto make = [&](CpuOffload offload) {
-      OSS<torch::optim::Adam>(torch::nn::Linear(2, 2)->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = std::move(offload)});
+      OSS<torch::optim::Adam>(torch::nn::Linear(2, 2)->parameters(), torch::optim::AdamOptions(1e-2), comm,
+                              {.offload = std::move(offload)});
     };
     expect_contains(error_of<std::invalid_argument>([&] { make({.grads = true}); }), "offload.grads");
-    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "/tmp"}); }), "offload.directory");
+    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "/tmp"}); }),
+                    "offload.directory");
   });
 }
 

@@ -19,7 +19,8 @@ struct Setting {
   CpuOffload offload;
 };
 
-torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, int tree, bool in_backward, const Setting& setting) {
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, int tree, bool in_backward,
+                                                  const Setting& setting) {
   auto model = seeded(7, [&] { return RandomNet(tree); });
   FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(40), .offload = setting.offload});
   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
@@ -54,7 +55,8 @@ TEST(StepInBackward, IsTheStepAfterBackwardBitForBit) {
         const Setting setting{kind % 3 == 1 ? std::optional(0.1) : std::nullopt, kind % 3 == 2,
                               kind % 2 == 0 ? CpuOffload{.params = true, .grads = true} : CpuOffload{}};
         const auto expected = train(comm, 500 + kind, false, setting), own = train(comm, 500 + kind, true, setting);
-        for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << kind << " " << entry.key();
+        for (const auto& entry : expected)
+          EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << kind << " " << entry.key();
       }
     });
   }
@@ -84,7 +86,8 @@ struct CallInBackward : torch::autograd::Function<CallInBackward> {
     context->saved_data["call"] = call;
     return x.clone();
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
     (*reinterpret_cast<std::function<void()>*>(context->saved_data["call"].toInt()))();
     return {gradients[0], at::Tensor()};
   }
@@ -95,7 +98,8 @@ TEST(StepInBackward, StepsWhileBackwardGoesOn) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
     for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(8, 8));
-    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+    FullyShardedDataParallel fsdp(
+        model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     HostAdam optimizer(fsdp.parameters(), torch::optim::AdamOptions(1e-2));
     Observed observed(optimizer);
     StepInBackward step(fsdp, observed);

@@ -11,8 +11,10 @@ using namespace testing_support;
 
 // Parameters of every kind, and gradients whose strides are not the parameters'.
 std::vector<at::Tensor> parameters(at::ScalarType dtype) {
-  std::vector<at::Tensor> made{torch::randn({3, 5}), torch::randn({1}), torch::randn({0}), torch::randn({}),
-                               torch::randn({4, 6}).t(), torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)};
+  std::vector<at::Tensor> made{
+      torch::randn({3, 5}),     torch::randn({1}),
+      torch::randn({0}),        torch::randn({}),
+      torch::randn({4, 6}).t(), torch::randn({2, 3, 4, 4}).contiguous(at::MemoryFormat::ChannelsLast)};
   for (auto& tensor : made) tensor = tensor.to(dtype).detach().set_requires_grad(true);
   return made;
 }
@@ -61,7 +63,8 @@ TEST(FusedAdam, TrainsUnderFsdpInGroups) {
       auto grouped = [](const std::vector<at::Tensor>& all) {
         std::vector<torch::optim::OptimizerParamGroup> groups(2, torch::optim::OptimizerParamGroup({}));
         for (size_t i = 0; i < all.size(); ++i) groups[i % 2].params().push_back(all[i]);
-        groups[1].set_options(std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(0.2)));
+        groups[1].set_options(
+            std::make_unique<torch::optim::AdamWOptions>(torch::optim::AdamWOptions(3e-3).weight_decay(0.2)));
         return groups;
       };
       AdamW sharded(grouped(fsdp.parameters()), torch::optim::AdamWOptions(1e-2));

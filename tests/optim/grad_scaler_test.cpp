@@ -89,7 +89,8 @@ TEST(GradScaler, MistakesAreNamed) {
     EXPECT_THROW(scaler.unscale_(sgd), std::logic_error);
     scaler.step(sgd);
     EXPECT_THROW(scaler.step(sgd), std::logic_error);
-    expect_contains(error_of<std::invalid_argument>([&] { ShardedGradScaler other(comm, {.backoff_factor = 1}); }), "backoff_factor");
+    expect_contains(error_of<std::invalid_argument>([&] { ShardedGradScaler other(comm, {.backoff_factor = 1}); }),
+                    "backoff_factor");
     EXPECT_THROW(ShardedGradScaler(nullptr), std::invalid_argument);
     scaler.load_state({.scale = 2, .finite_steps = 5});
     EXPECT_EQ(scaler.get_scale(), 2);

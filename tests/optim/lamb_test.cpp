@@ -16,7 +16,8 @@ TEST(Lamb, IsTheFormula) {
   lamb.step();
   // The first Adam direction is the gradient's sign; plus decay: (2.5, 1). The norm of the weight is 5.
   const double trust = 5 / std::sqrt(2.5 * 2.5 + 1);
-  EXPECT_TRUE(torch::allclose(weight.detach(), torch::tensor({3 - 0.1 * trust * 2.5, 4 - 0.1 * trust * 1.0}, at::kDouble)));
+  EXPECT_TRUE(
+      torch::allclose(weight.detach(), torch::tensor({3 - 0.1 * trust * 2.5, 4 - 0.1 * trust * 1.0}, at::kDouble)));
   EXPECT_TRUE(torch::allclose(zero.detach(), torch::tensor({-0.1, 0.1}, at::kDouble)));  // trust 1
 }
 
@@ -56,12 +57,16 @@ TEST_P(LambParity, ShardedEqualsUnsharded) {
 TEST(Lamb, WorksOnHybridShards) {
   on_ranks(4, [](std::shared_ptr<Communicator> comm) {
     auto build = [] {
-      return seeded(7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 9), torch::nn::GELU(), torch::nn::Linear(9, 8)); });
+      return seeded(
+          7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 9), torch::nn::GELU(), torch::nn::Linear(9, 8)); });
     };
     auto reference = build();
     FullyShardedDataParallel fsdp(build(), comm, {.auto_wrap = wrap_by_size(60), .hybrid = {.ranks_per_copy = 2}});
-    Lamb sharded(fsdp, torch::optim::AdamWOptions(1e-2)), whole(reference->parameters(), torch::optim::AdamWOptions(1e-2));
-    auto loss = [](auto& net, int rank) { return call(net, seeded(rank, [] { return torch::randn({4, 8}); })).square().mean(); };
+    Lamb sharded(fsdp, torch::optim::AdamWOptions(1e-2)),
+        whole(reference->parameters(), torch::optim::AdamWOptions(1e-2));
+    auto loss = [](auto& net, int rank) {
+      return call(net, seeded(rank, [] { return torch::randn({4, 8}); })).square().mean();
+    };
     for (int step = 0; step < 6; ++step) {
       sharded.zero_grad();
       whole.zero_grad();
@@ -93,7 +98,9 @@ TEST(Lamb, ExchangesTwoNumbersAParameter) {
 TEST(Lamb, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
-    expect_contains(error_of<std::invalid_argument>([&] { Lamb lamb(fsdp, torch::optim::AdamWOptions(1e-2).amsgrad(true)); }), "amsgrad");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { Lamb lamb(fsdp, torch::optim::AdamWOptions(1e-2).amsgrad(true)); }),
+        "amsgrad");
     expect_contains(error_of<std::invalid_argument>([&] {
                       Lamb lamb(fsdp, {torch::optim::OptimizerParamGroup({torch::ones({3}).set_requires_grad(true)})});
                     }),

@@ -205,7 +205,8 @@ TEST(Oss, BroadcastInSixteenBitsKeepsTheOwnersValues) {
     }
     for (size_t i = 0; i < own.size(); ++i) {
       const at::Tensor exact = reference[i].detach();
-      EXPECT_TRUE(torch::equal(own[i].detach(), sharded.owns(own[i]) ? exact : exact.to(torch::kBFloat16).to(torch::kFloat)));
+      EXPECT_TRUE(
+          torch::equal(own[i].detach(), sharded.owns(own[i]) ? exact : exact.to(torch::kBFloat16).to(torch::kFloat)));
     }
     int64_t owned_numel = 0;
     for (const auto& parameter : own) owned_numel += sharded.owns(parameter) ? parameter.numel() : 0;
@@ -223,7 +224,8 @@ TEST(Oss, ClippingCountsEachParameterOnce) {
       set_gradients(reference, 1);
       const double expected = torch::nn::utils::clip_grad_norm_(reference, 0.5, norm_type);
       EXPECT_NEAR(sharded.clip_grad_norm_(0.5, norm_type), expected, 1e-4 * expected);
-      for (size_t i = 0; i < own.size(); ++i) EXPECT_TRUE(torch::allclose(own[i].grad(), reference[i].grad(), 1e-5, 1e-7));
+      for (size_t i = 0; i < own.size(); ++i)
+        EXPECT_TRUE(torch::allclose(own[i].grad(), reference[i].grad(), 1e-5, 1e-7));
     }
   });
 }
@@ -318,19 +320,19 @@ TEST(OssState, WhatDoesNotFitIsListedAndChangesNothing) {
     bad = optimizer.state_dict();
     bad.kind = "SGD";
     bad.groups[0].parameter_count = 3;
-    expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }), "it is of SGD, expected Adam");
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer.load_state_dict(bad); }),
+                    "it is of SGD, expected Adam");
   });
 }
 
 TEST(OssMistakes, AreNamed) {
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     auto parameters = make_parameters(1, {{4}, {5}});
-    expect_contains(error_of<std::invalid_argument>([&] {
-                      OSS<torch::optim::LBFGS>(parameters, torch::optim::LBFGSOptions(1.0), comm);
-                    }),
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { OSS<torch::optim::LBFGS>(parameters, torch::optim::LBFGSOptions(1.0), comm); }),
                     "LBFGS searches along one direction");
-    expect_contains(
-        error_of<std::invalid_argument>([&] { OSS<Adam>({parameters[0] * 2}, AdamOptions(1e-2), comm); }), "expected a leaf");
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Adam>({parameters[0] * 2}, AdamOptions(1e-2), comm); }),
+                    "expected a leaf");
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(std::vector<at::Tensor>{parameters[0]});
     groups.emplace_back(parameters);

@@ -25,7 +25,8 @@ void expect_gradients(int world, DdpOptions options, double tolerance) {
       ddp.zero_grad();
       reference->zero_grad();
       call(ddp, mlp_input(10 * step + comm->rank())).square().mean().backward();
-      reference_backward(reference, world, [&](int part) { return reference->forward(mlp_input(10 * step + part)).square().mean(); });
+      reference_backward(reference, world,
+                         [&](int part) { return reference->forward(mlp_input(10 * step + part)).square().mean(); });
       const auto expected = reference->parameters();
       const auto got = ddp.parameters();
       for (size_t i = 0; i < got.size(); ++i) {
@@ -148,7 +149,8 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
     EXPECT_THROW(DistributedDataParallel(linear, comm, {.bucket_cap_mb = 0}), std::invalid_argument);
     torch::nn::Linear sharded(4, 4);
     FullyShardedDataParallel fsdp(sharded, comm);
-    expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(sharded, comm); }), "sharded by another");
+    expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(sharded, comm); }),
+                    "sharded by another");
   });
 }
 

@@ -14,8 +14,8 @@ TEST(ReducePlan, EveryParameterIsInOneBucketOfItsOwnerInTheOrderInWhichBucketsFi
   for (int round = 0; round < 200; ++round) {
     std::vector<ReducedParameter> parameters(random() % 30);
     for (auto& parameter : parameters)
-      parameter = {random() % 7 == 0 ? int64_t{1} << 18 : static_cast<int64_t>(random() % 90), static_cast<int>(random() % 3),
-                   random() % 4 == 0 ? at::kHalf : at::kFloat};
+      parameter = {random() % 7 == 0 ? int64_t{1} << 18 : static_cast<int64_t>(random() % 90),
+                   static_cast<int>(random() % 3), random() % 4 == 0 ? at::kHalf : at::kFloat};
     std::vector<size_t> order(parameters.size());
     std::iota(order.begin(), order.end(), size_t{0});
     std::shuffle(order.begin(), order.end(), random);

@@ -55,7 +55,8 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     constexpr int64_t kLayers = 12, kWide = 600, kLayerBytes = kWide * kWide * 4;
     torch::nn::Sequential model;
-    for (int64_t i = 0; i < kLayers; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
+    for (int64_t i = 0; i < kLayers; ++i)
+      model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
     OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
     ShardedDataParallel sdp(model, optimizer, comm);
     for (int step = 0; step < 3; ++step) {
@@ -125,7 +126,8 @@ TEST(Sdp, SeveralOptimizersShareAModel) {
     auto model = make_model(), reference = make_model();
     auto split = [](torch::nn::Sequential& net) {
       auto all = net->parameters();
-      return std::make_pair(std::vector<at::Tensor>(all.begin(), all.begin() + 2), std::vector<at::Tensor>(all.begin() + 2, all.end()));
+      return std::make_pair(std::vector<at::Tensor>(all.begin(), all.begin() + 2),
+                            std::vector<at::Tensor>(all.begin() + 2, all.end()));
     };
     auto [first, rest] = split(model);
     auto [reference_first, reference_rest] = split(reference);
@@ -173,7 +175,8 @@ TEST(Sdp, ChangesOfRequiresGradAreNoticed) {
 
 TEST(Sdp, UnusedOnSomeRanksCountsAsZeroAndUnusedOnAllKeepsNone) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
-    torch::nn::ModuleList heads(torch::nn::Linear(kWidth, 2), torch::nn::Linear(kWidth, 2), torch::nn::Linear(kWidth, 2));
+    torch::nn::ModuleList heads(torch::nn::Linear(kWidth, 2), torch::nn::Linear(kWidth, 2),
+                                torch::nn::Linear(kWidth, 2));
     struct Switch : torch::nn::Module {
       explicit Switch(torch::nn::ModuleList list) : heads(register_module("heads", list)) {}
       at::Tensor forward(const at::Tensor& x, int64_t head) { return heads[head]->as<torch::nn::Linear>()->forward(x); }
@@ -240,7 +243,9 @@ TEST(Sdp, AverageThenOwnSumsThenAverageIsTheSumOfAll) {
     torch::nn::Linear linear(torch::nn::LinearOptions(4, 1).bias(false));
     OSS<torch::optim::SGD> optimizer(linear->parameters(), torch::optim::SGDOptions(1.0), comm);
     ShardedDataParallel sdp(linear, optimizer, comm);
-    const auto pass = [&](float value) { sdp(torch::full({1, 4}, value + static_cast<float>(comm->rank()))).sum().backward(); };
+    const auto pass = [&](float value) {
+      sdp(torch::full({1, 4}, value + static_cast<float>(comm->rank()))).sum().backward();
+    };
     pass(1);  // averages 1.5
     {
       auto alone = sdp.no_sync();
@@ -269,8 +274,9 @@ TEST(SdpMistakes, AreClear) {
     expect_contains(error_of<std::invalid_argument>([&] { ShardedDataParallel bad(other, optimizer, comm); }),
                     "parameter '0.weight' requires a gradient but is in none of the optimizers");
     OSS<Adam> twice(model->parameters(), AdamOptions(1e-2), comm);
-    expect_contains(error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
-                    "is in two of the optimizers");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { ShardedDataParallel bad(model, {&optimizer, &twice}, comm); }),
+        "is in two of the optimizers");
     EXPECT_THROW(ShardedDataParallel(model, optimizer, comm, {.reduce_buffer_size = -1}), std::invalid_argument);
 
     ShardedDataParallel sdp(model, optimizer, comm);
@@ -279,7 +285,8 @@ TEST(SdpMistakes, AreClear) {
       auto alone = sdp.no_sync();
       loss_of(call(sdp, input(1))).backward();
     }
-    expect_contains(error_of<std::logic_error>([&] { optimizer.step(); }), "is this rank's own sum, made under no_sync()");
+    expect_contains(error_of<std::logic_error>([&] { optimizer.step(); }),
+                    "is this rank's own sum, made under no_sync()");
     EXPECT_TRUE(torch::equal(model->parameters()[0].detach(), before));
     optimizer.zero_grad();
     optimizer.step();  // without a gradient nothing moves

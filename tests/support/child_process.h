@@ -71,8 +71,7 @@ class ChildProcess {
   }
 
   // Waits until `text` has been printed `times` times; false if that takes too long.
-  bool await(const std::string& text, int times,
-             std::chrono::seconds limit = std::chrono::seconds(60)) const {
+  bool await(const std::string& text, int times, std::chrono::seconds limit = std::chrono::seconds(60)) const {
     const auto end = std::chrono::steady_clock::now() + limit;
     while (printed(text) < times) {
       if (std::chrono::steady_clock::now() > end) return false;

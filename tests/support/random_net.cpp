@@ -71,7 +71,8 @@ RandomNetImpl::Step RandomNetImpl::draw_plain_parameter(torch::nn::Module& paren
 RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
   switch (pick(9)) {
     case 0: {
-      torch::nn::LayerNorm norm(parent.register_module(name(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth}))));
+      torch::nn::LayerNorm norm(
+          parent.register_module(name(), torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth}))));
       return [norm](at::Tensor x) mutable { return norm(x); };
     }
     case 1: {
@@ -79,8 +80,10 @@ RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
       return [norm](at::Tensor x) mutable { return norm(x); };
     }
     case 2: {
-      torch::nn::Conv1d conv(parent.register_module(name(), torch::nn::Conv1d(torch::nn::Conv1dOptions(2, 2, 3).padding(1))));
-      return [conv](at::Tensor x) mutable { return torch::relu(conv(x.view({-1, 2, kWidth / 2}))).reshape({-1, kWidth}); };
+      torch::nn::Conv1d conv(
+          parent.register_module(name(), torch::nn::Conv1d(torch::nn::Conv1dOptions(2, 2, 3).padding(1))));
+      return
+          [conv](at::Tensor x) mutable { return torch::relu(conv(x.view({-1, 2, kWidth / 2}))).reshape({-1, kWidth}); };
     }
     case 3: {
       torch::nn::GRU gru(parent.register_module(name(), torch::nn::GRU(torch::nn::GRUOptions(kWidth, kWidth))));
@@ -109,7 +112,8 @@ RandomNetImpl::Step RandomNetImpl::draw_leaf(torch::nn::Module& parent) {
       }
       [[fallthrough]];
     default: {
-      torch::nn::Linear linear(parent.register_module(name(), torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(pick(2) == 0))));
+      torch::nn::Linear linear(parent.register_module(
+          name(), torch::nn::Linear(torch::nn::LinearOptions(kWidth, kWidth).bias(pick(2) == 0))));
       if (pick(5) == 0)
         for (auto& parameter : linear->parameters()) parameter.requires_grad_(false);
       linears_.push_back(linear);

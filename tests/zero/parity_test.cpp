@@ -32,7 +32,8 @@ ZeroOptions options(int stage, int kind) {
 }
 
 class Stages : public testing::TestWithParam<std::tuple<int, int>> {};
-INSTANTIATE_TEST_SUITE_P(WorldsAndStages, Stages, testing::Combine(testing::Values(1, 2, 3, 4, 5), testing::Values(0, 1, 2, 3)));
+INSTANTIATE_TEST_SUITE_P(WorldsAndStages, Stages,
+                         testing::Combine(testing::Values(1, 2, 3, 4, 5), testing::Values(0, 1, 2, 3)));
 
 // Stages 0 and 1 keep averages on every rank, to which the next backward adds before it averages again:
 // equal, but only to rounding.
@@ -70,7 +71,8 @@ void train(Model& model, torch::optim::Optimizer& whole, RandomNet& reference, i
         return loss_of(reference, parts[1], part);
       });
     } else {
-      for (const Data& data : parts) reference_backward(reference, world, [&](int part) { return loss_of(reference, data, part); });
+      for (const Data& data : parts)
+        reference_backward(reference, world, [&](int part) { return loss_of(reference, data, part); });
     }
     model.step();
     whole.step();

@@ -23,7 +23,8 @@ fs::path resolve(const fs::path& path) {
   if (!fs::is_directory(path, ignored) || fs::exists(path / kManifestName, ignored)) return path;
   const auto latest = latest_checkpoint(path);
   if (!latest) return path;
-  std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(), latest->filename().c_str());
+  std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(),
+               latest->filename().c_str());
   return *latest;
 }
 
@@ -35,7 +36,10 @@ bool is_checkpoint(const fs::path& path) {
 void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
 
 json slice_json(const SavedTensors& saved, const SavedSlice& slice) {
-  return {{"file", saved.files[slice.file].name}, {"begin", slice.begin}, {"offsets", slice.box.offsets}, {"shape", slice.box.sizes}};
+  return {{"file", saved.files[slice.file].name},
+          {"begin", slice.begin},
+          {"offsets", slice.box.offsets},
+          {"shape", slice.box.sizes}};
 }
 
 json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
@@ -43,8 +47,11 @@ json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
   for (const auto& file : saved.files) result["files"].push_back({{"name", file.name}, {"bytes", file.bytes}});
   for (const auto& [name, tensor] : saved.tensors) {
     json& entry = result["tensors"][name];
-    entry = {{"dtype", safetensors_name(tensor.dtype).value()}, {"shape", tensor.shape}, {"bytes", bytes_of(tensor)},
-             {"aliases", tensor.aliases}, {"slices", json::array()}};
+    entry = {{"dtype", safetensors_name(tensor.dtype).value()},
+             {"shape", tensor.shape},
+             {"bytes", bytes_of(tensor)},
+             {"aliases", tensor.aliases},
+             {"slices", json::array()}};
     for (const auto& slice : tensor.slices) entry["slices"].push_back(slice_json(saved, slice));
   }
   if (manifest == nullptr) return result;
@@ -61,20 +68,22 @@ void print_tree(const SavedTensors& saved, bool slices) {
   for (const auto& [name, tensor] : saved.tensors) {
     std::vector<std::string> parts;
     size_t begin = 0;
-    for (size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1) parts.push_back(name.substr(begin, dot - begin));
+    for (size_t dot; (dot = name.find('.', begin)) != std::string::npos; begin = dot + 1)
+      parts.push_back(name.substr(begin, dot - begin));
     size_t same = 0;
     while (same < parts.size() && same < open.size() && parts[same] == open[same]) ++same;
-    for (size_t depth = same; depth < parts.size(); ++depth) std::printf("%*s%s\n", static_cast<int>(2 * depth), "", parts[depth].c_str());
+    for (size_t depth = same; depth < parts.size(); ++depth)
+      std::printf("%*s%s\n", static_cast<int>(2 * depth), "", parts[depth].c_str());
     const std::string leaf(2 * parts.size(), ' ');
-    std::printf("%-36s %-5s %-18s %10s  %zu slice%s", (leaf + name.substr(begin)).c_str(), safetensors_name(tensor.dtype).value().c_str(),
-                to_string(tensor.shape).c_str(), human_bytes(bytes_of(tensor)).c_str(), tensor.slices.size(),
-                tensor.slices.size() == 1 ? "" : "s");
+    std::printf("%-36s %-5s %-18s %10s  %zu slice%s", (leaf + name.substr(begin)).c_str(),
+                safetensors_name(tensor.dtype).value().c_str(), to_string(tensor.shape).c_str(),
+                human_bytes(bytes_of(tensor)).c_str(), tensor.slices.size(), tensor.slices.size() == 1 ? "" : "s");
     for (const auto& alias : tensor.aliases) std::printf(", also %s", alias.c_str());
     std::printf("\n");
     for (const auto& slice : tensor.slices)
       if (slices)
-        std::printf("%s  %s in %s at byte %lld\n", leaf.c_str(), to_string(slice.box).c_str(), saved.files[slice.file].name.c_str(),
-                    static_cast<long long>(slice.begin));
+        std::printf("%s  %s in %s at byte %lld\n", leaf.c_str(), to_string(slice.box).c_str(),
+                    saved.files[slice.file].name.c_str(), static_cast<long long>(slice.begin));
     open = std::move(parts);
   }
 }
@@ -90,12 +99,12 @@ int inspect(const Arguments& arguments) {
     print(inspect_json(saved, manifest ? &*manifest : nullptr));
     return 0;
   }
-  std::printf("%s: %zu tensors, %s in %zu files\n", path.c_str(), saved.tensors.size(), human_bytes(total_bytes(saved)).c_str(),
-              saved.files.size());
+  std::printf("%s: %zu tensors, %s in %zu files\n", path.c_str(), saved.tensors.size(),
+              human_bytes(total_bytes(saved)).c_str(), saved.files.size());
   if (manifest) {
-    std::printf("saved by %d rank%s, number %lld; optimizer %s; extra %s\n", manifest->world_size, manifest->world_size == 1 ? "" : "s",
-                static_cast<long long>(manifest->sequence), manifest->optimizer ? manifest->optimizer->kind.c_str() : "none",
-                manifest->extra.dump().c_str());
+    std::printf("saved by %d rank%s, number %lld; optimizer %s; extra %s\n", manifest->world_size,
+                manifest->world_size == 1 ? "" : "s", static_cast<long long>(manifest->sequence),
+                manifest->optimizer ? manifest->optimizer->kind.c_str() : "none", manifest->extra.dump().c_str());
   }
   std::printf("\n");
   print_tree(saved, arguments.slices);
@@ -150,7 +159,9 @@ int diff(const Arguments& arguments) {
   json result = json::array();
   for (const auto& difference : differences) {
     if (arguments.json) {
-      result.push_back({{"name", difference.name}, {"reason", difference.reason}, {"different_numel", difference.different_numel},
+      result.push_back({{"name", difference.name},
+                        {"reason", difference.reason},
+                        {"different_numel", difference.different_numel},
                         {"max_difference", difference.max_difference}});
     } else if (!difference.reason.empty()) {
       std::printf("%s: %s\n", difference.name.c_str(), difference.reason.c_str());

@@ -10,10 +10,10 @@
 struct Arguments {
   std::vector<std::filesystem::path> paths;
   bool json = false;
-  bool slices = false;          // inspect: where each slice lies
-  bool state = false;           // consolidate: the optimizer's tensors too
-  int ranks = 0;                // reshard
-  int64_t max_file_bytes = 0;   // consolidate
+  bool slices = false;         // inspect: where each slice lies
+  bool state = false;          // consolidate: the optimizer's tensors too
+  int ranks = 0;               // reshard
+  int64_t max_file_bytes = 0;  // consolidate
 };
 
 int inspect(const Arguments& arguments);

@@ -41,10 +41,11 @@ int run(int argc, char** argv) {
   std::vector<std::string> paths;
   po::options_description options("Options");
   options.add_options()("help,h", "this text")("json", po::bool_switch(&arguments.json), "print JSON")(
-      "slices", po::bool_switch(&arguments.slices), "inspect: every slice")(
-      "state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too")(
+      "slices", po::bool_switch(&arguments.slices), "inspect: every slice")("state", po::bool_switch(&arguments.state),
+                                                                            "consolidate: the optimizer's tensors too")(
       "ranks", po::value(&arguments.ranks), "reshard: by how many ranks")(
-      "max-file-bytes", po::value(&arguments.max_file_bytes), "consolidate: several files of at most N bytes, with an index");
+      "max-file-bytes", po::value(&arguments.max_file_bytes),
+      "consolidate: several files of at most N bytes, with an index");
   po::options_description all;
   all.add(options).add_options()("command", po::value(&name))("path", po::value(&paths));
   po::positional_options_description positions;
@@ -58,8 +59,7 @@ int run(int argc, char** argv) {
   }
   for (const auto& command : kCommands) {
     if (name != command.name) continue;
-    if (paths.size() != command.paths)
-      throw po::error("expected: tessera " + name + " " + command.arguments);
+    if (paths.size() != command.paths) throw po::error("expected: tessera " + name + " " + command.arguments);
     auto only_for = [&](const char* option, const char* of) {
       if (values.count(option) > 0 && !values[option].defaulted() && name != of)
         throw po::error(std::string("--") + option + " is for `tessera " + of + "`");

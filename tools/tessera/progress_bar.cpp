@@ -9,7 +9,10 @@
 using Clock = std::chrono::steady_clock;
 
 ProgressBar::ProgressBar(std::string doing, int64_t total_bytes)
-    : doing_(std::move(doing)), total_bytes_(total_bytes), visible_(::isatty(STDERR_FILENO) != 0), begin_(Clock::now()) {}
+    : doing_(std::move(doing)),
+      total_bytes_(total_bytes),
+      visible_(::isatty(STDERR_FILENO) != 0),
+      begin_(Clock::now()) {}
 
 ProgressBar::~ProgressBar() {
   if (visible_ && bytes_ > 0) std::fprintf(stderr, "\r\033[K");
@@ -24,7 +27,8 @@ void ProgressBar::add(int64_t bytes) {
 
 void ProgressBar::draw() {
   constexpr int kWidth = 30;
-  const double part = total_bytes_ > 0 ? std::min(1.0, static_cast<double>(bytes_) / static_cast<double>(total_bytes_)) : 1.0;
+  const double part =
+      total_bytes_ > 0 ? std::min(1.0, static_cast<double>(bytes_) / static_cast<double>(total_bytes_)) : 1.0;
   const double seconds = std::chrono::duration<double>(Clock::now() - begin_).count();
   const std::string bar(static_cast<size_t>(part * kWidth), '#');
   std::fprintf(stderr, "\r%s [%-*s] %3.0f %%, %s/s\033[K", doing_.c_str(), kWidth, bar.c_str(), 100 * part,

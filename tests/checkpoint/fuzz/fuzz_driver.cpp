@@ -19,17 +19,26 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes);
 namespace {
 
 std::string change(std::string text, const std::vector<std::string>& corpus, std::mt19937_64& random) {
-  static const std::string kPieces[] = {"{", "}", "[", "]", "\"", ",", ":", "-1", "0", "18446744073709551615", "1e999", "null", "\\u0000", "\xff"};
+  static const std::string kPieces[] = {
+      "{", "}", "[", "]", "\"", ",", ":", "-1", "0", "18446744073709551615", "1e999", "null", "\\u0000", "\xff"};
   for (uint64_t times = 1 + random() % 6; times > 0; --times) {
     const size_t at = text.empty() ? 0 : random() % text.size();
     switch (random() % 6) {
       case 0:
         if (!text.empty()) text[at] = static_cast<char>(text[at] ^ (1 << random() % 8));
         break;
-      case 1: text.insert(at, kPieces[random() % std::size(kPieces)]); break;
-      case 2: text.erase(at, random() % 20); break;
-      case 3: text.insert(at, text.substr(random() % (text.size() + 1), random() % 60)); break;
-      case 4: text.replace(at, random() % 8, std::to_string(random() >> random() % 64)); break;
+      case 1:
+        text.insert(at, kPieces[random() % std::size(kPieces)]);
+        break;
+      case 2:
+        text.erase(at, random() % 20);
+        break;
+      case 3:
+        text.insert(at, text.substr(random() % (text.size() + 1), random() % 60));
+        break;
+      case 4:
+        text.replace(at, random() % 8, std::to_string(random() >> random() % 64));
+        break;
       default: {
         const std::string& other = corpus[random() % corpus.size()];
         text = text.substr(0, at) + other.substr(random() % (other.size() + 1));

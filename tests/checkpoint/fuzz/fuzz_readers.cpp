@@ -44,7 +44,8 @@ void read_header(const std::string& text) {
       for (const auto& entry : value)
         if (entry.is_object() && entry.contains("data_offsets") && entry["data_offsets"].is_array() &&
             entry["data_offsets"].size() == 2 && entry["data_offsets"][1].is_number_unsigned())
-          data_bytes = std::max<int64_t>(data_bytes, entry["data_offsets"][1].get<int64_t>() & ((int64_t{1} << 61) - 1));
+          data_bytes =
+              std::max<int64_t>(data_bytes, entry["data_offsets"][1].get<int64_t>() & ((int64_t{1} << 61) - 1));
   } catch (const CheckpointError&) {
   }
   auto header = parse_safetensors_header(text, 8 + static_cast<int64_t>(text.size()) + data_bytes, "f");
@@ -53,7 +54,8 @@ void read_header(const std::string& text) {
   const std::string bytes = format_safetensors_header(header.entries, header.metadata);
   int64_t file_bytes = static_cast<int64_t>(bytes.size());
   for (const auto& entry : header.entries) file_bytes += entry.bytes;
-  if (parse_safetensors_header(bytes.substr(8), file_bytes, "f").entries.size() != header.entries.size()) __builtin_trap();
+  if (parse_safetensors_header(bytes.substr(8), file_bytes, "f").entries.size() != header.entries.size())
+    __builtin_trap();
 }
 
 }  // namespace
