@@ -14,7 +14,7 @@ namespace {
 void plan_layout(benchmark::State& state) {
   const std::vector<int64_t> numels(state.range(0), 1000);
   for (auto _ : state) {
-    const tessera::FlatLayout layout(numels, static_cast<int>(state.range(1)), 16);
+    const auto layout = tessera::FlatLayout::evenly(numels, static_cast<int>(state.range(1)), 16);
     if (layout.parameters_numel() != 1000 * state.range(0)) return state.SkipWithError("wrong layout");
     benchmark::DoNotOptimize(layout);
   }

@@ -11,7 +11,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/dtype.h"
-#include "tessera/paging/residency.h"
+#include "tessera/paging/disk_pager.h"
 
 namespace tessera {
 namespace {
@@ -110,7 +110,8 @@ void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::o
 }
 
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
-  if (is_paged(tensor)) return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
+  if (DiskPager::of(tensor) != nullptr)
+    return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
   // A shard that holds everything may still be 1-D, as its tensor in a world of one.
   if (tensor.sizes() == at::IntArrayRef({shard.held.numel()}) && shard.sizes.size() != 1)
     return tensor.detach().reshape({-1});

@@ -27,7 +27,6 @@
 #include "tessera/comm/process_group.h"
 #include "tessera/comm/rank_order_sum.h"
 #include "tessera/comm/stall_watch.h"
-#include "tessera/memory/buffer_pool.h"
 
 namespace tessera {
 namespace {
@@ -95,7 +94,6 @@ class GlooCommunicator : public Communicator,
         options_(std::move(options)),
         memory_(std::move(memory)),
         group_(std::move(group)),
-        staging_(at::kCPU),
         watch_(store_, rank, size, [this] { interrupt(); }) {}
 
   ~GlooCommunicator() override { close(); }
@@ -164,7 +162,6 @@ class GlooCommunicator : public Communicator,
   std::vector<at::Tensor> orphan_buffers_;
 
   uint64_t sequence_ = 0;
-  BufferPool staging_;
   StallWatch watch_;
 };
 
@@ -261,9 +258,8 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
 }
 
 at::Tensor GlooOperation::staging(int64_t numel, at::ScalarType dtype) {
-  at::Tensor bytes = comm_->staging_.take(numel * static_cast<int64_t>(c10::elementSize(dtype)));
-  lent_.push_back(bytes);
-  return bytes.view(dtype);
+  lent_.push_back(at::empty({numel}, at::TensorOptions().dtype(dtype)));
+  return lent_.back();
 }
 
 void GlooOperation::drop_messages() noexcept { messages_.clear(); }
@@ -319,7 +315,6 @@ bool GlooOperation::wait_for(const Message& message, std::string* cause) {
 void GlooOperation::finish() {
   wait_for_messages();
   if (complete) complete();
-  for (at::Tensor& buffer : lent_) comm_->staging_.give(std::move(buffer));
   lent_.clear();
 }
 

@@ -10,16 +10,13 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_layout.h"
+#include "tessera/flat/geometry.h"
+#include "tessera/flat/gradient_buffer.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/unit_plan.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
-
-// A parameter's place in memory: its shape, and the order of its elements in the flat buffer.
-struct ParameterGeometry {
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  // the parameter's own where it is dense, else row-major
-};
 
 // In what a group of floating-point parameters differs from plain sharding over all ranks.
 struct FlatGroupOptions {
@@ -36,6 +33,9 @@ struct FlatGroupOptions {
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
+  // Is asked about writes to the shard that are not allowed (set_shard_writable). Outlives the group.
+  Pager* pager = nullptr;
+  int page_id = 0;
   Memory narrow_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
 };
 
@@ -52,6 +52,7 @@ class FlatGroup {
 
   const std::string& name() const { return name_; }
   const std::vector<PlannedParameter>& parameters() const { return parameters_; }
+  const std::vector<ParameterGeometry>& geometries() const { return geometries_; }
   const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
   const FlatLayout& layout() const { return layout_; }
   at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
@@ -67,14 +68,17 @@ class FlatGroup {
 
   // This rank's part of the flat buffer, [layout().shard_numel()].
   const at::Tensor& shard() const { return shard_; }
+  // The page that the shard is a view of, which counts writes to it. set_shard_writable(false) has operators that
+  // write to it refused.
+  const Page& shard_page() const { return *page_of(shard_); }
+  void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
   // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
 
   // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
-  at::Tensor view_in(const at::Tensor& full, size_t parameter) const;
-
-  // Sets the elements of a full buffer that belong to no parameter to 0.
-  void clear_padding(const at::Tensor& full) const;
+  at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
+    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+  }
 
   // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
   // host memory is copied to the device first.
@@ -84,34 +88,17 @@ class FlatGroup {
   // bit, brought up to date if the shard was written by someone who did not write the copy.
   const at::Tensor& link_source();
 
-  // ---- gradients of the shard
-
-  // Where the next reduced gradient goes: straight into the gradient, or, where some parameter
-  // has one already, into a buffer that is added to it; `busy` says that the last destination is
-  // still in use. [layout().shard_numel()] of reduce_dtype().
-  at::Tensor gradient_destination(bool busy = false);
-
-  // Makes `reduced`, what gradient_destination() gave and a reduce-scatter filled, the gradient
-  // of each parameter that `used` names, or adds it to what is there.
-  void accept_gradient(const at::Tensor& reduced, const std::vector<bool>& used);
-
-  // Bytes of the gradient buffer, 0 while it is not allocated.
-  int64_t grad_bytes() const { return grad_.defined() ? shard_bytes() : 0; }
-  // The gradient buffer if every parameter's gradient is a view of it, else undefined.
-  at::Tensor whole_gradient() const;
-  // Frees the buffer if no gradient is defined any more.
-  void drop_unused_gradient();
+  // Where reduced gradients become those of parameter_shards().
+  GradientBuffer& gradient() { return *gradient_; }
+  const GradientBuffer& gradient() const { return *gradient_; }
 
  private:
   static int64_t bytes(int64_t numel, at::ScalarType dtype) {
     return numel * static_cast<int64_t>(c10::elementSize(dtype));
   }
-  void make_shard(Communicator& comm, bool sync, Communicator* replicas);
-  at::Tensor own_dtype_destination(bool busy);
-  at::Tensor fresh_gradient(at::ScalarType dtype) const;
+  void make_shard(Communicator& comm, bool sync, const FlatGroupOptions& options);
   void make_parameter_shards();
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
-  bool grads_are_ours_alone() const;
 
   const std::string name_;
   std::vector<PlannedParameter> parameters_;
@@ -128,8 +115,8 @@ class FlatGroup {
   at::Tensor shard_;
   std::shared_ptr<NarrowCopy> narrow_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;
-  at::Tensor grad_;
-  std::vector<at::Tensor> grad_views_;
+  std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
+  std::unique_ptr<GradientBuffer> gradient_;
 };
 
 // Splits a unit's parameters into groups: by dtype, those of full precision from those that are

@@ -8,8 +8,8 @@
 
 namespace tessera {
 
-FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel)
-    : numels_(std::move(parameter_numels)), world_size_(world_size) {
+FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, Cut cut, int world_size, int64_t alignment_numel)
+    : numels_(std::move(parameter_numels)), cut_(cut), world_size_(world_size) {
   if (world_size < 1)
     throw std::invalid_argument("a layout for a world of " + std::to_string(world_size) + ", expected at least 1");
   if (alignment_numel < 1)
@@ -24,7 +24,40 @@ FlatLayout::FlatLayout(std::vector<int64_t> parameter_numels, int world_size, in
     end = begin + numel;
     parameters_numel_ += numel;
   }
-  shard_numel_ = at::ceil_div<int64_t>(end, world_size);
+  full_numel_ = cut == Cut::kEvenly ? at::round_up<int64_t>(end, world_size) : end;
+}
+
+FlatLayout FlatLayout::by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
+                                int64_t alignment_numel) {
+  FlatLayout layout(std::move(parameter_numels), Cut::kByOwner, world_size, alignment_numel);
+  if (owners.size() != layout.numels_.size() || !std::is_sorted(owners.begin(), owners.end()) ||
+      (!owners.empty() && (owners.front() < 0 || owners.back() >= world_size)))
+    throw std::invalid_argument("a layout by owner: expected an owner for each parameter, ranks in ascending order");
+  layout.begins_.assign(world_size + 1, layout.full_numel_);
+  for (size_t i = owners.size(); i-- > 0;) layout.begins_[owners[i]] = layout.offsets_[i];
+  for (int rank = world_size; rank-- > 0;)
+    layout.begins_[rank] = std::min(layout.begins_[rank], layout.begins_[rank + 1]);
+  if (!owners.empty()) std::fill_n(layout.begins_.begin(), owners.front() + 1, 0);
+  return layout;
+}
+
+Range FlatLayout::shard(int rank) const {
+  switch (cut_) {
+    case Cut::kEvenly:
+      return {rank * (full_numel_ / world_size_), (rank + 1) * (full_numel_ / world_size_)};
+    case Cut::kByOwner:
+      return {begins_[rank], begins_[rank + 1]};
+    case Cut::kWhole:
+      break;
+  }
+  return {0, full_numel_};
+}
+
+std::vector<int64_t> FlatLayout::counts() const {
+  std::vector<int64_t> counts;
+  if (cut_ == Cut::kByOwner)
+    for (int rank = 0; rank < world_size_; ++rank) counts.push_back(shard_numel(rank));
+  return counts;
 }
 
 Range FlatLayout::owned(int64_t parameter, int rank) const {

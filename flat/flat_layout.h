@@ -11,44 +11,68 @@ struct Range {
   int64_t numel() const { return end - begin; }
 };
 
-// Where each parameter of a unit lies in the unit's flat buffer, and which part of the buffer each
-// rank owns. Pure integers: planned and tested without tensors or ranks.
+// Where each of the parameters that share a flat buffer lies in it, and which part of the buffer each rank gets.
+// Pure integers: planned and tested without tensors or ranks, the same arithmetic for 1 rank and for 65,536.
 //
 //   | p0 ..... pad | p1 .. pad | p2 ........ | pad |
-//   |   rank 0     |    rank 1     |    rank 2     |   even parts, cut anywhere
+//   |   rank 0     |    rank 1     |    rank 2     |   kEvenly: FSDP's shards and reduce-scatters
+//   |   rank 0                 |       rank 2      |   kByOwner: what OSS publishes, what SDP reduces
+//   |          every rank                          |   kWhole: DDP
 //
-// Parameters start at multiples of `alignment_numel`, so that a gathered parameter is aligned as an
-// ordinary tensor is and kernels give the same bits. The end is padded to a multiple of the world
-// size. (FSDP1's FlatParameter; here padding belongs to no parameter's view.)
+// Parameters start at multiples of `alignment_numel`, so that a parameter in the buffer is aligned as an ordinary
+// tensor is and kernels give the same bits. Cut evenly, the end is padded to a multiple of the world size.
+// (FSDP1's FlatParameter; here padding belongs to no parameter's view.)
 class FlatLayout {
  public:
-  // Throws std::invalid_argument for a negative numel, world_size < 1 or alignment_numel < 1.
-  FlatLayout(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel);
+  enum class Cut { kEvenly, kByOwner, kWhole };
 
+  // Each throws std::invalid_argument for a negative numel, world_size < 1 or alignment_numel < 1.
+  static FlatLayout evenly(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
+    return {std::move(parameter_numels), Cut::kEvenly, world_size, alignment_numel};
+  }
+  static FlatLayout whole(std::vector<int64_t> parameter_numels, int world_size, int64_t alignment_numel) {
+    return {std::move(parameter_numels), Cut::kWhole, world_size, alignment_numel};
+  }
+  // `owners` by parameter, ascending. Throws for owners that are not, or are no ranks, too.
+  static FlatLayout by_owner(std::vector<int64_t> parameter_numels, const std::vector<int>& owners, int world_size,
+                             int64_t alignment_numel);
+
+  // In elements of `element_bytes`: what at::empty aligns to. The one rule of alignment.
+  static int64_t alignment_numel(int64_t element_bytes) { return element_bytes < 64 ? 64 / element_bytes : 1; }
+
+  Cut cut() const { return cut_; }
   int world_size() const { return world_size_; }
   int64_t parameter_count() const { return static_cast<int64_t>(numels_.size()); }
   int64_t numel(int64_t parameter) const { return numels_[parameter]; }
   int64_t offset(int64_t parameter) const { return offsets_[parameter]; }
 
   int64_t parameters_numel() const { return parameters_numel_; }  // without padding
-  int64_t full_numel() const { return shard_numel_ * world_size_; }
-  int64_t shard_numel() const { return shard_numel_; }
+  int64_t full_numel() const { return full_numel_; }
 
-  // The part of the flat buffer that `rank` owns.
-  Range shard(int rank) const { return {rank * shard_numel_, (rank + 1) * shard_numel_}; }
+  // The part of the flat buffer that `rank` gets.
+  Range shard(int rank) const;
+  int64_t shard_numel(int rank) const { return shard(rank).numel(); }
+  // Cut evenly: that of every rank.
+  int64_t shard_numel() const { return shard(0).numel(); }
+  // Numbers of elements by rank, as collectives take them; empty where they are even.
+  std::vector<int64_t> counts() const;
 
-  // The part of the parameter that `rank` owns, in elements of the parameter; empty ({0, 0}) if none.
+  // The part of the parameter that `rank` gets, in elements of the parameter; empty ({0, 0}) if none.
   Range owned(int64_t parameter, int rank) const;
 
   // Where that part begins in the rank's shard (0 if it is empty).
   int64_t offset_in_shard(int64_t parameter, int rank) const;
 
  private:
-  const std::vector<int64_t> numels_;
-  const int world_size_;
+  FlatLayout(std::vector<int64_t> parameter_numels, Cut cut, int world_size, int64_t alignment_numel);
+
+  std::vector<int64_t> numels_;
+  Cut cut_;
+  int world_size_;
   std::vector<int64_t> offsets_;
   int64_t parameters_numel_ = 0;
-  int64_t shard_numel_ = 0;
+  int64_t full_numel_ = 0;
+  std::vector<int64_t> begins_;  // kByOwner: of each rank's part, and the end
 };
 
 }  // namespace tessera

@@ -36,6 +36,12 @@ class ModelShards {
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Every parameter once, in the module's order, the same list of names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
+  // The leaves of named_shards(): what an optimizer is given.
+  std::vector<at::Tensor> parameters() const;
+  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  // Clears their gradients: optimizer.zero_grad() does it too.
+  void zero_grad(bool set_to_none = true);
+
   // The module's buffers, whole on every rank, under each of their names.
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };

@@ -23,7 +23,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
-    at::Tensor tensor = given.detach();
+    at::Tensor tensor = given.defined() ? given.data() : given;  // of no version: what autograd has saved stays usable
     if (!tensor.defined() || tensor.numel() == 0) continue;
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() &&
         tensor.device() == comm.device()) {

@@ -6,13 +6,15 @@
 #include <memory>
 #include <utility>
 
+#include "tessera/paging/residency.h"
+
 namespace tessera {
 
-// A copy of a shard in 16 bit, which travels in the shard's place. It is right while the shard's
-// version counter says what `version` does.
+// A copy of a shard in 16 bit, which travels in the shard's place. It is right while the shard's page
+// counts as many writes as `writes` does.
 struct NarrowCopy {
   at::Tensor values;  // [numel of the shard]
-  uint32_t version = 0;
+  uint32_t writes = 0;
 };
 
 // A parameter's part of it.
@@ -20,10 +22,10 @@ struct NarrowPart {
   at::Tensor values;
   std::shared_ptr<NarrowCopy> whole;
 
-  // To be called after a write to the parameter that wrote here too, and raised the version by one.
+  // To be called after a write to the parameter that wrote here too, and was counted once by its page.
   void note_write(const at::Tensor& parameter) const {
-    const uint32_t now = parameter.unsafeGetTensorImpl()->version_counter().current_version();
-    if (whole->version + 1 == now) whole->version = now;  // else it was out of date before
+    const uint32_t now = page_of(parameter)->writes();
+    if (whole->writes + 1 == now) whole->writes = now;  // else it was out of date before
   }
 };
 

@@ -23,18 +23,17 @@
 
 namespace tessera {
 
-class FsdpRuntime;
+class Scheduler;
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
 class FullyShardedModule : public ModelShards, public GradientSource {
  public:
-  // This rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
+  // parameters(): this rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
   // the communicator's device, in the parameter's dtype, empty where the rank owns none of it.
   // Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them (under
-  // NoGradGuard) changes the model. After backward `.grad()` is the gradient averaged over ranks;
-  // undefined for a parameter that no rank used.
-  std::vector<at::Tensor> parameters() const;
-  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  // NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the gradient averaged over ranks;
+  // undefined for a parameter that no rank used; after one under no_sync(), or one that failed, a tensor without data
+  // that any operator refuses by name, until a backward that reduces, or zero_grad().
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, as
   // torch::nn::utils::clip_grad_norm_ does, and returns the norm before. norm_type may be
@@ -51,6 +50,11 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   // the next backward outside it reduces the sum. Costs memory for the full gradients. The scope
   // must be open, or not, in forward and backward alike on all ranks.
   Scope no_sync();
+
+  // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
+  // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on
+  // all ranks. Throws std::invalid_argument unless it is above 0.
+  void set_gradient_divide_factor(double factor);
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
@@ -70,9 +74,6 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   // beyond its shards, so that a model of any size can be written to a file.
   void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
                         StateDictOptions options = {});
-
-  // Clears the gradients of parameters(): optimizer.zero_grad() does it too.
-  void zero_grad(bool set_to_none = true);
 
   // Bytes that the wrapper holds now, and the most that units took at one time. Not collective.
   MemoryReport memory() const;
@@ -103,7 +104,7 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   }
 
  private:
-  std::shared_ptr<FsdpRuntime> runtime_;
+  std::shared_ptr<Scheduler> scheduler_;
 };
 
 // Trains an unmodified torch::nn module with its parameters, gradients and optimizer state split

@@ -1,5 +1,6 @@
 #include "tessera/fsdp/unit.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -23,13 +24,13 @@ std::string traits_of(const PlannedParameter& parameter) {
 
 }  // namespace
 
-Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
-           Pager* pager, OrderLog& log, bool sync, ShardSource source)
+Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options,
+           CountedBuffers& buffers, OrderLog& log, bool sync, ShardSource source)
     : index_(index),
       name_(label_of(plan)),
       plan_name_(plan.name),
       comm_(comm),
-      pool_(pool),
+      memory_(buffers),
       log_(log),
       source_(source) {
   at::NoGradGuard no_grad;
@@ -39,12 +40,12 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
     const bool is_exempt = parameters[0].full_precision;
     auto group = std::make_unique<PagedGroup>(PagedGroup{FlatGroup(name, std::move(parameters), comm, sync, options)});
     const FlatGroup& flat = group->flat;
-    group->page = std::make_unique<Page>(pager, index, name, comm.device());
-    group->grad_page = std::make_unique<Page>(pager, -1, name, comm.device());
-    if (flat.is_cast()) group->exact_page = std::make_unique<Page>(pager, index, name, comm.device());
+    group->page = std::make_unique<Page>(options.pager, index, name, comm.device());
+    if (flat.is_cast()) group->exact_page = std::make_unique<Page>(options.pager, index, name, comm.device());
     if (is_exempt && options.gather_dtype && *options.gather_dtype != flat.dtype() && at::isFloatingType(flat.dtype()))
       group->page->convert_activations(*options.gather_dtype);
-    adopt(*group);
+    for (const PlannedParameter& parameter : group->flat.parameters()) parameter.tensor.mutable_grad() = at::Tensor();
+    point_parameters(*group, *group->page, group->flat.gather_dtype());
     groups_.push_back(std::move(group));
   }
   is_whole_ = comm.size() == 1 && source_.engine == nullptr &&
@@ -53,7 +54,7 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
     if (is_whole_) {
       group->page->lend(group->flat.shard());
     } else {
-      group->page->watch_version(group->flat.shard());
+      group->page->watch_writes(group->flat.shard_page());
     }
   }
   if (is_whole_) state_ = State::kResident;
@@ -62,32 +63,16 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
 Unit::~Unit() {
   for (auto& group : groups_) {
     group->page->detach();
-    group->grad_page->detach();
     if (group->exact_page) group->exact_page->detach();
   }
 }
 
 // The module's members, ties and requires_grad stay; the data is now where the page says.
-void Unit::adopt(PagedGroup& group) {
-  const auto& parameters = group.flat.parameters();
-  group.accumulators.resize(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const ParameterGeometry& geometry = group.flat.geometry(i);
-    at::Tensor parameter = parameters[i].tensor;
-    parameter.mutable_grad() = at::Tensor();
-    group.grad_guards.push_back(group.grad_page->view(group.flat.gather_dtype(), geometry.sizes, geometry.strides, 0));
-  }
-  point_parameters(group, *group.page, group.flat.gather_dtype());
-  for (size_t i = 0; i < parameters.size(); ++i) at::Tensor(parameters[i].tensor).mutable_grad() = group.grad_guards[i];
-}
-
-// A change of dtype makes autograd forget a parameter's accumulator, and with it our hook.
 void Unit::point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype) {
   const auto& parameters = group.flat.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterGeometry& geometry = group.flat.geometry(i);
     at::Tensor parameter = parameters[i].tensor;
-    if (parameter.scalar_type() != dtype) group.accumulators[i].reset();
     const at::Tensor view =
         page.view(dtype, geometry.sizes, geometry.strides, group.flat.layout().offset(static_cast<int64_t>(i)));
     is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
@@ -121,9 +106,9 @@ void Unit::start_fetch() {
   const bool is_alone = comm_.size() == 1;
   for (auto& group : groups_) {
     FlatGroup& flat = group->flat;
-    group->page->accept_version();
-    BufferPool& pool = is_alone ? pool_ : *source_.staging;
-    group->staging = pool.take(flat.full_bytes() / comm_.size()).view(flat.gather_dtype());
+    group->page->accept_writes();
+    CountedBuffers& memory = is_alone ? memory_ : *source_.staging;
+    group->staging = memory.take(flat.layout().full_numel() / comm_.size(), flat.gather_dtype());
     if (is_alone) buffers_.push_back(group->staging);
     const at::Tensor& source = flat.link_source();
     DiskPager* disk = DiskPager::of(source);
@@ -141,7 +126,6 @@ void Unit::return_staging() {
       group->fetching = Copy();
       group->held.release();
     }
-    if (comm_.size() > 1) source_.staging->give(group->staging.view(at::kByte));
     group->staging.reset();
   }
 }
@@ -151,13 +135,14 @@ void Unit::start_gather() {
   if (state_ != State::kSharded && state_ != State::kFetching) return;
   for (size_t i = 0; i < groups_.size(); ++i) {
     PagedGroup& group = *groups_[i];
-    if (buffers_.size() == i) buffers_.push_back(pool_.take(group.flat.full_bytes()).view(group.flat.gather_dtype()));
+    if (buffers_.size() == i)
+      buffers_.push_back(memory_.take(group.flat.layout().full_numel(), group.flat.gather_dtype()));
     log_.add("all-gather", group.flat.name(), buffers_[i].numel());
     if (state_ == State::kFetching) {
       group.fetching.wait();
       group.gathering = comm_.all_gather(buffers_[i], group.staging, {}, group.flat.name());
     } else {
-      group.page->accept_version();
+      group.page->accept_writes();
       group.gathering = group.flat.gather(buffers_[i], comm_);
     }
   }
@@ -187,7 +172,6 @@ void Unit::release() {
   return_staging();
   for (auto& group : groups_)
     if (group->page->is_lent()) group->page->take_back();
-  for (at::Tensor& buffer : buffers_) pool_.give(buffer.view(at::kByte));
   buffers_.clear();
   state_ = State::kSharded;
 }
@@ -205,19 +189,31 @@ void Unit::set_current(Page::Use use) {
   }
 }
 
-void Unit::pin() {
+uint32_t Unit::version() const {
+  uint32_t version = 0;
+  for (const auto& group : groups_)
+    version += group->flat.shard().unsafeGetTensorImpl()->version_counter().current_version();
+  return version;
+}
+
+// ---- pinned units --------------------------------------------------------------------------------------------------
+
+void Unit::pin(bool writeback) {
   at::NoGradGuard no_grad;
   release();
   is_pinned_ = true;
   for (auto& group : groups_) {
     if (!is_whole_) {
       Page& page = group->exact_page ? *group->exact_page : *group->page;
-      buffers_.push_back(pool_.take(group->flat.exact_full_bytes()).view(group->flat.dtype()));
+      buffers_.push_back(memory_.take(group->flat.layout().full_numel(), group->flat.dtype()));
       log_.add("all-gather", group->flat.name(), buffers_.back().numel());
-      group->page->accept_version();
+      group->page->accept_writes();
       group->flat.gather(buffers_.back(), comm_).wait();
       page.lend(buffers_.back());
       if (group->exact_page) point_parameters(*group, page, group->flat.dtype());
+      group->flat.set_shard_writable(false);
+    } else if (!writeback) {
+      saved_.push_back(group->flat.shard().clone());
     }
     page_in_use(*group).set_writable(true);
   }
@@ -229,50 +225,76 @@ void Unit::help_to_pin() {
   if (is_whole_) return;
   for (auto& group : groups_) {
     const FlatGroup& flat = group->flat;
-    at::Tensor bytes = pool_.take(flat.exact_full_bytes());
-    log_.add("all-gather", flat.name(), flat.layout().full_numel());
-    flat.gather(bytes.view(flat.dtype()), comm_).wait();
-    pool_.give(std::move(bytes));
+    const at::Tensor full = memory_.take(flat.layout().full_numel(), flat.dtype());
+    log_.add("all-gather", flat.name(), full.numel());
+    flat.gather(full, comm_).wait();
   }
 }
 
 void Unit::unpin(bool writeback) {
   at::NoGradGuard no_grad;
-  for (auto& group : groups_) {
-    Page& page = page_in_use(*group);
+  bring_home(/*may_change=*/true);
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    PagedGroup& group = *groups_[i];
+    Page& page = page_in_use(group);
     page.set_writable(false);
+    group.flat.set_shard_writable(true);
+    if (!writeback && is_whole_) group.flat.shard().copy_(saved_[i]);
     if (writeback && !is_whole_) {
-      const Range own = group->flat.layout().shard(comm_.rank());
-      group->flat.shard().copy_(page.buffer().narrow(0, own.begin, own.numel()));
+      const Range own = group.flat.layout().shard(comm_.rank());
+      group.flat.shard().copy_(page.buffer().narrow(0, own.begin, own.numel()));
     }
-    if (!group->exact_page) continue;
+    if (!group.exact_page) continue;
     page.take_back();
-    point_parameters(*group, *group->page, group->flat.gather_dtype());
+    point_parameters(group, *group.page, group.flat.gather_dtype());
   }
+  saved_.clear();
   is_pinned_ = false;
 }
 
-bool Unit::inspect_parameters() {
-  bool hook_missing = false;
+at::Tensor Unit::pinned_values(const PagedGroup& group) const {
+  if (!is_pinned_) return {};
+  return (group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page).buffer();
+}
+
+void Unit::bring_home(bool may_change) {
   for (auto& group : groups_) {
-    for (size_t i = 0; i < group->grad_guards.size(); ++i) {
-      const PlannedParameter& planned = group->flat.parameters()[i];
-      at::Tensor parameter = planned.tensor;
-      if (!page_in_use(*group).holds(parameter))
-        throw std::logic_error(
-            "parameter '" + planned.fqn + "' on rank " + std::to_string(comm_.rank()) +
-            " was replaced after wrapping (by module.to(), or set_data): move and convert the module "
-            "before it is wrapped");
-      at::Tensor& shard = group->flat.parameter_shards()[i];
-      if (!parameter.grad().is_same(group->grad_guards[i])) {
-        shard.mutable_grad() = at::Tensor();
-        parameter.mutable_grad() = group->grad_guards[i];
-      }
-      if (parameter.requires_grad() != shard.requires_grad()) shard.set_requires_grad(parameter.requires_grad());
-      if (parameter.requires_grad() && !group->accumulators[i]) hook_missing = true;
+    for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
+      const PlannedParameter& parameter = group->flat.parameters()[i];
+      if (page_in_use(*group).holds(parameter.tensor)) continue;
+      const at::ScalarType dtype = parameter.tensor.scalar_type();
+      const bool fits = parameter.tensor.layout() == at::kStrided && !is_paged(parameter.tensor) &&
+                        parameter.tensor.sizes() == at::IntArrayRef(group->flat.geometry(i).sizes) &&
+                        (dtype == group->flat.dtype() || dtype == group->flat.gather_dtype());
+      if (!fits || !may_change)
+        throw std::logic_error("parameter '" + parameter.fqn + "' on rank " + std::to_string(comm_.rank()) +
+                               " was replaced after wrapping (by module.to(), or set_data)" +
+                               (fits ? " between a forward and its backward" : "") +
+                               ": move and convert the module before it is wrapped, and change values between steps");
+      bring_home(*group, i);
     }
   }
-  return hook_missing;
+}
+
+// All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
+void Unit::bring_home(PagedGroup& group, size_t index) {
+  at::NoGradGuard no_grad;
+  FlatGroup& flat = group.flat;
+  const at::Tensor parameter = flat.parameters()[index].tensor;
+  const int64_t offset = flat.layout().offset(static_cast<int64_t>(index));
+  Page& page = page_in_use(group);
+  const at::Tensor given = parameter.detach();
+  if (is_pinned_) {
+    flat.view_in(page.buffer(), index).copy_(given);
+  } else {
+    const at::Tensor ordered = at::empty({parameter.numel()}, given.options().dtype(flat.dtype()));
+    view_in(ordered, flat.geometry(index), 0).copy_(given);
+    const Range own = flat.layout().owned(static_cast<int64_t>(index), comm_.rank());
+    flat.parameter_shards()[index].data().copy_(ordered.narrow(0, own.begin, own.numel()));
+  }
+  const ParameterGeometry& geometry = flat.geometry(index);
+  parameter.set_data(
+      page.view(is_pinned_ ? flat.dtype() : flat.gather_dtype(), geometry.sizes, geometry.strides, offset));
 }
 
 }  // namespace tessera

@@ -1,15 +1,13 @@
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
-
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_group.h"
-#include "tessera/fsdp/order_log.h"
-#include "tessera/memory/buffer_pool.h"
+#include "tessera/flat/order_log.h"
+#include "tessera/memory/counted_buffers.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/paging/disk_pager.h"
 #include "tessera/paging/residency.h"
@@ -23,13 +21,7 @@ struct PagedGroup {
   // Where parameters are cast for use: what the module's parameters are views of while the unit is
   // pinned, in their own dtype. Else null.
   std::unique_ptr<Page> exact_page;
-  // Stands in for the `.grad` of the module's own parameters, whose gradients are in the shards:
-  // whoever computes with it (an optimizer built before wrapping, say) gets an error.
-  std::unique_ptr<Page> grad_page;
-  std::vector<at::Tensor> grad_guards;
-  // By parameter, what carries its gradient hook; null while it is frozen. autograd itself holds
-  // these nodes only weakly.
-  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;
+  size_t first_parameter = 0;  // of its parameters, among the model's
   // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
   at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
   Copy fetching;
@@ -40,7 +32,7 @@ struct PagedGroup {
 // Where a unit's shards come from when they lie in host memory.
 struct ShardSource {
   CopyEngine* engine = nullptr;  // null: shards are on the device
-  BufferPool* staging = nullptr;
+  CountedBuffers* staging = nullptr;
 };
 
 // What is gathered, used and released together: the parameters of one wrapped module.
@@ -58,8 +50,8 @@ class Unit {
 
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync`.
-  Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, BufferPool& pool,
-       Pager* pager, OrderLog& log, bool sync, ShardSource source = {});
+  Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, CountedBuffers& buffers,
+       OrderLog& log, bool sync, ShardSource source = {});
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -81,25 +73,30 @@ class Unit {
 
   // Whether the shards were written to since they were gathered.
   bool is_stale() const;
+  // What autograd counts of the shards' changes, to compare what forward and backward see of them.
+  uint32_t version() const;
   void set_current(Page::Use use);
 
-  // A pinned unit stays resident, in the parameters' own dtype, and may be written to by operators;
-  // collective. Unpinning with `writeback` copies this rank's part of the full parameters into the
-  // shards; release() follows.
-  void pin();
+  // A pinned unit stays resident, in the parameters' own dtype, and may be written to by operators; its shards may not.
+  // Collective. Unpinning with `writeback` copies this rank's part of the full parameters into the shards, without it
+  // what operators have written is lost; release() follows.
+  void pin(bool writeback);
   // Takes part in the other ranks' pin() without keeping what is gathered.
   void help_to_pin();
   void unpin(bool writeback);
   bool is_pinned() const { return is_pinned_; }
 
-  // Looks for what the user did to the module's parameters since the last look: throws
-  // std::logic_error if one was replaced; clears the gradients of shards whose parameter's was
-  // cleared (module->zero_grad()); and returns whether one that requires a gradient has no hook.
-  bool inspect_parameters();
+  // The group's full parameters in their own dtype while the unit is pinned, else undefined.
+  at::Tensor pinned_values(const PagedGroup& group) const;
+
+  // Finds parameters that the user has given other data (torch::load(), set_data(), vector_to_parameters()) since the
+  // last look: takes their values, this rank's part of them, and points them back. Throws std::logic_error, naming the
+  // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false.
+  void bring_home(bool may_change);
 
  private:
-  void adopt(PagedGroup& group);
   void return_staging();
+  void bring_home(PagedGroup& group, size_t parameter);
   void point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype);
   static Page& page_in_use(PagedGroup& group) {
     return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
@@ -109,14 +106,15 @@ class Unit {
   const std::string name_;
   const std::string plan_name_;
   Communicator& comm_;
-  BufferPool& pool_;
+  CountedBuffers& memory_;
   OrderLog& log_;
   const ShardSource source_;
   bool is_whole_ = false;  // a world of one, nothing cast, on the device
   State state_ = State::kSharded;
   bool is_pinned_ = false;
   std::vector<std::unique_ptr<PagedGroup>> groups_;
-  std::vector<at::Tensor> buffers_;  // from the pool, one a group, while gathering or resident
+  std::vector<at::Tensor> buffers_;  // one a group, while gathering or resident
+  std::vector<at::Tensor> saved_;    // one a group, of a pinned unit that is whole and whose changes will be lost
 };
 
 }  // namespace tessera

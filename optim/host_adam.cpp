@@ -152,6 +152,7 @@ struct Pass {
     // Behind the dispatcher's back: whoever watches the version shall notice.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
+      note_write(parameter);
       if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) copy->note_write(parameter);
     }
   }

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/flat/shard_mark.h"
 #include "tessera/flat/shard_norm.h"
+#include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
 #include "tessera/trace/trace.h"
 
@@ -22,35 +22,22 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
-void check_parameter(const at::Tensor& parameter, const std::string& place, const Communicator& comm) {
-  std::ostringstream problem;
-  if (!parameter.defined()) {
-    problem << "is undefined";
-  } else if (!parameter.is_leaf()) {
-    problem << "is the result of an operation, expected a leaf";
-  } else if (parameter.layout() != at::kStrided) {
-    problem << "has layout " << parameter.layout() << ", expected a dense one";
-  } else if (parameter.device() != comm.device()) {
-    problem << "is on " << parameter.device() << ", expected the communicator's device, " << comm.device();
-  } else if (is_shard(parameter)) {
-    problem
-        << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
-           "to the optimizer itself";
-  }
-  if (!problem.str().empty())
-    throw std::invalid_argument("OSS on rank " + std::to_string(comm.rank()) + ": parameter " + place + " " +
-                                problem.str());
-}
-
-void check_group(const OptimizerParamGroup& group, size_t index, const Communicator& comm) {
-  for (size_t i = 0; i < group.params().size(); ++i)
-    check_parameter(group.params()[i], std::to_string(i) + " of group " + std::to_string(index), comm);
+// Each tensor once; known by its place, since an optimizer knows no names.
+void require_shardable_groups(const std::vector<OptimizerParamGroup>& groups, size_t first_group,
+                              const Communicator& comm) {
+  std::vector<PlannedParameter> parameters;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (size_t group = first_group; group < groups.size(); ++group)
+    for (size_t i = 0; i < groups[group].params().size(); ++i)
+      if (const at::Tensor& parameter = groups[group].params()[i]; seen.insert(parameter.unsafeGetTensorImpl()).second)
+        parameters.push_back({std::to_string(i) + " of group " + std::to_string(group), {}, parameter});
+  require_shardable(parameters, comm, "OSS");
 }
 
 const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups,
                                                 const Communicator* comm) {
   if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
-  for (size_t i = 0; i < groups.size(); ++i) check_group(groups[i], i, *comm);
+  require_shardable_groups(groups, 0, *comm);
   return groups;
 }
 
@@ -188,9 +175,9 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 }
 
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
-  check_group(group, param_groups_.size(), *comm_);
   Optimizer::add_param_group(group);
   try {
+    require_shardable_groups(param_groups_, 0, *comm_);
     adopt_groups_from(param_groups_.size() - 1);
   } catch (...) {
     param_groups_.pop_back();
@@ -242,8 +229,24 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
-  for (auto& buckets : buckets_) buckets->publish();
+  OrderLog log;
+  for (auto& buckets : buckets_) buckets->publish(log);
+  require_same_order(log);
   return loss;
+}
+
+// As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name.
+void ShardedOptimizer::require_same_order(const OrderLog& log) const {
+  if (comm_->size() == 1) return;
+  at::Tensor own = at::empty({1}, at::kLong);
+  *own.mutable_data_ptr<int64_t>() = static_cast<int64_t>(log.fingerprint());
+  own = own.to(comm_->device());
+  at::Tensor all = at::empty({comm_->size()}, own.options());
+  comm_->all_gather(all, own, {}, "the end of a step").wait();
+  all = all.cpu();
+  const auto* first = all.const_data_ptr<int64_t>();
+  if (!std::all_of(first, first + comm_->size(), [&](int64_t value) { return value == *first; }))
+    require_agreement(*comm_, "what was published in a step", log.lines());
 }
 
 int64_t ShardedOptimizer::host_bytes() const { return host_ ? host_->host_bytes() : 0; }

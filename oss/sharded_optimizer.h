@@ -111,6 +111,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
+  void require_same_order(const OrderLog& log) const;
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;
 

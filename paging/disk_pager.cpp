@@ -39,7 +39,7 @@ at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
 }  // namespace
 
 DiskPager::DiskPager(DiskPagerOptions options)
-    : options_(checked(options)), file_(options.directory), pool_(at::kCPU), queue_(options.threads) {}
+    : options_(checked(options)), file_(options.directory), buffers_(at::kCPU), queue_(options.threads) {}
 
 DiskPager::~DiskPager() {
   std::lock_guard lock(mutex_);
@@ -91,7 +91,7 @@ bool DiskPager::is_evictable(int index) const {
 
 void DiskPager::drop(Entry& entry) {
   entry.data.reset();
-  pool_.give(std::exchange(entry.buffer, at::Tensor()));
+  entry.buffer.reset();
   entry.state = State::kOnDisk;
 }
 
@@ -107,7 +107,8 @@ bool DiskPager::evict_one() {
   const int index = *oldest;
   recent_.erase(oldest);
   Entry& entry = entries_[index];
-  const bool is_changed = entry.page->take_written() || entry.is_changed;
+  const bool is_changed =
+      std::exchange(entry.seen_writes, entry.page->writes()) != entry.page->writes() || entry.is_changed;
   entry.page->take_back();
   if (!is_changed) {
     drop(entry);
@@ -167,7 +168,7 @@ bool DiskPager::make_room(int64_t bytes, bool may_wait) {
 
 void DiskPager::start_read(int index) {
   Entry& entry = entries_[index];
-  entry.buffer = pool_.take(with_alignment(entry.bytes));
+  entry.buffer = buffers_.take(with_alignment(entry.bytes), at::kByte);
   entry.data = aligned_part(entry.buffer, entry.bytes);
   entry.state = State::kReading;
   reading_.push_back(index);
@@ -260,6 +261,7 @@ DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
   require_resident(hold.page_);
   ++entry.holds;
   entry.is_changed = entry.is_changed || writes;
+  if (writes) entry.page->note_write();
   hold.pager_ = this;
   auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) +
                 tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
@@ -299,7 +301,7 @@ int64_t DiskPager::disk_bytes() const {
   return file_.bytes();
 }
 
-int64_t DiskPager::buffer_bytes() const { return pool_.lent_bytes(); }
-int64_t DiskPager::peak_buffer_bytes() const { return pool_.peak_lent_bytes(); }
+int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }
+int64_t DiskPager::peak_buffer_bytes() const { return buffers_.peak_lent_bytes(); }
 
 }  // namespace tessera

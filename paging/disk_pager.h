@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/memory/buffer_pool.h"
+#include "tessera/memory/counted_buffers.h"
 #include "tessera/offload/task_queue.h"
 #include "tessera/paging/disk_file.h"
 #include "tessera/paging/residency.h"
@@ -98,11 +98,12 @@ class DiskPager : public Pager {
     int64_t bytes = 0;    // whole blocks
     bool is_zero = true;  // never written: the disk has nothing yet
     State state = State::kOnDisk;
-    at::Tensor buffer;  // the pool's
+    at::Tensor buffer;  // counted
     at::Tensor data;    // the aligned part of it, [bytes] of kByte
     std::future<void> transfer;
     int holds = 0;
     bool is_changed = false;
+    uint32_t seen_writes = 0;
     int next = -1;  // what was loaded after it the last time
   };
 
@@ -121,7 +122,7 @@ class DiskPager : public Pager {
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
   DiskFile file_;
-  BufferPool pool_;
+  CountedBuffers buffers_;
   std::vector<Entry> entries_;
   std::list<int> recent_;                               // resident, the latest last
   std::deque<int> reading_;                             // ahead, and not used yet; the oldest first

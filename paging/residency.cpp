@@ -59,6 +59,14 @@ bool is_metadata_only(const c10::FunctionSchema& schema) {
   return (!makes_tensor || schema.name() == "aten::data") && names.contains(schema.name());
 }
 
+bool is_written_to(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  const auto& contained = alias->containedTypes();  // of lists
+  return alias->isWrite() ||
+         std::any_of(contained.begin(), contained.end(), [](const auto& type) { return type.isWrite(); });
+}
+
 // Calls visit(state, tensor, is_written) for each argument that is a view of a page.
 template <class Visit>
 void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Visit visit) {
@@ -66,8 +74,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
     if (!is_paged(tensor)) return;
     Page::State* state = state_of(tensor);
     if (state == nullptr) return;
-    const auto* alias = argument.alias_info();
-    visit(*state, tensor, alias != nullptr && alias->isWrite());
+    visit(*state, tensor, is_written_to(argument));
   };
   const auto& arguments = schema.arguments();
   const auto values = torch::jit::last(stack, arguments.size());
@@ -86,6 +93,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<std::pair<Pager*, std::vector<Page*>>> needed;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
+    if (state.is_always_there()) return;
     Pager* pager = state.pager.load();
     auto entry = std::find_if(needed.begin(), needed.end(), [&](const auto& other) { return other.first == pager; });
     if (entry == needed.end()) entry = needed.insert(needed.end(), {pager, {}});
@@ -100,22 +108,32 @@ struct Conversion {
   at::ScalarType from, to;
 };
 
-std::optional<Conversion> page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+struct PagedIn {
+  std::optional<Conversion> conversion;
+  bool is_done = false;  // by the pager, in the operator's place
+};
+
+PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   const auto mode = mode_of_use();
-  bool all_current = true;
+  bool all_current = true, is_done = false;
   std::optional<Conversion> conversion;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
     Pager* pager = state.pager.load(std::memory_order_relaxed);
+    if (pager == nullptr && state.is_always_there()) return;
     if (pager == nullptr)
       throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
                              ", whose FullyShardedDataParallel no longer exists");
-    if (is_written && !state.writable) pager->refuse(*state.page, tensor, schema.name());
-    if (is_written) state.was_written.store(true, std::memory_order_relaxed);
+    if (is_written && !state.writable) {
+      pager->refuse(*state.page, tensor, schema.name());
+      is_done = true;
+    }
+    if (is_written) ++state.writes;
+    if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) conversion = {*state.activations, tensor.scalar_type()};
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale();
   });
-  if (!all_current) report(schema, stack);
-  return conversion;
+  if (!all_current && !is_done) report(schema, stack);
+  return {conversion, is_done};
 }
 
 // Converts the tensors among the last `count` values; recorded by autograd. Returns whether there were any.
@@ -151,13 +169,16 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
     op.redispatchBoxed(below, stack);
     return;
   }
-  const auto conversion = page_in(op.schema(), *stack);
+  const auto [conversion, is_done] = page_in(op.schema(), *stack);
+  if (is_done) return;  // zero_() returns its argument, which the stack holds
   const bool converts = conversion && !returns_views(op.schema()) &&
                         convert(*stack, op.schema().arguments().size(), conversion->from, conversion->to);
-  {
+  if (op.schema().getNamespace() == "aten") {
     // The operator's arguments are resident until it returns: no need to look at its parts.
     c10::impl::ExcludeDispatchKeyGuard once(kPagedKey);
     op.redispatchBoxed(below, stack);
+  } else {
+    op.redispatchBoxed(below, stack);  // a user's kernel may use parameters that are not among its arguments
   }
   if (converts) convert(*stack, op.schema().returns().size(), conversion->to, conversion->from);
 }
@@ -171,6 +192,10 @@ TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
 Page* page_of(const at::Tensor& tensor) {
   Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
   return state == nullptr || state->pager.load() == nullptr ? nullptr : state->page;
+}
+
+void note_write(const at::Tensor& tensor) {
+  if (Page* page = page_of(tensor)) page->note_write();
 }
 
 Page::Use mode_of_use() {
@@ -189,7 +214,7 @@ Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id),
 }
 
 Page::~Page() {
-  if (is_lent()) take_back();
+  if (is_lent() && !state_->is_always_there()) take_back();
   detach();
 }
 
@@ -212,6 +237,11 @@ at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayR
   return view;
 }
 
+void Page::give_away(at::Tensor buffer) {
+  lend(buffer);
+  state_->given_away = std::move(buffer);
+}
+
 void Page::lend(at::Tensor buffer) {
   auto* storage = storage_.unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(pointer_to(buffer.mutable_data_ptr()));
@@ -229,16 +259,11 @@ at::Tensor Page::take_back() {
 
 void Page::detach() { state_->pager = nullptr; }
 
-void Page::watch_version(const at::Tensor& source) {
-  state_->source = source.getIntrusivePtr();
-  accept_version();
-}
-
 void require_residency() {
   struct Probe : Pager {
     bool used = false;
     void use(const std::vector<Page*>&) override { used = true; }
-    void refuse(const Page& page, const at::Tensor&, const std::string&) override {
+    [[noreturn]] void refuse(const Page& page, const at::Tensor&, const std::string&) override {
       throw std::logic_error(page.name());
     }
   };

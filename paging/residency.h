@@ -52,8 +52,9 @@ class Page {
   // Whether operators may write to the views; they throw std::logic_error otherwise.
   void set_writable(bool writable) { state_->writable = writable; }
 
-  // Whether an operator was given a view to write to since the last call.
-  bool take_written() { return state_->was_written.exchange(false); }
+  // How often an operator was given a view to write to, or note_write() was called for one who writes by pointer.
+  uint32_t writes() const { return state_->writes.load(); }
+  void note_write() { ++state_->writes; }
 
   // While `mode` is what the fallback sees (see Use), uses of this page's views do not reach the
   // pager: the page is lent and was the last one used. This is the path of most operators.
@@ -64,13 +65,18 @@ class Page {
   // views' own, and their results converted back: a unit that is not cast among units that are.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
-  // Uses are reported again after the next change of `source`, a tensor whose version counter
-  // tells of writes to what this page is a copy of.
-  void watch_version(const at::Tensor& source);
-  bool is_stale() const { return state_->is_stale(); }
-  void accept_version() {
-    state_->seen_version = state_->source ? state_->source->version_counter().current_version() : 0;
+  // Lends for good: the data are always there, also for views that outlive the page. The pager hears of no use, only
+  // of writes that are not allowed.
+  void give_away(at::Tensor buffer);
+
+  // Uses are reported again after the next write to `source`, the page of what this one is a copy of. (Version
+  // counters would not do: torch's SGD writes through .data(), which has a counter of its own.)
+  void watch_writes(const Page& source) {
+    state_->source = source.state_;
+    accept_writes();
   }
+  bool is_stale() const { return state_->is_stale(); }
+  void accept_writes() { state_->seen_writes = state_->source ? state_->source->writes.load() : 0; }
 
   // What the storages point to; shared with them, since they may outlive the page.
   struct State {
@@ -79,11 +85,13 @@ class Page {
     std::string name;
     std::atomic<Use> current = Use::kNone;
     bool writable = false;
-    std::atomic<bool> was_written = false;
+    at::Tensor given_away;
+    bool is_always_there() const { return given_away.defined(); }
+    std::atomic<uint32_t> writes = 0;
     std::optional<at::ScalarType> activations;
-    c10::intrusive_ptr<c10::TensorImpl> source;
-    uint32_t seen_version = 0;
-    bool is_stale() const { return source && source->version_counter().current_version() != seen_version; }
+    std::shared_ptr<State> source;
+    uint32_t seen_writes = 0;
+    bool is_stale() const { return source && source->writes.load(std::memory_order_relaxed) != seen_writes; }
   };
 
  private:
@@ -102,9 +110,9 @@ class Pager {
   // Makes all of `pages` resident; all are needed by one operator. May throw, and the operator's
   // caller sees it, in forward() and in backward() alike.
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called instead for a write that the page does not allow: throws std::logic_error that names
-  // the parameter.
-  [[noreturn]] virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
+  // Called instead for a write that the page does not allow: throws std::logic_error that names the parameter,
+  // or has done on its own what the operator, which then is not called, would do (zero_() alone).
+  virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
 };
 
 // What autograd does with an operator that is called now: records it in a forward (or will, when
@@ -117,6 +125,8 @@ void require_residency();
 
 // Whether a tensor is a view of some page.
 bool is_paged(const at::Tensor& tensor);
+// For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
+void note_write(const at::Tensor& tensor);
 // That page, or null; also while nobody keeps it filled any more.
 Page* page_of(const at::Tensor& tensor);
 

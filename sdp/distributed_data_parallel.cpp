@@ -1,13 +1,13 @@
 #include "tessera/sdp/distributed_data_parallel.h"
 
-#include <c10/core/GradMode.h>
 #include <torch/nn/utils/clip_grad.h>
 
-#include <algorithm>
+#include <cmath>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
-#include "tessera/sdp/ddp_reducer.h"
+#include "tessera/sdp/replicated_gradients.h"
 
 namespace tessera {
 namespace {
@@ -30,18 +30,37 @@ const DdpOptions& checked(const DdpOptions& options) {
   return options;
 }
 
+std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
+  switch (compression) {
+    case GradientCompression::kFp16:
+      return at::kHalf;
+    case GradientCompression::kBf16:
+      return at::kBFloat16;
+    case GradientCompression::kNone:
+      break;
+  }
+  return std::nullopt;
+}
+
+int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
+
 }  // namespace
 
 DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options)
-    : ReplicatedModule(module, std::move(comm), "DistributedDataParallel", describe(checked(options)),
-                       options.sync_module_states),
-      options_(options) {}
-
-DdpModule::~DdpModule() = default;
-
-Scope DdpModule::no_sync() {
-  const bool before = std::exchange(*sync_, false);
-  return Scope([sync = sync_, before] { *sync = before; });
+    : ReplicatedModule(module, std::move(comm),
+                       {"DistributedDataParallel", describe(checked(options)), options.sync_module_states,
+                        options.broadcast_buffers}) {
+  ReplicatedOptions replicated;
+  replicated.limits = {.alone_bytes = BucketLimits::kNone,
+                       .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
+                       .first_bytes = bytes_of_mb(options.first_bucket_mb)};
+  replicated.wire_dtype = wire_dtype(options.compression);
+  replicated.gradients_are_views = options.gradient_as_bucket_view;
+  replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
+  replicated.reducer.backend_all_reduce = options.backend_all_reduce;
+  replicated.reducer.is_static = options.static_graph;
+  replicated.reducer.in_flight = 1;  // each holds room for what the peers send
+  reduce_gradients(nullptr, replicated);
 }
 
 double DdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
@@ -49,38 +68,6 @@ double DdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_
     throw std::invalid_argument("clip_grad_norm_: max_norm is " + std::to_string(max_norm) + " and norm_type " +
                                 std::to_string(norm_type) + ", expected max_norm >= 0 and norm_type > 0");
   return torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type, error_if_nonfinite);
-}
-
-MemoryReport DdpModule::memory() const {
-  MemoryReport report = memory_of_replica();
-  if (reducer_ && !options_.gradient_as_bucket_view)
-    for (const PlannedParameter& parameter : planned_parameters())
-      if (parameter.tensor.requires_grad()) report.bucket_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
-  report.peak_bucket_bytes = report.bucket_bytes;
-  report.device_bytes += report.bucket_bytes;
-  return report;
-}
-
-void DdpModule::begin_forward() {
-  trace_forward_begins();
-  const bool trains = c10::GradMode::is_enabled() && *sync_ &&
-                      std::any_of(planned_parameters().begin(), planned_parameters().end(),
-                                  [](const PlannedParameter& parameter) { return parameter.tensor.requires_grad(); });
-  if (trains && !reducer_) reducer_ = std::make_unique<DdpReducer>(planned_parameters(), comm(), options_);
-  if (trains) reducer_->begin_forward();
-  if (last_forward_synced_ && options_.broadcast_buffers && has_buffers()) broadcast_buffers();
-}
-
-void DdpModule::end_forward(const std::vector<at::Tensor>& tensors, bool complete) {
-  trace_forward_ends(tensors);
-  last_forward_synced_ = c10::GradMode::is_enabled() && *sync_ && reducer_;
-  if (!last_forward_synced_) return;
-  if (!complete && (options_.find_unused_parameters || options_.static_graph))
-    throw std::invalid_argument(
-        "DistributedDataParallel with find_unused_parameters or static_graph: what the module's forward returns is of "
-        "a type "
-        "whose tensors cannot be found; return a tensor, or tuples, vectors or maps of them");
-  reducer_->expect_backward(tensors);
 }
 
 }  // namespace tessera

@@ -5,8 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/scope.h"
-#include "tessera/sdp/output_tensors.h"
 #include "tessera/sdp/replicated_module.h"
 
 namespace tessera {
@@ -21,16 +19,15 @@ struct DdpOptions {
   double bucket_cap_mb = 25;
   double first_bucket_mb = 1;
 
-  // true: parameters that the loss does not depend on, in this iteration and on this rank, count as
-  // zero; those that no rank used keep their gradients as they were. Costs a walk through the
-  // graph in each forward. false: such a parameter is an error in the next forward.
+  // A parameter that the loss does not depend on, in this iteration and on this rank, counts as zero.
+  // true: one that no rank used keeps its gradient as it was. false: such a parameter is an error in the next forward.
   bool find_unused_parameters = false;
 
   // true: gradients are views of the buckets, which saves a copy and their memory once more.
   bool gradient_as_bucket_view = true;
 
-  // The caller promises that every iteration runs the same graph: unused parameters are found
-  // once, and modules may be computed again in backward (checkpointed).
+  // The caller promises that every iteration has gradients for the same parameters: which ones, and that the ranks
+  // reduce alike, is exchanged after the first backward only.
   bool static_graph = false;
 
   bool broadcast_buffers = true;   // before each forward that follows a reduced backward, from rank 0
@@ -41,39 +38,20 @@ struct DdpOptions {
   bool backend_all_reduce = false;
 };
 
-class DdpReducer;
-
 // The part of the wrapper that does not depend on the module's type.
 class DdpModule : public ReplicatedModule {
  public:
-  ~DdpModule() override;
-
-  // While the scope lives, backward adds to this rank's own gradients; the next backward of a
-  // forward outside it averages the sum over ranks. Open, or not, in forward and backward alike, on
-  // all ranks.
-  Scope no_sync();
-
   // torch::nn::utils::clip_grad_norm_: every rank has all gradients, so nothing is exchanged.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
-  // Parameters and gradients here, in full. Buckets count as bucket_bytes where they are not the
-  // gradients themselves.
-  MemoryReport memory() const;
+  // Parameters and gradients here, in full, and buckets that are not the gradients themselves.
+  MemoryReport memory() const { return memory_of_replica(); }
 
  protected:
   DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options);
-  void begin_forward();
-  // `tensors`: those in what forward returned; `complete`: whether all could be found.
-  void end_forward(const std::vector<at::Tensor>& tensors, bool complete);
-
- private:
-  const DdpOptions options_;
-  std::shared_ptr<bool> sync_ = std::make_shared<bool>(true);
-  bool last_forward_synced_ = false;
-  std::unique_ptr<DdpReducer> reducer_;  // made by the first forward that needs it: its buckets cost memory
 };
 
-// Data parallelism without sharding, on c10d's Reducer (Li et al., "PyTorch Distributed", 2020):
+// Data parallelism without sharding (Li et al., "PyTorch Distributed", 2020; torch's DistributedDataParallel):
 // every rank holds everything, and backward leaves each with the gradients averaged over ranks.
 //
 //   tessera::DistributedDataParallel ddp(model, comm);
@@ -91,17 +69,12 @@ class DistributedDataParallel : public DdpModule {
   DistributedDataParallel(Holder module, std::shared_ptr<Communicator> comm, DdpOptions options = {})
       : DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
-  // What module->forward(args...) returns. Collective where gradients are wanted, or buffers move.
-  // With find_unused_parameters or static_graph it must be something that collect_tensors() can look
-  // into; std::invalid_argument otherwise.
+  // What module->forward(args...) returns. Collective where buffers move. Throws std::logic_error, naming the
+  // parameter, for what has been done to the module that cannot be trained: a parameter added, converted, or changed in
+  // forward.
   template <class... Args>
   auto forward(Args&&... args) {
-    begin_forward();
-    auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    const bool complete = collect_tensors(output, tensors);
-    end_forward(tensors, complete);
-    return output;
+    return run_forward(module_, std::forward<Args>(args)...);
   }
   template <class... Args>
   auto operator()(Args&&... args) {

@@ -4,60 +4,62 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <map>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/module_sync.h"
+#include "tessera/flat/shardable.h"
+#include "tessera/sdp/replicated_gradients.h"
 
 namespace tessera {
-namespace {
-
-void check_parameter(const PlannedParameter& parameter, const Communicator& comm, const std::string& wrapper) {
-  std::ostringstream problem;
-  const at::Tensor& tensor = parameter.tensor;
-  if (tensor.layout() != at::kStrided) {
-    problem << "has layout " << tensor.layout() << ", expected a dense one";
-  } else if (tensor.device() != comm.device()) {
-    problem << "is on " << tensor.device() << ", expected the communicator's device, " << comm.device();
-  } else if (!tensor.is_leaf()) {
-    problem << "is the result of an operation, expected a leaf";
-  } else if (tensor.numel() > 0 && tensor.storage().nbytes() == 0) {
-    problem << "has no data: it is sharded by another wrapper";
-  }
-  if (!problem.str().empty())
-    throw std::invalid_argument(wrapper + ": parameter '" + parameter.fqn + "' on rank " + std::to_string(comm.rank()) +
-                                " " + problem.str());
-}
-
-}  // namespace
-
-ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
-                                   const std::string& wrapper, const std::string& options, bool sync)
-    : module_(module.shared_from_this()), comm_(std::move(comm)), parameters_(registered_parameters(module)) {
-  if (!comm_) throw std::invalid_argument(wrapper + ": the communicator is null");
-  for (const PlannedParameter& parameter : parameters_) check_parameter(parameter, *comm_, wrapper);
-  std::vector<std::string> lines{"options: " + options};
+ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup)
+    : module_(module.shared_from_this()),
+      comm_(std::move(comm)),
+      setup_(std::move(setup)),
+      parameters_(registered_parameters(module)) {
+  if (!comm_) throw std::invalid_argument(setup_.wrapper + ": the communicator is null");
+  require_shardable(parameters_, *comm_, setup_.wrapper);
+  std::vector<std::string> lines{"options: " + setup_.options};
   for (auto& line : describe_parameters(parameters_)) lines.push_back(std::move(line));
   for (auto& line : describe_buffers(module)) lines.push_back(std::move(line));
-  require_agreement(*comm_, "the module given to " + wrapper, lines);
-  if (!sync) return;
+  require_agreement(*comm_, "the module given to " + setup_.wrapper, lines);
+  if (!setup_.sync) return;
   broadcast_tensors(parameters(), *comm_, "the module's parameters");
   broadcast_buffers();
 }
 
-std::vector<at::Tensor> ReplicatedModule::parameters() const {
-  std::vector<at::Tensor> tensors;
-  for (const PlannedParameter& parameter : parameters_) tensors.push_back(parameter.tensor);
-  return tensors;
+ReplicatedModule::~ReplicatedModule() = default;
+
+void ReplicatedModule::reduce_gradients(std::function<int(const PlannedParameter&)> owner_of,
+                                        const ReplicatedOptions& options) {
+  gradients_ = ReplicatedGradients::make(module_, parameters_, comm_, setup_.wrapper, std::move(owner_of), options);
 }
 
-torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_parameters() const {
-  torch::OrderedDict<std::string, at::Tensor> tensors;
-  for (const PlannedParameter& parameter : parameters_) tensors.insert(parameter.fqn, parameter.tensor);
-  return tensors;
+Scope ReplicatedModule::no_sync() {
+  const bool before = gradients_->sync();
+  gradients_->set_sync(false);
+  return Scope([gradients = gradients_, before] { gradients->set_sync(before); });
 }
+
+void ReplicatedModule::set_gradient_divide_factor(double factor) { gradients_->set_divisor(factor); }
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+void ReplicatedModule::begin_forward() {
+  if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
+  gradients_->begin_forward();
+  if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->sync()) &&
+      setup_.broadcast_buffers && named_buffers().size() > 0)
+    broadcast_buffers();
+}
+
+void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
+  if (Trace::active() != nullptr) trace_passes(outputs);
+  gradients_->end_forward(outputs);
+}
+
+// ---- what users ask for --------------------------------------------------------------------------------------------
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
   torch::OrderedDict<std::string, at::Tensor> buffers;
@@ -65,8 +67,6 @@ torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() co
     if (buffer.value().defined()) buffers.insert(buffer.key(), buffer.value());
   return buffers;
 }
-
-bool ReplicatedModule::has_buffers() const { return named_buffers().size() > 0; }
 
 void ReplicatedModule::broadcast_buffers() {
   std::vector<at::Tensor> tensors;
@@ -88,18 +88,6 @@ torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() 
   return state;
 }
 
-void ReplicatedModule::zero_grad(bool set_to_none) {
-  at::NoGradGuard no_grad;
-  for (at::Tensor parameter : parameters()) {
-    if (!parameter.grad().defined()) continue;
-    if (set_to_none) {
-      parameter.mutable_grad().reset();
-    } else {
-      parameter.mutable_grad().zero_();
-    }
-  }
-}
-
 std::vector<NamedShard> ReplicatedModule::named_shards() const {
   std::vector<NamedShard> shards;
   for (const PlannedParameter& parameter : parameters_) {
@@ -117,7 +105,9 @@ MemoryReport ReplicatedModule::memory_of_replica() const {
     if (parameter.tensor.grad().defined()) report.grad_bytes += static_cast<int64_t>(parameter.tensor.grad().nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
-  report.device_bytes = report.shard_bytes + report.grad_bytes;
+  report.bucket_bytes = gradients_->bucket_bytes();
+  report.peak_bucket_bytes = gradients_->peak_bucket_bytes();
+  report.device_bytes = report.shard_bytes + report.grad_bytes + report.bucket_bytes;
   return report;
 }
 

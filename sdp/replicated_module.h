@@ -3,17 +3,24 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/scope.h"
 #include "tessera/flat/unit_plan.h"
+#include "tessera/sdp/output_tensors.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
+
+class ReplicatedGradients;
+struct ReplicatedOptions;
 
 // A module whose parameters every rank holds in full: what DistributedDataParallel and
 // ShardedDataParallel have in common.
@@ -22,50 +29,68 @@ class ReplicatedModule : public ModelShards {
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
 
-  // The module's own parameters, each once, in the module's order.
-  std::vector<at::Tensor> parameters() const;
-  torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
+  // parameters(): the module's own, each once, in the module's order.
 
   // All parameters (under each of their names) and buffers by name, as copies. Not collective.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // Clears the parameters' gradients: optimizer.zero_grad() does it too.
-  void zero_grad(bool set_to_none = true);
+  // While the scope lives, backward adds to this rank's own gradients, of all parameters; the next backward outside it
+  // reduces the sum. (Without it, each backward reduces, and the averages add up.) Open, or not, in forward and
+  // backward alike, on all ranks.
+  Scope no_sync();
+
+  // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
+  // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on
+  // all ranks. Throws std::invalid_argument unless it is above 0.
+  void set_gradient_divide_factor(double factor);
 
   const std::shared_ptr<Communicator>& comm() const override { return comm_; }
   std::vector<NamedShard> named_shards() const override;
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:
-  // Checks that all ranks have the same module and `options` (a line of text), and takes rank 0's
-  // parameters and buffers if `sync`. Collective. Throws std::invalid_argument, on every rank and
-  // with the first difference by name, if ranks differ, and for parameters that are not on the
-  // communicator's device or are sharded already. `wrapper` is its name, for errors.
-  ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const std::string& wrapper,
-                   const std::string& options, bool sync);
+  struct Setup {
+    std::string wrapper;            // its name, for errors
+    std::string options;            // a line of text that is the same on all ranks
+    bool sync = true;               // take rank 0's parameters and buffers
+    bool broadcast_buffers = true;  // before each forward that follows one which trains, from rank 0
+  };
+  // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and
+  // with the first difference by name, if ranks differ, and for parameters that require_shardable() refuses.
+  ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup);
+  ~ReplicatedModule() override;
+  // The last part of construction: whom gradients go to (see ReplicatedGradients).
+  void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
+  ReplicatedGradients& gradients() const { return *gradients_; }
+  const std::shared_ptr<ReplicatedGradients>& shared_gradients() const { return gradients_; }
 
-  // Buffers <- rank 0's. Collective.
-  void broadcast_buffers();
-  bool has_buffers() const;
-  // Bytes of parameters and of the gradients that are defined now.
+  // What module->forward(args...) returns, and everything around it.
+  template <class Holder, class... Args>
+  auto run_forward(const Holder& module, Args&&... args) {
+    begin_forward();
+    auto output = module->forward(std::forward<Args>(args)...);
+    std::vector<at::Tensor> tensors;
+    collect_tensors(output, tensors);
+    end_forward(tensors);
+    return output;
+  }
+
+  // Bytes of parameters and of the gradients that are defined now, and of buckets.
   MemoryReport memory_of_replica() const;
   const std::vector<PlannedParameter>& planned_parameters() const { return parameters_; }
 
-  // Spans of the trace, if there is one: forward from the first call to the second, backward from the
-  // first gradient of one of these tensors until it is over.
-  void trace_forward_begins() {
-    if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
-  }
-  void trace_forward_ends(const std::vector<at::Tensor>& outputs) const {
-    if (Trace::active() != nullptr) trace_passes(outputs);
-  }
-
  private:
+  void begin_forward();
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  void broadcast_buffers();
   void trace_passes(const std::vector<at::Tensor>& outputs) const;
 
   const std::shared_ptr<torch::nn::Module> module_;
   const std::shared_ptr<Communicator> comm_;
+  const Setup setup_;
   std::vector<PlannedParameter> parameters_;
+  std::shared_ptr<ReplicatedGradients> gradients_;
+  bool last_forward_trained_ = false;
   Trace::Clock::time_point forward_since_;
 };
 

@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "tessera/flat/shard_norm.h"
-#include "tessera/sdp/owner_reducer.h"
+#include "tessera/sdp/replicated_gradients.h"
 
 namespace tessera {
 namespace {
@@ -34,9 +34,9 @@ const SdpOptions& checked(const SdpOptions& options) {
 
 SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers,
                      std::shared_ptr<Communicator> comm, const SdpOptions& options)
-    : ReplicatedModule(module, std::move(comm), "ShardedDataParallel", describe(checked(options)),
-                       options.sync_models_at_startup),
-      options_(options),
+    : ReplicatedModule(module, std::move(comm),
+                       {"ShardedDataParallel", describe(checked(options)), options.sync_models_at_startup,
+                        options.broadcast_buffers}),
       optimizers_(std::move(optimizers)) {
   for (const ShardedOptimizer* optimizer : optimizers_) {
     if (optimizer == nullptr) throw std::invalid_argument("ShardedDataParallel: an optimizer is null");
@@ -45,19 +45,17 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   }
   for (const PlannedParameter& parameter : planned_parameters())
     if (parameter.tensor.requires_grad()) owner_of(parameter);
-  reducer_ = std::make_shared<OwnerReducer>(
-      planned_parameters(), [this](const PlannedParameter& parameter) { return owner_of(parameter); }, this->comm(),
-      OwnerReducer::Options{options.reduce_buffer_size, options.reduce_dtype});
-  reducer_->refresh_trainable();
+  ReplicatedOptions replicated;
+  replicated.limits.bucket_numel = options.reduce_buffer_size;
+  replicated.wire_dtype = options.reduce_dtype;
+  reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
   for (ShardedOptimizer* optimizer : optimizers_)
-    optimizer->check_before_step([weak = std::weak_ptr(reducer_)] {
-      const auto reducer = weak.lock();
-      if (reducer) reducer->require_reduced();
-      return reducer != nullptr;
+    optimizer->check_before_step([weak = std::weak_ptr(shared_gradients())] {
+      const auto gradients = weak.lock();
+      if (gradients) gradients->require_averages();
+      return gradients != nullptr;
     });
 }
-
-SdpModule::~SdpModule() = default;
 
 int SdpModule::owner_of(const PlannedParameter& parameter) const {
   const ShardedOptimizer* found = nullptr;
@@ -76,16 +74,10 @@ int SdpModule::owner_of(const PlannedParameter& parameter) const {
   return found->owner(parameter.tensor);
 }
 
-Scope SdpModule::no_sync() {
-  const bool before = reducer_->sync();
-  reducer_->set_sync(false);
-  return Scope([reducer = reducer_, before] { reducer->set_sync(before); });
-}
-
-void SdpModule::refresh_trainable() { reducer_->refresh_trainable(); }
+void SdpModule::refresh_trainable() { gradients().refresh_trainable(); }
 
 double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
-  reducer_->require_reduced();
+  gradients().require_averages();
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> owned;
   for (const PlannedParameter& parameter : planned_parameters()) {
@@ -99,9 +91,6 @@ double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_
 
 MemoryReport SdpModule::memory() const {
   MemoryReport report = memory_of_replica();
-  report.bucket_bytes = reducer_->bucket_bytes();
-  report.peak_bucket_bytes = reducer_->peak_bucket_bytes();
-  report.device_bytes += report.bucket_bytes;
   for (const ShardedOptimizer* optimizer : optimizers_) {
     report.host_bytes += optimizer->host_bytes();
     report.pinned_bytes += optimizer->pinned_bytes();
@@ -109,18 +98,6 @@ MemoryReport SdpModule::memory() const {
   return report;
 }
 
-void SdpModule::reset_peak_memory() { reducer_->reset_peak(); }
-
-void SdpModule::begin_forward() {
-  trace_forward_begins();
-  reducer_->begin_forward();
-  if (options_.broadcast_buffers && c10::GradMode::is_enabled() && reducer_->sync() && has_buffers())
-    broadcast_buffers();
-}
-
-void SdpModule::end_forward(const std::vector<at::Tensor>& tensors) {
-  trace_forward_ends(tensors);
-  if (c10::GradMode::is_enabled()) reducer_->expect_backward_of(tensors);
-}
+void SdpModule::reset_peak_memory() { gradients().reset_peak(); }
 
 }  // namespace tessera

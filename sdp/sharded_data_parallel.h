@@ -6,9 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/scope.h"
 #include "tessera/oss/sharded_optimizer.h"
-#include "tessera/sdp/output_tensors.h"
 #include "tessera/sdp/replicated_module.h"
 
 namespace tessera {
@@ -26,18 +24,9 @@ struct SdpOptions {
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
 };
 
-class OwnerReducer;
-
 // The part of the wrapper that does not depend on the module's type.
 class SdpModule : public ReplicatedModule {
  public:
-  ~SdpModule() override;
-
-  // While the scope lives, backward adds to this rank's own gradients, of all parameters; the next
-  // backward outside it reduces the sum. (Without it, each backward reduces, and owners add up:
-  // less memory, more traffic.) Open, or not, on all ranks alike.
-  Scope no_sync();
-
   // Looks which parameters require gradients now. Each forward does it too.
   void refresh_trainable();
 
@@ -53,16 +42,11 @@ class SdpModule : public ReplicatedModule {
  protected:
   SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
             const SdpOptions& options);
-  void begin_forward();
-  void end_forward(const std::vector<at::Tensor>& tensors);
 
  private:
   int owner_of(const PlannedParameter& parameter) const;
 
-  const SdpOptions options_;
   const std::vector<ShardedOptimizer*> optimizers_;
-  std::shared_ptr<OwnerReducer> reducer_;
-  std::vector<std::function<void()>> unregister_;
 };
 
 // Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel): each
@@ -95,12 +79,7 @@ class ShardedDataParallel : public SdpModule {
   // constructor if a parameter has become trainable that no optimizer has.
   template <class... Args>
   auto forward(Args&&... args) {
-    begin_forward();
-    auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    collect_tensors(output, tensors);
-    end_forward(tensors);
-    return output;
+    return run_forward(module_, std::forward<Args>(args)...);
   }
   template <class... Args>
   auto operator()(Args&&... args) {

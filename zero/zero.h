@@ -124,6 +124,9 @@ class Zero : public ModelShards {
     return with_wrapper(
         [&](auto& wrapper) { return wrapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite); });
   }
+  void set_gradient_divide_factor(double factor) {
+    with_wrapper([&](auto& wrapper) { wrapper.set_gradient_divide_factor(factor); });
+  }
   Scope no_sync() {
     return with_wrapper([](auto& wrapper) { return wrapper.no_sync(); });
   }

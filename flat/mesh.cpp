@@ -1,11 +1,11 @@
-#include "tessera/fsdp/sharding_groups.h"
+#include "tessera/flat/mesh.h"
 
 #include <stdexcept>
 #include <string>
 
 namespace tessera {
 
-ShardingGroups make_sharding_groups(std::shared_ptr<Communicator> world, int ranks_per_copy) {
+Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy) {
   const int size = world->size();
   if (ranks_per_copy < 0 || (ranks_per_copy > 0 && size % ranks_per_copy != 0))
     throw std::invalid_argument("FsdpOptions::hybrid.ranks_per_copy is " + std::to_string(ranks_per_copy) +

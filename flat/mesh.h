@@ -6,11 +6,11 @@
 
 namespace tessera {
 
-// Who shards with whom. World ranks, copies of 2 ranks each:
+// Who shards with whom, and who holds the same (a device mesh of two dimensions). World ranks, copies of 2 ranks each:
 //
 //     shard: 0 1 | 2 3 | 4 5      one copy of the model each
 //     replicas: 0 2 4 | 1 3 5     the same part of it each
-struct ShardingGroups {
+struct Mesh {
   std::shared_ptr<Communicator> world;
   std::shared_ptr<Communicator> shard;     // == world if there is one copy
   std::shared_ptr<Communicator> replicas;  // null if there is one copy
@@ -21,6 +21,6 @@ struct ShardingGroups {
 
 // Collective, unless ranks_per_copy is 0 or the world's size. Throws std::invalid_argument if it
 // does not divide that.
-ShardingGroups make_sharding_groups(std::shared_ptr<Communicator> world, int ranks_per_copy);
+Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy);
 
 }  // namespace tessera

@@ -1,0 +1,81 @@
+#include "tessera/flat/gradient_buffer.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace tessera {
+
+GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory,
+                               bool as_views)
+    : members_(std::move(members)), numel_(numel), dtype_(dtype), memory_(std::move(memory)), as_views_(as_views) {}
+
+bool GradientBuffer::is_free() const {
+  return std::none_of(members_.begin(), members_.end(),
+                      [](const Member& member) { return member.leaf.grad().defined(); });
+}
+
+at::Tensor GradientBuffer::room(at::ScalarType dtype, bool busy) {
+  if (dtype != dtype_ || busy || !as_views_ || !is_free()) return memory_(numel_, dtype);
+  if (!grad_.defined() || !is_ours_alone()) {
+    grad_ = memory_(numel_, dtype_);
+    views_.clear();
+    // Not views to autograd, whose zero_grad() refuses to detach those.
+    for (size_t i = 0; i < members_.size(); ++i) views_.push_back(part_of(grad_, i).detach());
+  }
+  return grad_;
+}
+
+// Whether nobody outside kept a gradient of the last step, so that the buffer may be written again.
+bool GradientBuffer::is_ours_alone() const {
+  for (const at::Tensor& view : views_)
+    if (view.use_count() > 1) return false;
+  return grad_.storage().use_count() == views_.size() + 1;
+}
+
+void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& used) {
+  if (values.scalar_type() != dtype_) {
+    const at::Tensor exact = room();
+    exact.copy_(values);
+    return accept(exact, used);
+  }
+  const bool in_place = values.is_same(grad_);
+  if (!in_place && std::all_of(used.begin(), used.end(), [](bool is_used) { return is_used; }) &&
+      whole_gradient().defined()) {
+    grad_.add_(values);
+    return;
+  }
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (!used[i]) continue;
+    at::Tensor& grad = members_[i].leaf.mutable_grad();
+    if (in_place) {
+      if (grad.defined()) views_[i].add_(grad);  // the user's graph reached the leaf itself meanwhile
+      grad = views_[i];
+    } else if (grad.defined()) {
+      grad.add_(part_of(values, i));
+    } else {
+      grad = part_of(values, i).clone();
+    }
+  }
+}
+
+at::Tensor GradientBuffer::whole_gradient() const {
+  if (!grad_.defined()) return {};
+  for (size_t i = 0; i < members_.size(); ++i)
+    if (!members_[i].leaf.grad().is_same(views_[i])) return {};
+  return grad_;
+}
+
+std::vector<at::Tensor> GradientBuffer::leaves(const std::vector<bool>& used) const {
+  std::vector<at::Tensor> leaves;
+  for (size_t i = 0; i < members_.size(); ++i)
+    if (used.empty() || used[i]) leaves.push_back(members_[i].leaf);
+  return leaves;
+}
+
+void GradientBuffer::drop_if_unused() {
+  if (!is_free()) return;
+  views_.clear();
+  grad_.reset();
+}
+
+}  // namespace tessera

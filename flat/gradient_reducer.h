@@ -1,0 +1,178 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/flat_layout.h"
+#include "tessera/flat/gradient_buffer.h"
+#include "tessera/flat/mesh.h"
+#include "tessera/flat/order_log.h"
+#include "tessera/flat/unit_plan.h"
+#include "tessera/memory/counted_buffers.h"
+#include "tessera/offload/copy_engine.h"
+
+namespace tessera {
+
+// Gradients that are collected in one buffer, reduced by one collective and cut as the layout says: evenly (a
+// reduce-scatter: FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
+struct GradientBucket {
+  std::string name;                           // for errors: "unit 'blocks.3'"
+  std::vector<size_t> members;                // parameters, as the reducer's list has them, in the layout's order
+  std::vector<ParameterGeometry> geometries;  // of the members in the bucket
+  FlatLayout layout;
+  int owner = 0;                             // kByOwner: the only one
+  at::ScalarType dtype = at::kFloat;         // gradients are added up in it
+  std::optional<at::ScalarType> wire_dtype;  // and travel in it, if they are floating-point; empty: the same
+  GradientBuffer* result = nullptr;          // where this rank's part becomes .grad; null: it gets none
+};
+
+struct ReducerOptions {
+  bool refuse_uneven_use = false;  // see FsdpOptions
+  bool check_finite = false;
+  bool backend_all_reduce = false;  // see DdpOptions
+  bool is_static = false;           // every pass has gradients for the same parameters: nothing is exchanged at the end
+  size_t in_flight = 2;             // reductions under way: one in transit while the next bucket fills up
+  // Reduced gradients leave the device: null if they stay.
+  CopyEngine* to_host = nullptr;
+  CountedBuffers* staging = nullptr;
+};
+
+// The queue of gradients, the same under every wrapper: gradients arrive -> buckets -> one order on all ranks ->
+// stages (reduced; averaged with the other copies of the model; on the way to the host) -> marks of use -> accepted.
+//
+// A full bucket waits for those that were expected before it; what is not full when backward ends (parameters that
+// this rank did not use) is filled with zeros. Then the ranks tell each other, in one small all-gather, which
+// parameters had a gradient at all, so that those without one anywhere keep what they had, which buckets got more
+// after they had been sent (a part of the model computed again within backward), which are then reduced once more,
+// and a fingerprint of all that was exchanged since the last backward, which must be the same.
+//
+// Under no_sync buckets keep what they have for a later pass. Used by one thread at a time, under no autograd.
+class GradientReducer {
+ public:
+  // The list, the mesh and the log outlive it.
+  GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, OrderLog& log,
+                  ReducerOptions options);
+
+  // Between passes, with nothing kept. A parameter is in one bucket at most.
+  void set_buckets(std::vector<GradientBucket> buckets);
+  const std::vector<GradientBucket>& buckets() const { return buckets_; }
+  // What sums over ranks are divided by; empty: the number of ranks.
+  void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
+
+  // Starts a pass whose reductions begin in this order of buckets; others follow as they come.
+  void begin(const std::vector<size_t>& order);
+  // A parameter's gradient, of any layout; undefined means none. Returns whether its bucket has all of this pass.
+  // `reduce` false: the bucket stays for a later pass.
+  bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
+  // What earlier passes left elsewhere, after begin(); does not count as this pass's. `sum` is the bucket's from now
+  // on.
+  void add_kept(size_t parameter, const at::Tensor& sum) { collect(parameter, sum); }
+  // Ends the pass: each result has its gradient. Collective. Throws CommError; std::invalid_argument, on all ranks, if
+  // the ranks reduced differently, and what the checks find.
+  void finish();
+  // Ends a pass that does not reduce.
+  void end_without_reducing();
+  // Ends a pass that failed: waits for what is under way, and forgets all gradients.
+  void abandon();
+
+  size_t bucket_of(size_t parameter) const { return states_[parameter].bucket; }
+  // Whether a bucket keeps a gradient of the parameter, and to forget it.
+  bool keeps(size_t parameter) const;
+  void forget(size_t parameter);
+  // Parameters in the order in which their gradients came in the last pass.
+  const std::vector<size_t>& arrivals() const { return arrivals_; }
+  // Whether any rank had a gradient of it in the last pass that reduced.
+  bool was_used(size_t parameter) const { return states_[parameter].used; }
+
+  // Called with leaves whose gradients have become final; see GradientSource. Not while a pass goes on.
+  using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
+  void set_observer(Observer observer) { observer_ = std::move(observer); }
+  bool has_observer() const { return observer_ != nullptr; }
+
+  int64_t bucket_bytes() const { return buffers_.lent_bytes() + borrowed_bytes_; }
+  int64_t peak_bucket_bytes() const { return peak_bytes_; }
+  void reset_peak() { peak_bytes_ = bucket_bytes(); }
+
+ private:
+  static constexpr size_t kNowhere = static_cast<size_t>(-1);
+  struct ParameterState {
+    size_t bucket = kNowhere, member = 0;
+    bool arrived = false;  // in this pass
+    bool used = false;     // had a gradient in this pass, or one that is kept; at the end of it: on any rank
+  };
+  struct Content {
+    at::Tensor flat;           // [layout.full_numel()] of dtype, undefined until the first gradient
+    bool is_result = false;    // it is the result's own memory
+    bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
+    std::vector<bool> filled;  // by member
+  };
+  struct BucketState {
+    Content content;
+    size_t missing = 0;  // gradients to come in this pass
+    bool queued = false, started = false;
+    Content late;  // what came after that was sent
+  };
+  enum Stage : size_t { kReducing, kCrossing, kLeaving, kStages };
+  struct Flight {
+    size_t bucket;
+    Content content;
+    at::Tensor wire;     // what travels
+    at::Tensor reduced;  // this rank's part, for the result; undefined if it gets none
+    at::Tensor staging;  // on the device, of what leaves it
+    Pending pending;
+    Copy leaving;
+  };
+
+  void collect(size_t parameter, const at::Tensor& gradient);
+  void collect(Content& content, size_t bucket, size_t member, const at::Tensor& gradient);
+  void make_room(Content& content, size_t bucket);
+  at::Tensor as_it_is(size_t bucket, const at::Tensor& gradient) const;
+  void start_full_ones();
+  void start(size_t bucket);
+  Pending reduce(Flight& flight);
+  void fill_gaps(const GradientBucket& bucket, const Content& content) const;
+  void finish_oldest(Stage stage, bool accept = true);
+  void drain(bool accept = true);
+  void settle(Flight flight);
+  void accept(Flight flight);
+  void observe(size_t bucket, const std::vector<bool>& used) const;
+  bool is_busy(size_t bucket) const;
+  at::Tensor own_report() const;
+  std::vector<bool> read_reports(const at::Tensor& reports);  // by bucket: somebody has late ones
+  void check_even_use(const at::Tensor& table) const;
+  void check_finite();
+  void require_same_use() const;
+  void reset();
+  void note_bytes();
+  std::vector<bool> used_in(size_t bucket) const;
+
+  const std::vector<PlannedParameter>& parameters_;
+  const Mesh& mesh_;
+  OrderLog& log_;
+  const ReducerOptions options_;
+  CountedBuffers buffers_;
+  std::optional<double> divisor_;
+  std::vector<GradientBucket> buckets_;
+  std::vector<ParameterState> states_;               // by parameter
+  std::vector<BucketState> contents_;                // by bucket
+  std::vector<size_t> queue_;                        // buckets in the order in which they are reduced
+  size_t started_ = 0;                               // how many of them are
+  std::array<std::deque<Flight>, kStages> flights_;  // oldest first
+  std::vector<Flight> undecided_;                    // reduced, but perhaps some parameter was used by no rank
+  std::vector<bool> reduced_;                        // by bucket: in this pass
+  std::vector<size_t> arrivals_;
+  std::vector<bool> static_use_;  // with is_static: by parameter, after the first pass
+  Observer observer_;
+  int64_t borrowed_bytes_ = 0;  // of gradients that travel without being copied
+  int64_t peak_bytes_ = 0;
+};
+
+}  // namespace tessera

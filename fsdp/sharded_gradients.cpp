@@ -1,0 +1,228 @@
+#include "tessera/fsdp/sharded_gradients.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "tessera/flat/quiet.h"
+
+namespace tessera {
+namespace {
+
+ReducerOptions reducer_options(ShardedModel& model) {
+  ReducerOptions options;
+  options.refuse_uneven_use = model.options().refuse_uneven_use;
+  options.check_finite = model.options().check_finite;
+  if (model.options().offload.grads) {
+    options.to_host = model.copies();
+    options.staging = &model.staging();
+  }
+  return options;
+}
+
+bool has_hooks(const at::Tensor& leaf) {
+  return !torch::autograd::impl::hooks(leaf).empty() || torch::autograd::impl::post_acc_grad_hooks(leaf) != nullptr;
+}
+
+}  // namespace
+
+ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex)
+    : model_(model),
+      mutex_(mutex),
+      binding_(model.module(), model.parameters(), "FullyShardedDataParallel", model.mesh().world->rank()),
+      reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
+      is_expected_(model.units().size(), false),
+      incomplete_(model.units().size(), 0) {
+  std::vector<GradientBucket> buckets;
+  for (auto& unit : model.units()) {
+    buckets_of_.push_back(buckets.size());
+    for (auto& group : unit->groups()) {
+      FlatGroup& flat = group->flat;
+      group->first_parameter = places_.size();
+      GradientBucket bucket{flat.name(),         {}, flat.geometries(), flat.layout(), 0,
+                            flat.reduce_dtype(), {}, &flat.gradient()};
+      for (const at::Tensor& shard : flat.parameter_shards()) {
+        bucket.members.push_back(places_.size());
+        places_.push_back({unit.get(), shard, shard.requires_grad()});
+      }
+      buckets.push_back(std::move(bucket));
+    }
+  }
+  buckets_of_.push_back(buckets.size());
+  bucket_done_.assign(buckets.size(), false);
+  reducer_.set_buckets(std::move(buckets));
+  elsewhere_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+      [this](size_t parameter) {
+        return "the gradient of " + binding_.label(parameter) +
+               " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
+               "fsdp.clip_grad_norm_()";
+      },
+      [this](size_t parameter) {  // module->zero_grad(), or the zero_grad() of an optimizer built before wrapping
+        std::lock_guard lock(mutex_);
+        forget(parameter);
+        not_ready_->take_out(parameter, places_[parameter].shard);
+        places_[parameter].shard.mutable_grad().reset();
+      },
+      [this](size_t parameter) {
+        std::lock_guard lock(mutex_);
+        at::Tensor& grad = places_[parameter].shard.mutable_grad();
+        if (grad.defined()) grad.zero_();
+      }});
+  not_ready_ =
+      std::make_shared<GradientGuard>(GradientGuard::Events{[this](size_t parameter) { return reason(parameter); },
+                                                            [this](size_t parameter) {
+                                                              std::lock_guard lock(mutex_);
+                                                              forget(parameter);
+                                                            },
+                                                            [this](size_t parameter) {
+                                                              std::lock_guard lock(mutex_);
+                                                              forget(parameter);
+                                                              not_ready_->take_out(parameter, places_[parameter].shard);
+                                                              places_[parameter].shard.mutable_grad() =
+                                                                  at::zeros_like(places_[parameter].shard.detach());
+                                                            }});
+  settle();
+}
+
+// Guards that outlive it tell nobody.
+ShardedGradients::~ShardedGradients() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    elsewhere_->take_out(i, binding_.tensor(i));
+    not_ready_->take_out(i, places_[i].shard);
+  }
+}
+
+std::string ShardedGradients::reason(size_t parameter) const {
+  if (places_[parameter].is_lost)
+    return "the gradient of " + binding_.label(parameter) +
+           " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
+           "backward again";
+  return "the gradient of " + binding_.label(parameter) +
+         " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
+         "it "
+         "with zero_grad()";
+}
+
+void ShardedGradients::forget(size_t parameter) {
+  places_[parameter].is_lost = false;
+  places_[parameter].kept.reset();
+  reducer_.forget(parameter);
+}
+
+void ShardedGradients::expect(const Unit& unit) {
+  if (is_expected_[unit.index()]) return;
+  is_expected_[unit.index()] = true;
+  first_uses_.push_back(unit.index());
+}
+
+void ShardedGradients::inspect(const Unit& unit) {
+  for (const auto& group : unit.groups()) {
+    for (size_t i = group->first_parameter; i < group->first_parameter + group->flat.parameters().size(); ++i) {
+      at::Tensor parameter = binding_.tensor(i);
+      Place& place = places_[i];
+      if (place.shard.requires_grad() != place.shard_requires_grad) {  // the user's freezing of a shard
+        parameter.set_requires_grad(place.shard.requires_grad());
+      } else if (parameter.requires_grad() != place.shard.requires_grad()) {
+        place.shard.set_requires_grad(parameter.requires_grad());
+      }
+      place.shard_requires_grad = parameter.requires_grad();
+      if (has_hooks(place.shard))
+        throw std::logic_error(binding_.label(i) +
+                               ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "
+                               "makes no gradient for it: register it on the module's own parameter");
+      if (!elsewhere_->is_in(i, parameter)) {
+        // Not told of: the user still holds the guard that was there, or has put another gradient in its place.
+        if (parameter.grad().defined()) {
+          forget(i);
+          place.shard.mutable_grad().reset();
+        }
+        elsewhere_->put(i, binding_.label(i), parameter);
+      }
+      binding_.hook(i);
+    }
+  }
+}
+
+// ---- passes --------------------------------------------------------------------------------------------------------
+
+void ShardedGradients::begin() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    Place& place = places_[i];
+    if (!elsewhere_->is_in(i, binding_.tensor(i)) && binding_.tensor(i).grad().defined()) inspect(*place.unit);
+    if (not_ready_->is_in(i, place.shard)) {
+      if (place.is_lost) continue;  // refused when a gradient for it comes
+      not_ready_->take_out(i, place.shard);
+      place.shard.mutable_grad() = std::exchange(place.kept, at::Tensor());
+    } else if (reducer_.keeps(i)) {
+      forget(i);  // cleared by one who still holds the guard
+    }
+  }
+  std::vector<size_t> order;
+  for (auto index = first_uses_.rbegin(); index != first_uses_.rend(); ++index)
+    for (size_t bucket = buckets_of_[*index]; bucket < buckets_of_[*index + 1]; ++bucket) order.push_back(bucket);
+  reducer_.begin(order);
+  std::fill(bucket_done_.begin(), bucket_done_.end(), false);
+  for (size_t unit = 0; unit < incomplete_.size(); ++unit) {
+    incomplete_[unit] = 0;
+    for (size_t bucket = buckets_of_[unit]; bucket < buckets_of_[unit + 1]; ++bucket) {
+      const auto& members = reducer_.buckets()[bucket].members;
+      const bool trains = std::any_of(members.begin(), members.end(),
+                                      [&](size_t parameter) { return binding_.tensor(parameter).requires_grad(); });
+      if (trains) ++incomplete_[unit];
+      bucket_done_[bucket] = !trains;
+    }
+  }
+}
+
+bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient, bool reduce) {
+  const int unit = places_[parameter].unit->index();
+  if (!binding_.tensor(parameter).requires_grad()) return false;  // frozen since forward
+  if (not_ready_->is_in(parameter, places_[parameter].shard)) throw std::logic_error(reason(parameter));
+  const bool complete = reducer_.add(parameter, gradient, reduce);
+  const size_t bucket = reducer_.bucket_of(parameter);
+  if (complete && !bucket_done_[bucket]) {
+    bucket_done_[bucket] = true;
+    --incomplete_[unit];
+  }
+  return incomplete_[unit] == 0;
+}
+
+void ShardedGradients::end_without_reducing() {
+  reducer_.end_without_reducing();
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (!reducer_.keeps(i)) continue;
+    places_[i].kept = std::exchange(places_[i].shard.mutable_grad(), at::Tensor());
+    not_ready_->put(i, binding_.label(i), places_[i].shard);
+  }
+  settle();
+}
+
+void ShardedGradients::settle() {
+  for (size_t i = 0; i < places_.size(); ++i) elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
+  first_uses_.clear();
+  std::fill(is_expected_.begin(), is_expected_.end(), false);
+}
+
+void ShardedGradients::fail() {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    if (!binding_.tensor(i).requires_grad()) continue;
+    places_[i].is_lost = true;
+    not_ready_->put(i, binding_.label(i), places_[i].shard);
+  }
+}
+
+void ShardedGradients::abandon() {
+  reducer_.abandon();
+  settle();
+}
+
+void ShardedGradients::require_ready() const {
+  for (size_t i = 0; i < places_.size(); ++i)
+    if (not_ready_->is_in(i, places_[i].shard)) throw std::logic_error(reason(i));
+}
+
+}  // namespace tessera

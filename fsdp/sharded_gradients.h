@@ -1,0 +1,83 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/flat/binding.h"
+#include "tessera/flat/gradient_guard.h"
+#include "tessera/flat/gradient_reducer.h"
+#include "tessera/fsdp/sharded_model.h"
+
+namespace tessera {
+
+// The policy of gradients where parameters are in shards: a bucket for each group of a unit, cut evenly; what is in
+// the .grad of a shard, of the module's own parameter, and of both when that is not what a step may take.
+//
+//   .grad of           after a backward     under no_sync()                after a backward that failed
+//   a shard            part of the average  a guard: buckets keep sums      a guard, until zero_grad()
+//   the module's own   a guard: the gradients are in the shards
+//
+// Used by one thread at a time, under no autograd; who calls what when is the Scheduler's business.
+class ShardedGradients {
+ public:
+  // `model` outlives it; guards tell of clearing under `lock`.
+  ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex);
+  ~ShardedGradients();
+  ShardedGradients(const ShardedGradients&) = delete;
+  ShardedGradients& operator=(const ShardedGradients&) = delete;
+
+  Binding& binding() { return binding_; }
+  GradientReducer& reducer() { return reducer_; }
+  const GradientReducer& reducer() const { return reducer_; }
+
+  // Forward used this unit with autograd recording: backward will have gradients for it.
+  void expect(const Unit& unit);
+  // Looks for what has happened to the parameters of a unit, outside of a backward: hooks them anew, has requires_grad
+  // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
+  void inspect(const Unit& unit);
+
+  void begin();
+  // Returns whether the unit has all gradients of this pass.
+  bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
+  void finish() {
+    reducer_.finish();
+    settle();
+  }
+  void end_without_reducing();
+  // A backward has failed: its gradients are not to be stepped with. Not collective.
+  void fail();
+  void abandon();
+
+  // Throws std::logic_error where gradients are not ready for a step.
+  void require_ready() const;
+  Unit& unit_of(size_t parameter) const { return *places_[parameter].unit; }
+
+ private:
+  struct Place {
+    Unit* unit;
+    at::Tensor shard;
+    bool shard_requires_grad;  // as it was at the last look
+    bool is_lost = false;      // its gradient, by a backward that failed
+    at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
+  };
+  void settle();  // guards where they belong, after a pass
+  std::string reason(size_t parameter) const;
+  void forget(size_t parameter);
+
+  ShardedModel& model_;
+  std::recursive_mutex& mutex_;
+  Binding binding_;
+  GradientReducer reducer_;
+  std::vector<Place> places_;        // by parameter
+  std::vector<size_t> buckets_of_;   // by unit: its first bucket; and their end
+  std::vector<int> first_uses_;      // units in order of their first use in forward
+  std::vector<bool> is_expected_;    // by unit
+  std::vector<int64_t> incomplete_;  // by unit: its buckets that miss gradients of this pass
+  std::vector<bool> bucket_done_;
+  std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
+  std::shared_ptr<GradientGuard> not_ready_;  // in shards
+};
+
+}  // namespace tessera

@@ -1,0 +1,332 @@
+#include "tessera/sdp/replicated_gradients.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "tessera/flat/quiet.h"
+#include "tessera/memory/memory_cache.h"
+
+namespace tessera {
+
+// ---- plan ----------------------------------------------------------------------------------------------------------
+
+std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<torch::nn::Module> module,
+                                                               std::vector<PlannedParameter> parameters,
+                                                               std::shared_ptr<Communicator> comm, std::string who,
+                                                               OwnerOf owner_of, ReplicatedOptions options) {
+  std::shared_ptr<ReplicatedGradients> made(new ReplicatedGradients(
+      std::move(module), std::move(parameters), std::move(comm), std::move(who), std::move(owner_of), options));
+  made->install();
+  return made;
+}
+
+ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> module,
+                                         std::vector<PlannedParameter> parameters, std::shared_ptr<Communicator> comm,
+                                         std::string who, OwnerOf owner_of, ReplicatedOptions options)
+    : mesh_{comm, comm, nullptr},
+      owner_of_(std::move(owner_of)),
+      options_(options),
+      binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
+      reducer_(binding_.parameters(), mesh_, log_, options.reducer),
+      states_(binding_.parameters().size()) {}
+
+// What refers to the shared object.
+void ReplicatedGradients::install() {
+  auto with_self = [weak = weak_from_this()](auto act) {
+    return [weak, act] {
+      if (const auto self = weak.lock()) act(*self);
+    };
+  };
+  pass_ =
+      std::make_shared<BackwardPass>(BackwardPass::Events{with_self([](ReplicatedGradients& self) { self.end(); }),
+                                                          with_self([](ReplicatedGradients& self) { self.fail(); })});
+  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+      [weak = weak_from_this()](size_t parameter) {
+        const auto self = weak.lock();
+        return self ? self->reason(parameter) : std::string("a gradient of a wrapper that no longer exists");
+      },
+      [](size_t) {},
+      [weak = weak_from_this()](size_t parameter) {
+        const auto self = weak.lock();
+        if (!self) return;
+        const at::Tensor leaf = self->binding_.tensor(parameter);
+        leaf.mutable_grad() = at::zeros_like(leaf.detach());
+      }});
+  binding_.set_take([weak = weak_from_this()](size_t parameter, const at::Tensor& gradient) {
+    const auto self = weak.lock();
+    return self ? self->take(parameter, gradient) : gradient;  // the wrapper is gone
+  });
+  refresh_trainable();
+}
+
+void ReplicatedGradients::refresh_trainable() {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
+  bool changed = false;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const bool trainable = binding_.tensor(i).requires_grad();
+    if (std::exchange(states_[i].trainable, trainable) != trainable) changed = true;
+  }
+  binding_.hook_all();
+  if (!changed) return;
+  std::vector<size_t> order;  // backward meets the last parameters first
+  for (size_t i = states_.size(); i-- > 0;)
+    if (states_[i].trainable) order.push_back(i);
+  plan(order);
+  order_agreed_ = false;
+}
+
+void ReplicatedGradients::plan(const std::vector<size_t>& order) {
+  const auto& parameters = binding_.parameters();
+  const int rank = mesh_.world->rank(), world = mesh_.world->size();
+  std::vector<BucketItem> items(parameters.size());
+  for (size_t i : order)
+    items[i] = {parameters[i].tensor.numel(), parameters[i].tensor.scalar_type(),
+                owner_of_ ? owner_of_(parameters[i]) : 0};
+  std::vector<GradientBucket> buckets;
+  results_.clear();
+  for (auto& members : plan_buckets(items, order, options_.limits)) {
+    const BucketItem& first = items[members[0]];
+    const auto owner = static_cast<int>(first.key);
+    std::vector<int64_t> numels;
+    std::vector<ParameterGeometry> geometries;
+    for (size_t member : members) {
+      numels.push_back(items[member].numel);
+      geometries.push_back(geometry_of(parameters[member].tensor));
+    }
+    const int64_t alignment = FlatLayout::alignment_numel(static_cast<int64_t>(c10::elementSize(first.dtype)));
+    const FlatLayout layout =
+        owner_of_ ? FlatLayout::by_owner(numels, std::vector<int>(numels.size(), owner), world, alignment)
+                  : FlatLayout::whole(numels, world, alignment);
+    GradientBuffer* result = nullptr;
+    if (!owner_of_ || owner == rank) {
+      std::vector<GradientBuffer::Member> leaves;
+      for (size_t i = 0; i < members.size(); ++i)
+        leaves.push_back({parameters[members[i]].tensor, geometries[i], layout.offset(static_cast<int64_t>(i))});
+      auto memory = [device = mesh_.world->device()](int64_t numel, at::ScalarType dtype) {
+        return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
+      };
+      results_.push_back(std::make_unique<GradientBuffer>(std::move(leaves), layout.full_numel(), first.dtype, memory,
+                                                          options_.gradients_are_views));
+      result = results_.back().get();
+    }
+    std::string name = label(members);
+    buckets.push_back({std::move(name), std::move(members), std::move(geometries), layout, owner, first.dtype,
+                       options_.wire_dtype, result});
+  }
+  reducer_.set_buckets(std::move(buckets));
+}
+
+std::string ReplicatedGradients::label(const std::vector<size_t>& members) const {
+  const auto& parameters = binding_.parameters();
+  if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
+  return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
+         "' to '" + parameters[members.back()].fqn + "'";
+}
+
+// ---- gradients -----------------------------------------------------------------------------------------------------
+
+at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
+  std::lock_guard lock(mutex_);
+  const at::Tensor& tensor = binding_.tensor(parameter);
+  if (passes_through() || !tensor.requires_grad()) return gradient;
+  if (c10::GradMode::is_enabled())
+    throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
+                           ": gradients that are reduced over ranks cannot be differentiated again");
+  Quiet quiet;
+  if (guard_->is_in(parameter, tensor)) throw std::logic_error(reason(parameter));
+  if (!sync_) {
+    keep_own_sum(parameter, gradient.defined());
+    return gradient;  // which autograd adds to what is there
+  }
+  enter();
+  reducer_.add(parameter, gradient, /*reduce=*/true);
+  return {};
+}
+
+// An average that is on one rank only counts in an average to come as often as that divides by; one that is on
+// every rank once, unless it is divided by something else.
+void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
+  const at::Tensor& tensor = binding_.tensor(parameter);
+  ParameterState& state = states_[parameter];
+  if (tensor.grad().defined() && state.holds == Holds::kAverage) {
+    const double ranks = mesh_.world->size();
+    const double factor = divisor_.value_or(ranks) / (owner_of_ ? 1 : ranks);
+    if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
+  }
+  if (adds) state.holds = Holds::kOwnSum;
+}
+
+std::string ReplicatedGradients::reason(size_t parameter) const {
+  return "the gradient of " + binding_.label(parameter) +
+         " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
+         "backward "
+         "again";
+}
+
+// ---- passes --------------------------------------------------------------------------------------------------------
+
+void ReplicatedGradients::begin_forward() {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) return;  // a checkpointed part is computed again
+  Quiet quiet;
+  if (failed_) recover();
+  binding_.require_nothing_new();
+  for (size_t i = 0; i < states_.size(); ++i) binding_.require_same_kind(i);
+  if (options_.must_use_all && any_backward_) require_all_used();
+  any_backward_ = false;
+  refresh_trainable();
+  if (mesh_.world->size() > 1) binding_.note_versions();
+}
+
+void ReplicatedGradients::require_all_used() {
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (states_[i].trainable && !std::exchange(states_[i].used, false) && binding_.tensor(i).requires_grad())
+      throw std::runtime_error(
+          binding_.label(i) +
+          " had no gradient on any rank in the last iteration, which "
+          "DdpOptions::find_unused_parameters = true would allow: gradients of such a parameter stay "
+          "as they were");
+}
+
+// The callback at the end must belong to the outermost pass: one that starts within it, to compute a checkpointed part
+// again, must not end it.
+void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
+  if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
+  if (passes_through() || !sync_ || inside_backward() || !c10::GradMode::is_enabled()) return;
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+      const auto self = weak.lock();
+      if (!self) return;
+      std::lock_guard lock(self->mutex_);
+      if (self->sync_) self->enter();
+    });
+  }
+}
+
+void ReplicatedGradients::enter() {
+  if (pass_->enter()) begin();
+}
+
+void ReplicatedGradients::begin() {
+  Quiet quiet;
+  if (failed_) recover();
+  std::vector<size_t> order(reducer_.buckets().size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  reducer_.begin(order);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum || !states_[i].trainable) continue;
+    const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
+    if (sum.defined()) reducer_.add_kept(i, sum);
+  }
+}
+
+void ReplicatedGradients::end() {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  try {
+    reducer_.finish();
+  } catch (const CommError&) {
+    throw;  // nothing can be waited for any more
+  } catch (const std::exception&) {
+    fail();
+    recover();
+    throw;
+  }
+  any_backward_ = true;
+  bool any_used = false;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!reducer_.was_used(i)) continue;
+    any_used = states_[i].used = true;
+    if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
+  }
+  if (!order_agreed_ && any_used) agree_on_order();
+  if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
+}
+
+void ReplicatedGradients::fail() {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  failed_ = true;
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (states_[i].trainable) guard_->put(i, binding_.label(i), binding_.tensor(i));
+}
+
+void ReplicatedGradients::recover() {
+  failed_ = false;
+  reducer_.abandon();
+  for (ParameterState& state : states_) state.holds = Holds::kNothing;
+}
+
+// From now on buckets are made for the order in which rank 0 saw the gradients come.
+void ReplicatedGradients::agree_on_order() {
+  std::vector<size_t> order = reducer_.arrivals();
+  std::vector<bool> came(states_.size(), false);
+  for (size_t parameter : order) came[parameter] = true;
+  for (const GradientBucket& bucket : reducer_.buckets())
+    for (size_t parameter : bucket.members)
+      if (!came[parameter]) order.push_back(parameter);
+  at::Tensor numbers = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
+  std::copy(order.begin(), order.end(), numbers.mutable_data_ptr<int64_t>());
+  numbers = numbers.to(mesh_.world->device());
+  mesh_.world->broadcast(numbers, 0, "the order of gradients").wait();
+  numbers = numbers.cpu();
+  std::copy_n(numbers.const_data_ptr<int64_t>(), order.size(), order.begin());
+  plan(order);
+  order_agreed_ = true;
+}
+
+// ---- what wrappers ask for -----------------------------------------------------------------------------------------
+
+void ReplicatedGradients::set_sync(bool sync) {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
+  sync_ = sync;
+}
+
+void ReplicatedGradients::set_divisor(double divisor) {
+  if (!(divisor > 0))
+    throw std::invalid_argument("set_gradient_divide_factor: got " + std::to_string(divisor) +
+                                ", expected more than 0");
+  std::lock_guard lock(mutex_);
+  divisor_ = divisor;
+  reducer_.set_divisor(divisor);
+}
+
+void ReplicatedGradients::require_averages() const {
+  std::lock_guard lock(mutex_);
+  if (passes_through()) return;
+  const std::string rank = std::to_string(mesh_.world->rank());
+  if (pass_->is_running()) throw std::logic_error("a step on rank " + rank + " inside a backward pass");
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const at::Tensor& tensor = binding_.tensor(i);
+    if (guard_->is_in(i, tensor))
+      throw std::logic_error("a step on rank " + rank + " after a backward pass that failed: " + reason(i));
+    if (states_[i].holds == Holds::kOwnSum && tensor.grad().defined())
+      throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
+                             " is this rank's own sum, made under no_sync(): run the last backward before a step "
+                             "outside it");
+  }
+}
+
+int64_t ReplicatedGradients::bucket_bytes() const {
+  std::lock_guard lock(mutex_);
+  return reducer_.bucket_bytes();
+}
+
+int64_t ReplicatedGradients::peak_bucket_bytes() const {
+  std::lock_guard lock(mutex_);
+  return reducer_.peak_bucket_bytes();
+}
+
+void ReplicatedGradients::reset_peak() {
+  std::lock_guard lock(mutex_);
+  reducer_.reset_peak();
+}
+
+}  // namespace tessera

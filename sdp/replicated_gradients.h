@@ -1,0 +1,108 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/backward_pass.h"
+#include "tessera/flat/binding.h"
+#include "tessera/flat/bucket_plan.h"
+#include "tessera/flat/gradient_buffer.h"
+#include "tessera/flat/gradient_guard.h"
+#include "tessera/flat/gradient_reducer.h"
+
+namespace tessera {
+
+struct ReplicatedOptions {
+  BucketLimits limits;
+  std::optional<at::ScalarType> wire_dtype;  // what gradients travel in
+  bool gradients_are_views = true;           // of buckets
+  bool must_use_all = false;                 // a parameter that no backward of an iteration used is an error
+  ReducerOptions reducer;
+};
+
+// The policy of wrappers whose ranks hold whole parameters: whom a bucket of gradients goes to (every rank: DDP; its
+// parameters' owner: SDP), and what a gradient is that was made under no_sync().
+//
+// A parameter's .grad, once backward is over, is the average over ranks where the layout gives it to this rank, else
+// undefined; under no_sync() this rank's own sum, on every rank. After a backward that failed it is a guard: a step
+// is refused until zero_grad(). The order in which buckets are reduced is that of registration, reversed, at first;
+// from then on the order in which rank 0 saw the gradients come.
+//
+// The engine calls back from its own threads where a device has one; the mutex makes that safe.
+class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradients> {
+ public:
+  // `owner_of` is asked anew whenever requires_grad has changed, and may throw; empty: every rank gets all.
+  using OwnerOf = std::function<int(const PlannedParameter&)>;
+  static std::shared_ptr<ReplicatedGradients> make(std::shared_ptr<torch::nn::Module> module,
+                                                   std::vector<PlannedParameter> parameters,
+                                                   std::shared_ptr<Communicator> comm, std::string who,
+                                                   OwnerOf owner_of, ReplicatedOptions options);
+
+  // Looks for what has happened to the module. Throws std::logic_error by name for what cannot be trained.
+  void begin_forward();
+  // `outputs`: the tensors that forward returned.
+  void end_forward(const std::vector<at::Tensor>& outputs);
+  void refresh_trainable();
+
+  void set_sync(bool sync);
+  bool sync() const { return sync_; }
+  void set_divisor(double divisor);
+
+  // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
+  void require_averages() const;
+
+  const std::vector<PlannedParameter>& parameters() const { return binding_.parameters(); }
+  int64_t bucket_bytes() const;
+  int64_t peak_bucket_bytes() const;
+  void reset_peak();
+
+ private:
+  enum class Holds { kNothing, kOwnSum, kAverage };  // what a parameter's .grad is, where it is defined
+  struct ParameterState {
+    bool trainable = false;
+    bool used = false;  // by a backward since the last forward
+    Holds holds = Holds::kNothing;
+  };
+
+  ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
+                      std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
+  void install();
+  void plan(const std::vector<size_t>& order);
+  std::string label(const std::vector<size_t>& members) const;
+  at::Tensor take(size_t parameter, const at::Tensor& gradient);
+  void keep_own_sum(size_t parameter, bool adds);
+  void enter();
+  void begin();
+  void end();
+  void fail();
+  void recover();
+  void agree_on_order();
+  void require_all_used();
+  std::string reason(size_t parameter) const;
+  bool passes_through() const { return mesh_.world->size() == 1 && !divisor_; }
+
+  mutable std::recursive_mutex mutex_;  // a hook of the user's, or an observer, may ask
+  const Mesh mesh_;
+  const OwnerOf owner_of_;
+  const ReplicatedOptions options_;
+  Binding binding_;
+  OrderLog log_;
+  GradientReducer reducer_;
+  std::vector<std::unique_ptr<GradientBuffer>> results_;
+  std::vector<ParameterState> states_;
+  std::shared_ptr<BackwardPass> pass_;
+  std::shared_ptr<GradientGuard> guard_;
+  std::optional<double> divisor_;
+  bool sync_ = true;
+  bool failed_ = false;  // and what was under way has not been waited for
+  bool order_agreed_ = false;
+  bool any_backward_ = false;  // since the last forward
+  bool first_backward_ = true;
+};
+
+}  // namespace tessera
