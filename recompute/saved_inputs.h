@@ -17,7 +17,8 @@ class SavedInputs {
     virtual at::Tensor fetch() = 0;
   };
   virtual ~SavedInputs() = default;
-  // Null: the tensor is better left where it is. Its values may not change before backward.
+  // Null: the tensor is better left where it is. Its values may not change before backward, which checkpointed()
+  // checks.
   virtual std::unique_ptr<Ticket> keep(const at::Tensor& tensor) = 0;
 
   // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
