@@ -45,7 +45,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
-// Gradients reach the tensors among the inputs (in vectors, tuples, optionals too) and the
+// Gradients reach the tensors among the inputs (in all that flat/visit_tensors.h knows or is taught) and the
 // parameters that the function uses; tensors that a lambda captures and that are no leaves are
 // not reached: pass them as inputs. Results that are no tensors are those of the first time. The
 // function and the other inputs are copied, and must do the same when called again: random numbers

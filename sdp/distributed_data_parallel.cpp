@@ -78,8 +78,8 @@ void DdpModule::end_forward(const std::vector<at::Tensor>& tensors, bool complet
   if (!complete && (options_.find_unused_parameters || options_.static_graph))
     throw std::invalid_argument(
         "DistributedDataParallel with find_unused_parameters or static_graph: what the module's forward returns is of "
-        "a type "
-        "whose tensors cannot be found; return a tensor, or tuples, vectors or maps of them");
+        "a type whose tensors cannot be found; return a tensor, or tuples, vectors or maps of them, or teach the type "
+        "(tessera/flat/visit_tensors.h)");
   reducer_->expect_backward(tensors);
 }
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "tessera/flat/scope.h"
-#include "tessera/sdp/output_tensors.h"
+#include "tessera/flat/visit_tensors.h"
 #include "tessera/sdp/replicated_module.h"
 
 namespace tessera {
@@ -92,15 +92,13 @@ class DistributedDataParallel : public DdpModule {
       : DdpModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
   // What module->forward(args...) returns. Collective where gradients are wanted, or buffers move.
-  // With find_unused_parameters or static_graph it must be something that collect_tensors() can look
-  // into; std::invalid_argument otherwise.
+  // With find_unused_parameters or static_graph it must be of a type that flat/visit_tensors.h knows
+  // or is taught; std::invalid_argument otherwise.
   template <class... Args>
   auto forward(Args&&... args) {
     begin_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    const bool complete = collect_tensors(output, tensors);
-    end_forward(tensors, complete);
+    end_forward(tensors_of(output), kKnowsTensorsOf<decltype(output)>);
     return output;
   }
   template <class... Args>

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "tessera/flat/scope.h"
+#include "tessera/flat/visit_tensors.h"
 #include "tessera/oss/sharded_optimizer.h"
-#include "tessera/sdp/output_tensors.h"
 #include "tessera/sdp/replicated_module.h"
 
 namespace tessera {
@@ -97,9 +97,7 @@ class ShardedDataParallel : public SdpModule {
   auto forward(Args&&... args) {
     begin_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    collect_tensors(output, tensors);
-    end_forward(tensors);
+    end_forward(tensors_of(output));
     return output;
   }
   template <class... Args>
