@@ -7,9 +7,10 @@
 #include <memory>
 #include <utility>
 
-#include "tessera/offload/simulated_link.h"
-
 namespace tessera {
+
+enum class CopyDirection : uint8_t { kToDevice, kToHost };
+struct SimulatedLink;  // offload/simulated_link.h, for tests
 
 // The handle of a copy between host and device that is under way. It keeps both tensors alive.
 // Move-only; used from the thread that started the copy.
@@ -57,12 +58,12 @@ struct CopyTraffic {
 // An accelerator gets a stream for each direction: a copy begins after what the caller's current
 // stream has been given so far, and wait() orders the caller's stream after it. Where the device is
 // the CPU, which then stands in for an accelerator, a thread for each direction does the same with
-// memcpy at the pace of a SimulatedLink. Copies of one direction happen in the order of the calls.
+// memcpy. Copies of one direction happen in the order of the calls.
 //
 // Used by one thread at a time. Destruction waits for what is under way.
 class CopyEngine {
  public:
-  static std::unique_ptr<CopyEngine> make(at::Device device, SimulatedLink link = {});
+  static std::unique_ptr<CopyEngine> make(at::Device device);
   virtual ~CopyEngine() = default;
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -95,6 +96,6 @@ class CopyEngine {
 
 // For an accelerator, and for the CPU that stands in for one.
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
-std::unique_ptr<CopyEngine> make_thread_copy_engine(SimulatedLink link);
+std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 
 }  // namespace tessera

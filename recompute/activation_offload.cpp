@@ -38,7 +38,7 @@ class ActivationOffload::Receipt : public SavedInputs::Ticket {
 ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
     : options_(std::move(options)),
       pool_({device, options_.pin_memory, options_.host_limit_bytes}),
-      copies_(CopyEngine::make(device, options_.simulated_link)) {}
+      copies_(CopyEngine::make(device)) {}
 
 ActivationOffload::~ActivationOffload() = default;
 

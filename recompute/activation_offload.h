@@ -17,7 +17,6 @@ struct ActivationOffloadOptions {
   bool pin_memory = true;
   int64_t host_limit_bytes = 0;          // 0: no bound
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
-  SimulatedLink simulated_link;          // on CPUs
 };
 
 // Keeps the inputs of checkpointed() blocks in host memory between forward and backward, so that a
