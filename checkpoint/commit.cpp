@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 
 namespace tessera {
 namespace {

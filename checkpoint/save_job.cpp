@@ -10,8 +10,8 @@
 
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/comm/agreement.h"
 
 namespace tessera {

@@ -17,10 +17,13 @@
 
 #include "tessera/memory/buffer_pool.h"
 #include "tessera/offload/task_queue.h"
-#include "tessera/paging/disk_file.h"
 #include "tessera/paging/residency.h"
+#include "tessera/storage/file.h"
 
 namespace tessera {
+
+// A file for pages, without a name in `directory`. Its failures are std::runtime_error that names the directory.
+File offload_file(const std::string& directory);
 
 struct DiskPagerOptions {
   std::string directory;                      // an existing folder, on a local SSD
@@ -120,7 +123,7 @@ class DiskPager : public Pager {
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
-  DiskFile file_;
+  File file_;
   BufferPool pool_;
   std::vector<Entry> entries_;
   std::list<int> recent_;                               // resident, the latest last
