@@ -5,44 +5,33 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <utility>
+
+#include "tessera/async/operation_handle.h"
 
 namespace tessera {
 
 enum class CopyDirection : uint8_t { kToDevice, kToHost };
 struct SimulatedLink;  // offload/simulated_link.h, for tests
 
+// A copy, as an engine implements it.
+class CopyOperation : public AsyncOperation {
+ public:
+  virtual void order() = 0;  // see Copy::wait()
+};
+
 // The handle of a copy between host and device that is under way. It keeps both tensors alive.
 // Move-only; used from the thread that started the copy.
-class [[nodiscard]] Copy {
+class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
-  // One copy, as an engine implements it.
-  class Operation {
-   public:
-    Operation() = default;
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
-    virtual ~Operation() = default;
-    virtual void order() = 0;   // see wait()
-    virtual void finish() = 0;  // see wait_on_host()
-  };
-
-  Copy() = default;  // a copy that is over
-  explicit Copy(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  using OperationHandle::OperationHandle;
 
   // Afterwards the result may be used: by what this thread starts on the device next (copies to an
   // accelerator, which the host does not wait for), by the host (copies to it). Throws what went wrong.
   void wait() {
-    if (operation_) operation_->order();
+    if (operation() != nullptr) operation()->order();
   }
   // Afterwards both tensors are free for anything. The handle is then done().
-  void wait_on_host() {
-    if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
-  }
-  bool done() const noexcept { return operation_ == nullptr; }
-
- private:
-  std::unique_ptr<Operation> operation_;
+  void wait_on_host() { finish(); }
 };
 
 // What an engine has copied since it was made.

@@ -3,9 +3,9 @@
 #include <future>
 #include <thread>
 
+#include "tessera/async/task_queue.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/offload/simulated_link.h"
-#include "tessera/offload/task_queue.h"
 
 namespace tessera {
 namespace {

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/async/task_queue.h"
 #include "tessera/memory/buffer_pool.h"
-#include "tessera/offload/task_queue.h"
 #include "tessera/paging/residency.h"
 #include "tessera/storage/file.h"
 
