@@ -198,11 +198,11 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
   const int self = local_[rank_], other = local_[peer];
   SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
-  SharedBoard::Meeting meeting;
+  SharedBoard::Announcement announcement;
   const auto try_to_announce = [&] {
     if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
-    meeting = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes());
-    return meeting.met != nullptr || meeting.announced != nullptr;
+    announcement = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes());
+    return announcement.met != nullptr || announcement.announced != nullptr;
   };
   if (!try_to_announce()) {
     // Full, of what this rank's peer has yet to meet, and of what either has yet to free.
@@ -213,12 +213,12 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     if (outcome != Outcome::kDone)
       throw std::runtime_error("it is " + std::to_string(SharedBoard::Channel::kSlots) + " messages behind");
   }
-  if (meeting.met != nullptr) {
-    fulfil(*meeting.met, is_send, data, peer);
+  if (announcement.met != nullptr) {
+    fulfil(*announcement.met, is_send, data, peer);
     return nullptr;
   }
   if (announced_.size() >= reap_at_) reap();
-  announced_.push_back(std::make_shared<Ticket>(meeting.announced, peer));
+  announced_.push_back(std::make_shared<Ticket>(announcement.announced, peer));
   return announced_.back();
 }
 

@@ -66,8 +66,9 @@ struct Pass {
                   data_of(update.square)};
     if (update.maximum.defined()) span.maximum = data_of(update.maximum);
     if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) {
-      span.narrow = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
-      span.narrow_kind = copy->values.scalar_type() == at::kBFloat16 ? NarrowKind::kBFloat16 : NarrowKind::kHalf;
+      span.low_precision = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
+      span.low_precision_dtype =
+          copy->values.scalar_type() == at::kBFloat16 ? LowPrecision::kBFloat16 : LowPrecision::kHalf;
     }
     span.numel = parameter.numel();
     const AdamRule& rule = update.rule;

@@ -34,9 +34,9 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
 }
 
 // What a computation depends on beside its inputs: where the default generators are, and autocast.
-class Ambience {
+class ExecutionState {
  public:
-  explicit Ambience(const std::vector<at::Device>& devices) {
+  explicit ExecutionState(const std::vector<at::Device>& devices) {
     for (const at::Device& device : devices) {
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
@@ -94,21 +94,21 @@ class Version {
 struct Part : torch::CustomClassHolder {
   std::function<Tensors(const Tensors&)> compute;
   std::vector<at::Device> devices;
-  std::optional<Ambience> ambience;  // as it was the first time
+  std::optional<ExecutionState> first_state;  // as it was the first time
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
-  std::vector<std::unique_ptr<SavedInputs::Ticket>> kept;  // by input; null: autograd has it
-  std::vector<bool> requires_grad;                         // by input, where any is kept
-  std::vector<Version> versions;                           // by tensor of the caller's: the anchor is none
+  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: autograd has it
+  std::vector<bool> requires_grad;                // by input, where any is kept
+  std::vector<Version> versions;                  // by tensor of the caller's: the anchor is none
 
   // The same once more, recorded by autograd.
   Tensors compute_again(const Tensors& inputs) {
-    Ambience present(devices);
+    ExecutionState present(devices);
     struct Back {
-      Ambience& to;
+      ExecutionState& to;
       bool with_generators;
       ~Back() { to.restore(with_generators); }
-    } back{present, ambience->draws()};
-    ambience->restore();
+    } back{present, first_state->draws()};
+    first_state->restore();
     at::AutoGradMode recording(true);
     Tensors again = compute(inputs);
     check(again);
@@ -153,7 +153,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     for (const at::Tensor& tensor : given) part->versions.emplace_back(tensor);
     RecomputesLater later;
     Tensors outputs = part->compute(given);
-    part->ambience->forget_unused_generators();
+    part->first_state->forget_unused_generators();
     for (size_t i = 0; i < given.size(); ++i)
       if (part->versions[i].now() != part->versions[i].then())
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
@@ -214,7 +214,7 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   auto part = c10::make_intrusive<Part>();
   part->compute = std::move(compute);
   part->devices = devices_of(inputs);
-  part->ambience.emplace(part->devices);
+  part->first_state.emplace(part->devices);
   inputs.insert(inputs.begin(), at::empty({0}).set_requires_grad(true));
   return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
 }
