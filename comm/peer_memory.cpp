@@ -40,7 +40,7 @@ std::string first_line(const char* path) {
   return line;
 }
 
-// The same for two processes exactly if one's process id means the other the same process.
+// Equal for two processes exactly if a process id names the same process for both: one boot, PID namespace and user.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
@@ -273,7 +273,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
   const auto began = steady_clock::now();
   auto asked = began;
   for (;;) {
-    // In this order: what the peer did before it left is seen.
+    // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
     const uint32_t seen = self.events.load();
     const bool has_left = member(peer).has_left.load() != 0;
     if (is_over()) return Outcome::kDone;

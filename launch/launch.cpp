@@ -19,7 +19,7 @@ LaunchEnvironment read_launch_environment() {
   return parse_launch_environment([](const char* name) { return std::getenv(name); });
 }
 
-// What the options come to: the device decides where the backend is not given, and the other way round.
+// Backend and device that the options mean: where one is not given, the other decides.
 struct Choice {
   bool nccl;
   at::Device device;

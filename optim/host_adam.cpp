@@ -89,7 +89,7 @@ struct Pass {
     at::parallel_for(0, static_cast<int64_t>(parts.size()), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) adam_step(parts[i].span, parts[i].factors);
     });
-    // Behind the dispatcher's back: whoever watches the version shall notice.
+    // The pass writes memory without an operator, so the version is raised here, by which others know of writes.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
       if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) copy->note_write(parameter);

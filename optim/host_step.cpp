@@ -97,7 +97,8 @@ void HostStep::start_return(HostCopy& copy) {
   }
 }
 
-// The copy wrote behind autograd's back: whoever saved the old values shall notice.
+// The copy engine writes without an operator, so the version is raised here: autograd refuses to use old values that
+// it has saved.
 void HostStep::finish_return(HostCopy& copy) {
   copy.leaving.wait_on_host();
   copy.parameter.unsafeGetTensorImpl()->bump_version();
