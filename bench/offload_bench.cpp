@@ -74,7 +74,7 @@ std::string folder() {
 // Blocks of 8 MiB, as many threads as the pager has, all written and all read.
 void disk_by_itself(benchmark::State& state) {
   constexpr int64_t kBlock = 8 << 20, kBlocks = 48, kTargets = 16;
-  tessera::DiskFile file(folder());
+  tessera::File file = tessera::offload_file(folder());
   file.extend(kBlock * kBlocks);
   const at::Tensor memory = torch::ones({kBlock + 4096}, at::kByte);
   auto* aligned =

@@ -108,7 +108,7 @@ std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
-  // A dimension of one element is nowhere in particular: leave it out of the comparison.
+  // The stride of a dimension of one element says nothing about its place: leave it out of the comparison.
   std::vector<int64_t> longer;
   for (const int64_t d : order)
     if (sizes[d] != 1) longer.push_back(d);

@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 
 namespace tessera {
 namespace {
@@ -121,7 +121,7 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
   auto all = complete_checkpoints(folder);
   const size_t excess = all.size() > static_cast<size_t>(keep) ? all.size() - static_cast<size_t>(keep) : 0;
   for (size_t i = 0; i < excess; ++i) {
-    // Out of sight first, so that one that is half removed is not taken for whole.
+    // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
     const fs::path hidden =
         folder / (std::string(".").append(all[i].filename().string()) + kSaving + to_hex(draw_id()));
     rename_entry(all[i], hidden, false);

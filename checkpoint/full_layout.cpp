@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/dtype.h"
-#include "tessera/checkpoint/file.h"
+#include "tessera/checkpoint/entries.h"
 
 namespace tessera {
 namespace {

@@ -4,8 +4,8 @@
 #include <set>
 
 #include "tessera/checkpoint/checked_json.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/full_file.h"
 #include "tessera/checkpoint/load_plan.h"
 #include "tessera/checkpoint/outcome.h"
@@ -43,7 +43,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
 
 // Adds what a file holds. A tensor is as large as its slices reach.
 void add_file(const fs::path& path, SavedTensors& saved) {
-  const File file = File::open(path);
+  const File file = open_file(path);
   const std::string where = path.string();
   const SafetensorsHeader header = read_safetensors_header(file);
   const int index = static_cast<int>(saved.files.size());

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <map>
 
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/full_layout.h"
 #include "tessera/checkpoint/outcome.h"
 #include "tessera/checkpoint/saved_state.h"
@@ -26,7 +26,7 @@ void make_drafts(const FullLayout& layout) {
     if (fs::is_directory(full.path, error))
       throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
     fs::remove(draft_of(full.path), error);
-    const File file = File::create(draft_of(full.path));
+    const File file = create_file(draft_of(full.path));
     file.write(full.header.data(), static_cast<int64_t>(full.header.size()), 0);
     file.resize(full.bytes);
   }
@@ -64,7 +64,7 @@ void write_own_part(const FullLayout& layout, const std::vector<Piece>& pieces) 
     const auto [index, begin] = places.at(piece.name);
     auto found = files.find(index);
     if (found == files.end())
-      found = files.emplace(index, File::open_to_write(draft_of(layout.files[index].path))).first;
+      found = files.emplace(index, open_file_to_write(draft_of(layout.files[index].path))).first;
     write_box(found->second, piece, begin);
   }
   for (auto& [index, file] : files) file.sync();
@@ -104,7 +104,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   stage([&] { write_own_part(layout, pieces_of(tensors, comm.rank())); });
   stage([&] {
     if (comm.rank() != 0) return;
-    for (const auto& full : layout.files) File::open_to_write(draft_of(full.path)).sync();
+    for (const auto& full : layout.files) open_file_to_write(draft_of(full.path)).sync();
     publish(layout);
   });
 }
@@ -122,7 +122,7 @@ void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
       if (values.sizes() != at::IntArrayRef(tensor.shape) || values.scalar_type() != tensor.dtype ||
           !values.is_contiguous())
         throw std::logic_error("the data of '" + tensor.name + "' is not what was announced");
-      const File draft = File::open_to_write(draft_of(layout.files[index].path));
+      const File draft = open_file_to_write(draft_of(layout.files[index].path));
       write_box(draft,
                 {.name = tensor.name,
                  .dtype = tensor.dtype,
@@ -132,7 +132,7 @@ void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
                 begin);
       if (progress) progress(static_cast<int64_t>(values.nbytes()));
     }
-    for (const auto& full : layout.files) File::open_to_write(draft_of(full.path)).sync();
+    for (const auto& full : layout.files) open_file_to_write(draft_of(full.path)).sync();
     publish(layout);
   } catch (...) {
     discard(layout);

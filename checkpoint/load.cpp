@@ -5,7 +5,7 @@
 
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/dtype.h"
-#include "tessera/checkpoint/file.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/load_plan.h"
 #include "tessera/checkpoint/outcome.h"
 #include "tessera/checkpoint/saved_state.h"

@@ -7,8 +7,8 @@
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/dtype.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/safetensors_header.h"
 
 namespace tessera {

@@ -8,8 +8,8 @@
 
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/dtype.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/load_plan.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/slice_reader.h"

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tessera/checkpoint/file.h"
+#include "tessera/checkpoint/entries.h"
 
 namespace tessera {
 

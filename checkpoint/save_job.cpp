@@ -10,8 +10,8 @@
 
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/comm/agreement.h"
 
 namespace tessera {
@@ -255,7 +255,7 @@ void SaveJob::leave_message(const Outcome& outcome) {
   const fs::path draft = path.string() + ".draft";
   std::error_code ignored;
   if (!outcome.error.empty()) {
-    // Room for the message, should the disk be full.
+    // If the disk is full, this rank's own files, useless now, make room for the message.
     const std::string own = "rank-" + five_digits(comm_->rank());
     for (const auto& entry : fs::directory_iterator(partial_path_, ignored))
       if (entry.path().filename().string().starts_with(own)) fs::remove(entry.path(), ignored);

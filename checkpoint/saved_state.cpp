@@ -212,7 +212,7 @@ SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptim
   }
   for (const NamedShard& shard : shards) {
     if (!optimizer.has(shard.fqn) || !optimizer.owns(shard)) continue;
-    // A rank that holds no element may not have followed: its numbers do not count.
+    // A rank that holds no element of it may not have counted its steps: its numbers are not taken.
     if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
     if (const auto* state = optimizer.state(shard)) saved.numbers[shard.fqn] = read_state(*state).numbers;
   }

@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 
 #include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 
 namespace tessera {
 namespace {
@@ -79,7 +79,7 @@ SavedTensors write_safetensors(const std::filesystem::path& path, const std::vec
   const std::string header = format_safetensors_header(entries, metadata);
 
   SavedTensors saved{.directory = path.parent_path(), .block_bytes = block_bytes};
-  const File file = File::create(path);
+  const File file = create_file(path);
   Stream stream(file);
   stream.append(header.data(), static_cast<int64_t>(header.size()));
   for (size_t i = 0; i < pieces.size(); ++i) {

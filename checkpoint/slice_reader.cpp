@@ -34,7 +34,7 @@ const File& SliceReader::file_of(int index) {
   const auto found = files_.find(index);
   if (found != files_.end()) return found->second;
   const SavedFile& expected = saved_.files[index];
-  File file = File::open(saved_.directory / expected.name);
+  File file = open_file(saved_.directory / expected.name);
   const std::string where = file.path().string();
   if (file.bytes() != expected.bytes)
     throw CheckpointError(where + ": has " + std::to_string(file.bytes()) + " bytes; expected " +

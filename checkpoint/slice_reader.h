@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/checkpoint/file.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/saved_tensors.h"
 #include "tessera/checkpoint/shard_writer.h"
 

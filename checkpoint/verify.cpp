@@ -5,8 +5,8 @@
 #include <set>
 #include <utility>
 
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/slice_reader.h"
 
@@ -54,7 +54,7 @@ std::vector<std::string> verify_checkpoint(const std::filesystem::path& director
   std::set<std::string> listed;
   for (size_t i = 0; i < slices.size(); ++i) {
     listed.insert(manifest.saved.files[i].name);
-    collect([&] { compare_header(File::open(directory / manifest.saved.files[i].name), slices[i], problems); });
+    collect([&] { compare_header(open_file(directory / manifest.saved.files[i].name), slices[i], problems); });
   }
   for (const auto& entry : std::filesystem::directory_iterator(directory))
     if (entry.path().extension() == ".safetensors" && !listed.contains(entry.path().filename()))

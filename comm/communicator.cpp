@@ -67,6 +67,19 @@ at::Tensor Communicator::checked(const at::Tensor& tensor, const char* operation
   return tensor.detach().view({-1});
 }
 
+void Communicator::check_reducible(const at::Tensor& tensor, ReduceOp op, const char* operation,
+                                   std::string_view what) const {
+  const at::ScalarType dtype = tensor.scalar_type();
+  const bool is_integral =
+      dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
+  const bool is_floating = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  const bool is_average = op == ReduceOp::kAverage;
+  if (is_floating || (is_integral && !is_average)) return;
+  refuse(operation, what.empty() ? "" : " of ", what, " on rank ", rank_, ": the tensor is ", dtype, ", expected ",
+         is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
+         is_average ? " for an average" : "");
+}
+
 Communicator::Counts Communicator::checked(Counts counts, const at::Tensor& full, const at::Tensor& shard,
                                            const char* operation) const {
   if (counts.empty()) counts.assign(size_, shard.numel());
@@ -107,6 +120,7 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
   full = checked(full, "reduce-scatter", "the full tensor");
   shard = checked(shard, "reduce-scatter", "the shard");
   counts = checked(std::move(counts), full, shard, "reduce-scatter");
+  check_reducible(full, op, "reduce-scatter", what);
   count(&Counters::collectives, 1);
   if (size_ > 1)
     return traced(SpanKind::kReduce, "reduce-scatter", what,
@@ -117,6 +131,7 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
 
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
   tensor = checked(tensor, "all-reduce", "the tensor");
+  check_reducible(tensor, op, "all-reduce", what);
   count(&Counters::collectives, 1);
   if (size_ == 1) return {};
   return traced(SpanKind::kReduce, "all-reduce", what, start_all_reduce(std::move(tensor), op, std::string(what)));
@@ -133,6 +148,7 @@ Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view wh
 Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
   check_root(root, "reduce");
   tensor = checked(tensor, "reduce", "the tensor");
+  check_reducible(tensor, op, "reduce", what);
   count(&Counters::collectives, 1);
   if (size_ == 1) return {};
   return traced(SpanKind::kReduce, "reduce", what, start_reduce(std::move(tensor), root, op, std::string(what)));

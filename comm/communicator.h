@@ -29,9 +29,11 @@ struct Traffic {
 //
 // Every operation is collective: all ranks call it in the same order with the same counts. It
 // starts the exchange and returns; Pending::wait() ends it, at most timeout() later. Tensors are
-// contiguous, on device(), of any numeric dtype; their contents must not change, and results not
-// be read, before wait(). `what` says what the operation is for ("unit 'blocks.3'") and appears
-// in errors; it is the same on all ranks.
+// contiguous, on device(); their contents must not change, and results not be read, before wait().
+// What only moves data takes any dtype; reductions take integers of 8 to 64 bits, Half, BFloat16, Float
+// and Double, averages the floating ones of these. (For a bool, reduce a uint8; for a complex tensor, its
+// view_as_real.) `what` says what the operation is for ("unit 'blocks.3'") and appears in errors; it is the
+// same on all ranks.
 //
 // Counts, where taken, are numbers of elements per rank in rank order; empty means even, full =
 // size() * shard. Counts of 0 are fine, and so are tensors of 0 elements.
@@ -123,6 +125,7 @@ class Communicator {
   at::Tensor checked(const at::Tensor& tensor, const char* operation, const char* argument) const;
   Counts checked(Counts counts, const at::Tensor& full, const at::Tensor& shard, const char* operation) const;
   void check_root(int root, const char* operation) const;
+  void check_reducible(const at::Tensor& tensor, ReduceOp op, const char* operation, std::string_view what) const;
 
   struct Counters {
     std::atomic<int64_t> sent_bytes = 0;

@@ -40,7 +40,7 @@ std::string first_line(const char* path) {
   return line;
 }
 
-// The same for two processes exactly if one's process id means the other the same process.
+// Equal for two processes exactly if a process id names the same process for both: one boot, PID namespace and user.
 std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
@@ -198,11 +198,11 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
   const int self = local_[rank_], other = local_[peer];
   SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
-  SharedBoard::Meeting meeting;
+  SharedBoard::Announcement announcement;
   const auto try_to_announce = [&] {
     if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
-    meeting = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes());
-    return meeting.met != nullptr || meeting.announced != nullptr;
+    announcement = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes());
+    return announcement.met != nullptr || announcement.announced != nullptr;
   };
   if (!try_to_announce()) {
     // Full, of what this rank's peer has yet to meet, and of what either has yet to free.
@@ -213,12 +213,12 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     if (outcome != Outcome::kDone)
       throw std::runtime_error("it is " + std::to_string(SharedBoard::Channel::kSlots) + " messages behind");
   }
-  if (meeting.met != nullptr) {
-    fulfil(*meeting.met, is_send, data, peer);
+  if (announcement.met != nullptr) {
+    fulfil(*announcement.met, is_send, data, peer);
     return nullptr;
   }
   if (announced_.size() >= reap_at_) reap();
-  announced_.push_back(std::make_shared<Ticket>(meeting.announced, peer));
+  announced_.push_back(std::make_shared<Ticket>(announcement.announced, peer));
   return announced_.back();
 }
 
@@ -273,7 +273,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
   const auto began = steady_clock::now();
   auto asked = began;
   for (;;) {
-    // In this order: what the peer did before it left is seen.
+    // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
     const uint32_t seen = self.events.load();
     const bool has_left = member(peer).has_left.load() != 0;
     if (is_over()) return Outcome::kDone;

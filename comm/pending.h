@@ -1,7 +1,6 @@
 #pragma once
 
-#include <memory>
-#include <string>
+#include "tessera/async/operation_handle.h"
 
 namespace tessera {
 
@@ -12,35 +11,14 @@ namespace tessera {
 //
 // Destroying a handle that was never waited for is allowed (an exception is unwinding, say): the
 // tensors then stay alive as long as the communicator, and the results are unspecified.
-class [[nodiscard]] Pending {
+class [[nodiscard]] Pending : public OperationHandle<AsyncOperation> {
  public:
-  // One operation, as a backend implements it. finish() is called at most once, by wait().
-  class Operation {
-   public:
-    Operation() = default;
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
-    virtual ~Operation() = default;
-    // Returns when the results are there: in memory (gloo), or ordered into the current stream
-    // of the device (NCCL). Throws CommError.
-    virtual void finish() = 0;
-  };
+  using OperationHandle::OperationHandle;
 
-  Pending() = default;  // an operation that is over
-  explicit Pending(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
-
-  // Waits for the operation, at most the group's timeout. Results may be read afterwards, and the
-  // tensors changed. A second call returns at once.
-  // Throws CommError, which names the operation, the unit and the rank.
-  void wait() {
-    if (auto operation = std::move(operation_)) operation->finish();
-  }
-
-  // Whether wait() has nothing left to do.
-  bool done() const noexcept { return operation_ == nullptr; }
-
- private:
-  std::unique_ptr<Operation> operation_;
+  // Waits for the operation, at most the group's timeout. The results are then there: in memory (gloo), or ordered
+  // into the current stream of the device (NCCL). They may be read, and the tensors changed. A second call returns
+  // at once. Throws CommError, which names the operation, the unit and the rank.
+  void wait() { finish(); }
 };
 
 }  // namespace tessera

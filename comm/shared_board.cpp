@@ -103,7 +103,8 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
   return channels[from * ranks_ + to];
 }
 
-// Counted first, then looked whether anybody sleeps; a sleeper says so first, then looks at the count.
+// No notification is lost: this counts before it looks whether the member sleeps, and sleep() says that it sleeps
+// before the system compares the count with `seen`.
 void SharedBoard::notify(Member& member) {
   member.events.fetch_add(1);
   if (member.is_asleep.load() != 0) ::syscall(SYS_futex, &member.events, FUTEX_WAKE, 1, nullptr, nullptr, 0);
@@ -116,8 +117,8 @@ void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds mo
   self.is_asleep.store(0);
 }
 
-SharedBoard::Meeting SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
-                                           uint64_t bytes) {
+SharedBoard::Announcement SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
+                                                uint64_t bytes) {
   const uint32_t opposite = kind == kSend ? kReceive : kSend;
   const ChannelLock lock(channel);
   Slot* free_slot = nullptr;

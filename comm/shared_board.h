@@ -66,11 +66,11 @@ class SharedBoard {
   // The slot that the peer announced with this tag and the opposite kind, which the caller then has to
   // fulfil (kCopying; kOtherBytes if it has another number of bytes, and all is said); else a new
   // announcement; neither if there is no room. Throws std::runtime_error if the peer died in here.
-  struct Meeting {
+  struct Announcement {
     Slot* met = nullptr;
     Slot* announced = nullptr;
   };
-  static Meeting announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes);
+  static Announcement announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes);
   // Frees what was announced in this kind and not met yet. `while_copying` is called for as long as
   // something is being copied, until it returns false.
   static void take_back(Channel& channel, State kind, const std::function<bool()>& while_copying);

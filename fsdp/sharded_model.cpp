@@ -76,7 +76,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (!options_.offload.directory.empty())
     disk_ =
         std::make_unique<DiskPager>(DiskPagerOptions{options_.offload.directory, options_.offload.disk_buffer_bytes});
-  if (offloads(options_)) copies_ = CopyEngine::make(mesh_.world->device(), options_.offload.simulated_link);
+  if (offloads(options_)) copies_ = CopyEngine::make(mesh_.world->device());
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
   auto plan = plan_units(module, options_.auto_wrap,

@@ -8,7 +8,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/launch/launch_environment.h"
 #include "tessera/launch/local_address.h"
-#include "tessera/launch/meeting.h"
+#include "tessera/launch/rendezvous.h"
 #include "tessera/memory/memory_cache.h"
 #include "tessera/trace/trace.h"
 
@@ -19,7 +19,7 @@ LaunchEnvironment read_launch_environment() {
   return parse_launch_environment([](const char* name) { return std::getenv(name); });
 }
 
-// What the options come to: the device decides where the backend is not given, and the other way round.
+// Backend and device that the options mean: where one is not given, the other decides.
 struct Choice {
   bool nccl;
   at::Device device;
@@ -78,16 +78,16 @@ std::shared_ptr<Communicator> init(InitOptions options) {
 
   if (options.cache_memory) cache_memory();
   Trace::set_rank_of_process(environment.rank);
-  Meeting meeting{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1"};
+  Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1"};
   if (environment.world_size > 1) {
-    meeting = meet(environment, given_address(choice.nccl), options.timeout);
+    found = rendezvous(environment, given_address(choice.nccl), options.timeout);
   }
   if (choice.nccl) {
-    return make_nccl_communicator(meeting.store, environment.rank, environment.world_size, choice.device,
+    return make_nccl_communicator(found.store, environment.rank, environment.world_size, choice.device,
                                   options.timeout);
   }
-  return make_gloo_communicator(meeting.store, environment.rank, environment.world_size,
-                                {meeting.address, options.timeout, options.peer_memory});
+  return make_gloo_communicator(found.store, environment.rank, environment.world_size,
+                                {found.address, options.timeout, options.peer_memory});
 }
 
 }  // namespace tessera

@@ -3,11 +3,14 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "tessera/offload/simulated_link.h"
+
 namespace tessera {
 
-std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device, SimulatedLink link) {
-  if (device.is_cpu()) return make_thread_copy_engine(std::move(link));
-  if (link.bytes_per_s != 0 || link.before_copy)
+std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
+  const SimulatedLink* link = SimulatedLinkScope::current();
+  if (device.is_cpu()) return make_thread_copy_engine(link != nullptr ? *link : SimulatedLink());
+  if (link != nullptr)
     throw std::invalid_argument("a SimulatedLink on " + device.str() + ": only a CPU's link is simulated");
   return make_stream_copy_engine(device);
 }

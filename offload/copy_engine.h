@@ -5,43 +5,33 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <utility>
 
-#include "tessera/offload/simulated_link.h"
+#include "tessera/async/operation_handle.h"
 
 namespace tessera {
 
+enum class CopyDirection : uint8_t { kToDevice, kToHost };
+struct SimulatedLink;  // offload/simulated_link.h, for tests
+
+// A copy, as an engine implements it.
+class CopyOperation : public AsyncOperation {
+ public:
+  virtual void order() = 0;  // see Copy::wait()
+};
+
 // The handle of a copy between host and device that is under way. It keeps both tensors alive.
 // Move-only; used from the thread that started the copy.
-class [[nodiscard]] Copy {
+class [[nodiscard]] Copy : public OperationHandle<CopyOperation> {
  public:
-  // One copy, as an engine implements it.
-  class Operation {
-   public:
-    Operation() = default;
-    Operation(const Operation&) = delete;
-    Operation& operator=(const Operation&) = delete;
-    virtual ~Operation() = default;
-    virtual void order() = 0;   // see wait()
-    virtual void finish() = 0;  // see wait_on_host()
-  };
-
-  Copy() = default;  // a copy that is over
-  explicit Copy(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
+  using OperationHandle::OperationHandle;
 
   // Afterwards the result may be used: by what this thread starts on the device next (copies to an
   // accelerator, which the host does not wait for), by the host (copies to it). Throws what went wrong.
   void wait() {
-    if (operation_) operation_->order();
+    if (operation() != nullptr) operation()->order();
   }
   // Afterwards both tensors are free for anything. The handle is then done().
-  void wait_on_host() {
-    if (auto operation = std::exchange(operation_, nullptr)) operation->finish();
-  }
-  bool done() const noexcept { return operation_ == nullptr; }
-
- private:
-  std::unique_ptr<Operation> operation_;
+  void wait_on_host() { finish(); }
 };
 
 // What an engine has copied since it was made.
@@ -57,12 +47,12 @@ struct CopyTraffic {
 // An accelerator gets a stream for each direction: a copy begins after what the caller's current
 // stream has been given so far, and wait() orders the caller's stream after it. Where the device is
 // the CPU, which then stands in for an accelerator, a thread for each direction does the same with
-// memcpy at the pace of a SimulatedLink. Copies of one direction happen in the order of the calls.
+// memcpy. Copies of one direction happen in the order of the calls.
 //
 // Used by one thread at a time. Destruction waits for what is under way.
 class CopyEngine {
  public:
-  static std::unique_ptr<CopyEngine> make(at::Device device, SimulatedLink link = {});
+  static std::unique_ptr<CopyEngine> make(at::Device device);
   virtual ~CopyEngine() = default;
   CopyEngine(const CopyEngine&) = delete;
   CopyEngine& operator=(const CopyEngine&) = delete;
@@ -95,6 +85,6 @@ class CopyEngine {
 
 // For an accelerator, and for the CPU that stands in for one.
 std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device);
-std::unique_ptr<CopyEngine> make_thread_copy_engine(SimulatedLink link);
+std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link);
 
 }  // namespace tessera

@@ -4,8 +4,6 @@
 #include <functional>
 #include <string>
 
-#include "tessera/offload/simulated_link.h"
-
 namespace tessera {
 
 // Where shards lie while they are not in use (ZeRO-Offload, Ren et al., 2021). What comes of the
@@ -30,8 +28,6 @@ struct CpuOffload {
   std::function<bool(const std::string& unit)> disk_units;
   // The most host memory for what is on its way between disk, optimizer and device.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
-  // On CPUs, which stand in for an accelerator: how fast and when copies are made.
-  SimulatedLink simulated_link;
 };
 
 }  // namespace tessera

@@ -3,11 +3,11 @@
 #include <cstdint>
 #include <functional>
 
+#include "tessera/offload/copy_engine.h"
+
 namespace tessera {
 
-enum class CopyDirection : uint8_t { kToDevice, kToHost };
-
-// How the link between host and device behaves where the device is the CPU itself, so that order,
+// For tests: how the link between host and device behaves where the device is the CPU itself, so that order,
 // overlap and failures can be tried without an accelerator.
 struct SimulatedLink {
   // A copy takes at least its bytes divided by this, each direction for itself. 0: no lower bound.
@@ -15,6 +15,23 @@ struct SimulatedLink {
   // Called before each copy on the thread that makes it, one thread a direction: it may wait, which
   // holds back all later copies of that direction, and may throw, which makes the copy fail.
   std::function<void(CopyDirection direction, int64_t bytes)> before_copy;
+};
+
+// While it lives, every CopyEngine that this thread makes (a wrapper's, when it is constructed) has this link, and
+// keeps it afterwards. Making one for another device than the CPU throws std::invalid_argument.
+class SimulatedLinkScope {
+ public:
+  explicit SimulatedLinkScope(SimulatedLink link);
+  ~SimulatedLinkScope();
+  SimulatedLinkScope(const SimulatedLinkScope&) = delete;
+  SimulatedLinkScope& operator=(const SimulatedLinkScope&) = delete;
+
+  // Null: none lives on this thread.
+  static const SimulatedLink* current();
+
+ private:
+  const SimulatedLink link_;
+  const SimulatedLink* const before_;
 };
 
 }  // namespace tessera

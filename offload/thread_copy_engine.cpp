@@ -3,8 +3,9 @@
 #include <future>
 #include <thread>
 
+#include "tessera/async/task_queue.h"
 #include "tessera/offload/copy_engine.h"
-#include "tessera/offload/task_queue.h"
+#include "tessera/offload/simulated_link.h"
 
 namespace tessera {
 namespace {
@@ -56,11 +57,8 @@ class ThreadCopy : public Copy::Operation {
 
 class ThreadCopyEngine : public CopyEngine {
  public:
-  explicit ThreadCopyEngine(SimulatedLink link)
-      : CopyEngine(at::kCPU),
-        link_(std::move(link)),
-        in_(CopyDirection::kToDevice, link_),
-        out_(CopyDirection::kToHost, link_) {}
+  explicit ThreadCopyEngine(const SimulatedLink& link)
+      : CopyEngine(at::kCPU), link_(link), in_(CopyDirection::kToDevice, link_), out_(CopyDirection::kToHost, link_) {}
 
  private:
   Copy start(CopyDirection direction, at::Tensor to, at::Tensor from) override {
@@ -74,8 +72,8 @@ class ThreadCopyEngine : public CopyEngine {
 
 }  // namespace
 
-std::unique_ptr<CopyEngine> make_thread_copy_engine(SimulatedLink link) {
-  return std::make_unique<ThreadCopyEngine>(std::move(link));
+std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link) {
+  return std::make_unique<ThreadCopyEngine>(link);
 }
 
 }  // namespace tessera

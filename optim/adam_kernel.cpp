@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// Elements whose new values stay in the first-level cache until they are narrowed.
+// Elements whose new values stay in the first-level cache until they are rounded to 16 bit.
 constexpr int64_t kCachedNumel = 2048;
 
 // The loop, for the compiler to make vectors of in each function below, which differ in the
@@ -56,8 +56,8 @@ template <bool kDecoupled, bool kAmsgrad>
   }
 }
 
-[[gnu::always_inline]] inline void narrow_bfloat16(const float* __restrict from, uint16_t* __restrict to,
-                                                   int64_t numel) {
+[[gnu::always_inline]] inline void round_to_bfloat16(const float* __restrict from, uint16_t* __restrict to,
+                                                     int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
     uint32_t bits;
     std::memcpy(&bits, &from[i], sizeof(bits));
@@ -84,12 +84,12 @@ uint16_t half_of(float value) {
   return static_cast<uint16_t>(sign | ((magnitude - 0x38000000U + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13));
 }
 
-void narrow_half(const float* from, uint16_t* to, int64_t numel) {
+void round_to_half(const float* from, uint16_t* to, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) to[i] = half_of(from[i]);
 }
 
 void update_baseline(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
-void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { narrow_bfloat16(from, to, numel); }
+void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { round_to_bfloat16(from, to, numel); }
 
 #ifdef TESSERA_X86
 [[gnu::target("avx2,fma")]] void update_avx2(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
@@ -98,7 +98,7 @@ void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { narrow_
   update_any(span, f);
 }
 [[gnu::target("avx2,fma")]] void bfloat16_avx2(const float* from, uint16_t* to, int64_t numel) {
-  narrow_bfloat16(from, to, numel);
+  round_to_bfloat16(from, to, numel);
 }
 [[gnu::target("avx2,f16c")]] void half_avx2(const float* from, uint16_t* to, int64_t numel) {
   int64_t i = 0;
@@ -106,17 +106,17 @@ void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { narrow_
     const __m128i eight = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), eight);
   }
-  narrow_half(from + i, to + i, numel - i);
+  round_to_half(from + i, to + i, numel - i);
 }
 #endif
 
 using Update = void (*)(const AdamSpan&, const AdamFactors&);
-using Narrow = void (*)(const float*, uint16_t*, int64_t);
+using Round = void (*)(const float*, uint16_t*, int64_t);
 
 struct Kernels {
   Update update = &update_baseline;
-  Narrow bfloat16 = &bfloat16_baseline;
-  Narrow half = &narrow_half;
+  Round bfloat16 = &bfloat16_baseline;
+  Round half = &round_to_half;
   const char* name = "baseline";
 };
 
@@ -124,7 +124,7 @@ Kernels choose() {
   Kernels kernels;
 #ifdef TESSERA_X86
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    kernels = {&update_avx2, &bfloat16_avx2, &narrow_half, "avx2"};
+    kernels = {&update_avx2, &bfloat16_avx2, &round_to_half, "avx2"};
     if (__builtin_cpu_supports("f16c")) kernels.half = &half_avx2;
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
@@ -165,19 +165,19 @@ AdamSpan AdamSpan::part(int64_t begin, int64_t end) const {
   span.average += begin;
   span.square += begin;
   if (maximum != nullptr) span.maximum += begin;
-  if (narrow != nullptr) span.narrow += begin;
+  if (low_precision != nullptr) span.low_precision += begin;
   span.numel = end - begin;
   return span;
 }
 
 void adam_step(const AdamSpan& span, const AdamFactors& factors) {
   const Kernels& chosen = kernels();
-  if (span.narrow_kind == NarrowKind::kNone) return chosen.update(span, factors);
-  const Narrow narrow = span.narrow_kind == NarrowKind::kBFloat16 ? chosen.bfloat16 : chosen.half;
+  if (span.low_precision_dtype == LowPrecision::kNone) return chosen.update(span, factors);
+  const Round round = span.low_precision_dtype == LowPrecision::kBFloat16 ? chosen.bfloat16 : chosen.half;
   for (int64_t begin = 0; begin < span.numel; begin += kCachedNumel) {
     const AdamSpan cached = span.part(begin, std::min(begin + kCachedNumel, span.numel));
     chosen.update(cached, factors);
-    narrow(cached.parameter, cached.narrow, cached.numel);
+    round(cached.parameter, cached.low_precision, cached.numel);
   }
 }
 

@@ -18,9 +18,9 @@ struct AdamFactors {
 AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled,
                          int64_t step);
 
-enum class NarrowKind : uint8_t { kNone, kBFloat16, kHalf };
+enum class LowPrecision : uint8_t { kNone, kBFloat16, kHalf };
 
-// Part of a parameter on the host, fp32 all of it; `maximum` only with amsgrad, else null. `narrow`
+// Part of a parameter on the host, fp32 all of it; `maximum` only with amsgrad, else null. `low_precision`
 // gets the new values rounded to nearest even in 16 bit, as torch rounds them.
 struct AdamSpan {
   float* parameter = nullptr;
@@ -28,8 +28,8 @@ struct AdamSpan {
   float* average = nullptr;
   float* square = nullptr;
   float* maximum = nullptr;
-  uint16_t* narrow = nullptr;
-  NarrowKind narrow_kind = NarrowKind::kNone;
+  uint16_t* low_precision = nullptr;
+  LowPrecision low_precision_dtype = LowPrecision::kNone;
   int64_t numel = 0;
 
   AdamSpan part(int64_t begin, int64_t end) const;

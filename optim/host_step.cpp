@@ -32,11 +32,11 @@ void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
 
 }  // namespace
 
-HostStep::HostStep(Factory make, at::Device device, const CpuOffload& offload)
+HostStep::HostStep(Factory make, HostStepOptions options)
     : make_(std::move(make)),
-      offload_(offload),
-      pool_({device, offload.pin_memory, offload.host_limit_bytes}),
-      copies_(CopyEngine::make(device, offload.simulated_link)) {}
+      drops_gradients_(options.drops_gradients),
+      pool_(options.memory),
+      engine_(CopyEngine::make(options.memory.device)) {}
 
 HostStep::~HostStep() = default;
 
@@ -44,20 +44,20 @@ HostStep::~HostStep() = default;
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  if (twin_optimizer_ && count == twins_.size()) {
+  if (host_optimizer_ && count == host_copies_.size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
-      twin_optimizer_->param_groups()[i].set_options(optimizer.param_groups()[i].options().clone());
+      host_optimizer_->param_groups()[i].set_options(optimizer.param_groups()[i].options().clone());
     return;
   }
-  std::vector<Twin> twins;
+  std::vector<HostCopy> copies;
   Groups groups;
   for (const auto& group : optimizer.param_groups()) {
     std::vector<at::Tensor> hosts;
     for (const at::Tensor& parameter : group.params()) {
-      const auto known = std::find_if(twins_.begin(), twins_.end(),
-                                      [&](const Twin& twin) { return twin.parameter.is_same(parameter); });
-      if (known != twins_.end()) {
-        twins.push_back(std::move(*known));
+      const auto known = std::find_if(host_copies_.begin(), host_copies_.end(),
+                                      [&](const HostCopy& copy) { return copy.parameter.is_same(parameter); });
+      if (known != host_copies_.end()) {
+        copies.push_back(std::move(*known));
       } else {
         const bool is_dense = parameter.is_non_overlapping_and_dense();
         const at::Tensor memory = pool_.take(parameter.numel(), parameter.scalar_type(),
@@ -65,63 +65,64 @@ void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
         at::Tensor host =
             is_dense ? memory.as_strided(parameter.sizes(), parameter.strides()) : memory.view(parameter.sizes());
         host.copy_(parameter.detach());
-        twins.push_back({parameter, host.detach(), static_cast<uint32_t>(parameter._version())});
+        copies.push_back({parameter, host.detach(), static_cast<uint32_t>(parameter._version())});
       }
-      hosts.push_back(twins.back().host);
+      hosts.push_back(copies.back().host);
     }
     groups.emplace_back(std::move(hosts), group.options().clone());
   }
-  twins_ = std::move(twins);
-  twin_optimizer_ = make_(std::move(groups));
+  host_copies_ = std::move(copies);
+  host_optimizer_ = make_(std::move(groups));
 }
 
-void HostStep::start_gradient(Twin& twin) {
-  if (twin.parameter._version() != twin.seen_version) twin.host.copy_(twin.parameter.detach());
-  const at::Tensor gradient = twin.parameter.grad();
-  if (gradient.layout() != at::kStrided || gradient.strides() != twin.host.strides() || !flat(twin.host).defined()) {
-    twin.host.mutable_grad() = gradient.cpu().clone();
+void HostStep::start_gradient(HostCopy& copy) {
+  if (copy.parameter._version() != copy.seen_version) copy.host.copy_(copy.parameter.detach());
+  const at::Tensor gradient = copy.parameter.grad();
+  if (gradient.layout() != at::kStrided || gradient.strides() != copy.host.strides() || !flat(copy.host).defined()) {
+    copy.host.mutable_grad() = gradient.cpu().clone();
   } else {
     const at::Tensor memory =
         pool_.take(gradient.numel(), gradient.scalar_type(), "a gradient of shape " + c10::str(gradient.sizes()));
-    twin.host.mutable_grad() = memory.as_strided(gradient.sizes(), gradient.strides());
-    twin.arriving = copies_->to_host(memory, flat(gradient));
+    copy.host.mutable_grad() = memory.as_strided(gradient.sizes(), gradient.strides());
+    copy.arriving = engine_->to_host(memory, flat(gradient));
   }
 }
 
-void HostStep::start_return(Twin& twin) {
-  twin.host.mutable_grad().reset();
-  if (const at::Tensor to = flat(twin.parameter); to.defined()) {
-    twin.leaving = copies_->to_device(to, flat(twin.host));
+void HostStep::start_return(HostCopy& copy) {
+  copy.host.mutable_grad().reset();
+  if (const at::Tensor to = flat(copy.parameter); to.defined()) {
+    copy.leaving = engine_->to_device(to, flat(copy.host));
   } else {
-    twin.parameter.detach().copy_(twin.host);
+    copy.parameter.detach().copy_(copy.host);
   }
 }
 
-// The copy wrote behind autograd's back: whoever saved the old values shall notice.
-void HostStep::finish_return(Twin& twin) {
-  twin.leaving.wait_on_host();
-  twin.parameter.unsafeGetTensorImpl()->bump_version();
-  twin.seen_version = static_cast<uint32_t>(twin.parameter._version());
+// The copy engine writes without an operator, so the version is raised here: autograd refuses to use old values that
+// it has saved.
+void HostStep::finish_return(HostCopy& copy) {
+  copy.leaving.wait_on_host();
+  copy.parameter.unsafeGetTensorImpl()->bump_version();
+  copy.seen_version = static_cast<uint32_t>(copy.parameter._version());
 }
 
-void HostStep::step_all(const std::vector<Twin*>& work) {
-  for (Twin* twin : work) start_gradient(*twin);
-  for (Twin* twin : work) {
-    twin->arriving.wait_on_host();
-    if (offload_.grads) twin->parameter.mutable_grad().reset();
+void HostStep::step_all(const std::vector<HostCopy*>& work) {
+  for (HostCopy* copy : work) start_gradient(*copy);
+  for (HostCopy* copy : work) {
+    copy->arriving.wait_on_host();
+    if (drops_gradients_) copy->parameter.mutable_grad().reset();
   }
-  twin_optimizer_->step();
-  for (Twin* twin : work) start_return(*twin);
-  for (Twin* twin : work) finish_return(*twin);
+  host_optimizer_->step();
+  for (HostCopy* copy : work) start_return(*copy);
+  for (HostCopy* copy : work) finish_return(*copy);
 }
 
 // Note [Three at once]. While parameter i is stepped, the gradients of the next two come and the values
 // of the last two go.
-void HostStep::step_one_by_one(const std::vector<Twin*>& work, PartialStep& partial) {
+void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
   for (size_t i = 0; i < std::min(kUnderWay, work.size()); ++i) start_gradient(*work[i]);
   for (size_t i = 0; i < work.size(); ++i) {
     work[i]->arriving.wait_on_host();
-    if (offload_.grads) work[i]->parameter.mutable_grad().reset();
+    if (drops_gradients_) work[i]->parameter.mutable_grad().reset();
     if (i + kUnderWay < work.size()) start_gradient(*work[i + kUnderWay]);
     partial.step_parameters({work[i]->host});
     start_return(*work[i]);
@@ -133,29 +134,29 @@ void HostStep::step_one_by_one(const std::vector<Twin*>& work, PartialStep& part
 void HostStep::step(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   rebuild(optimizer);
-  std::vector<Twin*> work;
-  for (Twin& twin : twins_) twin.host.mutable_grad().reset();  // of a step that failed
-  for (Twin& twin : twins_)
-    if (twin.parameter.grad().defined()) work.push_back(&twin);
+  std::vector<HostCopy*> work;
+  for (HostCopy& copy : host_copies_) copy.host.mutable_grad().reset();  // of a step that failed
+  for (HostCopy& copy : host_copies_)
+    if (copy.parameter.grad().defined()) work.push_back(&copy);
 
-  auto lend_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_twin) {
-    for (Twin& twin : twins_) {
-      void* own = twin.parameter.unsafeGetTensorImpl();
-      void* other = twin.host.unsafeGetTensorImpl();
-      const auto found = from.state().find(to_twin ? own : other);
+  auto lend_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_host) {
+    for (HostCopy& copy : host_copies_) {
+      void* own = copy.parameter.unsafeGetTensorImpl();
+      void* other = copy.host.unsafeGetTensorImpl();
+      const auto found = from.state().find(to_host ? own : other);
       if (found == from.state().end()) continue;
       auto state = std::move(found->second);
       from.state().erase(found);
-      to.state()[to_twin ? other : own] = std::move(state);
-      if (to_twin) move_to_host(to, other);
+      to.state()[to_host ? other : own] = std::move(state);
+      if (to_host) move_to_host(to, other);
     }
   };
   struct Return {
     std::function<void()> act;
     ~Return() { act(); }
-  } give_back{[&] { lend_states(*twin_optimizer_, optimizer, /*to_twin=*/false); }};
-  lend_states(optimizer, *twin_optimizer_, /*to_twin=*/true);
-  auto* partial = dynamic_cast<PartialStep*>(twin_optimizer_.get());
+  } give_back{[&] { lend_states(*host_optimizer_, optimizer, /*to_host=*/false); }};
+  lend_states(optimizer, *host_optimizer_, /*to_host=*/true);
+  auto* partial = dynamic_cast<PartialStep*>(host_optimizer_.get());
   partial != nullptr ? step_one_by_one(work, *partial) : step_all(work);
 }
 

@@ -10,10 +10,14 @@
 
 #include "tessera/memory/pinned_pool.h"
 #include "tessera/offload/copy_engine.h"
-#include "tessera/offload/cpu_offload.h"
 #include "tessera/optim/partial_step.h"
 
 namespace tessera {
+
+struct HostStepOptions {
+  PinnedPoolOptions memory;      // for the copies and the gradients, of the parameters' device
+  bool drops_gradients = false;  // those on the device become undefined as soon as they have left
+};
 
 // Takes an optimizer's step in host memory for parameters that stay on their device.
 //
@@ -25,17 +29,17 @@ class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
-  HostStep(Factory make, at::Device device, const CpuOffload& offload);
+  HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
   // What optimizer.step() does, with its groups and options as they are now. Throws std::runtime_error
-  // beyond CpuOffload::host_limit_bytes, with nothing changed.
+  // beyond the memory's limit, with nothing changed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
 
  private:
-  struct Twin {
+  struct HostCopy {
     at::Tensor parameter;
     at::Tensor host;            // of its sizes and strides
     uint32_t seen_version = 0;  // of the parameter, when both were the same
@@ -44,18 +48,18 @@ class HostStep {
   };
 
   void rebuild(torch::optim::Optimizer& optimizer);
-  void start_gradient(Twin& twin);
-  void start_return(Twin& twin);
-  void finish_return(Twin& twin);
-  void step_all(const std::vector<Twin*>& work);
-  void step_one_by_one(const std::vector<Twin*>& work, PartialStep& partial);
+  void start_gradient(HostCopy& copy);
+  void start_return(HostCopy& copy);
+  void finish_return(HostCopy& copy);
+  void step_all(const std::vector<HostCopy*>& work);
+  void step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial);
 
   const Factory make_;
-  const CpuOffload offload_;
+  const bool drops_gradients_;
   PinnedPool pool_;
-  const std::unique_ptr<CopyEngine> copies_;
-  std::vector<Twin> twins_;
-  std::unique_ptr<torch::optim::Optimizer> twin_optimizer_;
+  const std::unique_ptr<CopyEngine> engine_;
+  std::vector<HostCopy> host_copies_;
+  std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };
 
 }  // namespace tessera

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "tessera/async/task_queue.h"
 #include "tessera/flat/gradient_source.h"
-#include "tessera/offload/task_queue.h"
 #include "tessera/optim/partial_step.h"
 
 namespace tessera {

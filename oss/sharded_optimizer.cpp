@@ -73,14 +73,12 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
-  const CpuOffload& offload = options_.offload;
-  if (!offload.directory.empty())
-    throw std::invalid_argument(
-        "OssOptions::offload.directory is '" + offload.directory +
-        "': whole parameters do not lie on a disk, expected none (FullyShardedDataParallel's shards do)");
+  const OssOffload& offload = options_.offload;
   if (offload.grads && !offload.params)
     throw std::invalid_argument("OssOptions::offload.grads is true and params false: the step needs both in one place");
-  if (offload.params) host_ = std::make_unique<HostStep>(make_, comm_->device(), offload);
+  if (offload.params)
+    host_ = std::make_unique<HostStep>(
+        make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes}, offload.grads});
   adopt_groups_from(0);
 }
 

@@ -10,8 +10,8 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/model_shards.h"
-#include "tessera/offload/cpu_offload.h"
 #include "tessera/optim/optimizer_state_dict.h"
+#include "tessera/oss/oss_offload.h"
 #include "tessera/oss/parameter_buckets.h"
 #include "tessera/oss/partition.h"
 
@@ -28,12 +28,9 @@ struct OssOptions {
   // Parameters of less than 1 MiB travel together, up to this many bytes at a time.
   int64_t broadcast_bucket_bytes = int64_t{16} << 20;
 
-  // `params`: the step happens in host memory. The owner keeps a copy of what it owns there, and the
-  // optimizer's state; gradients travel there and new values back, parameter by parameter while others
-  // are stepped if the optimizer is HostAdam or HostAdamW, else all before and all after the step.
-  // `grads`, with `params`: gradients on the device are dropped (undefined) as soon as they have left.
-  // `directory` is refused.
-  CpuOffload offload;
+  // Where the step happens. In host memory gradients travel there and new values back, parameter by parameter
+  // while others are stepped if the optimizer is HostAdam or HostAdamW, else all before and all after the step.
+  OssOffload offload;
 };
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over

@@ -19,27 +19,39 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
       throw std::invalid_argument(std::string("DiskPagerOptions::") + field + " is " + std::to_string(value) +
                                   ", expected " + expected);
   };
-  require(options.buffer_bytes >= DiskFile::kBlockBytes, "buffer_bytes", options.buffer_bytes,
-          "a block of 4096 or more");
+  require(options.buffer_bytes >= File::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
   require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
   require(options.threads >= 1, "threads", options.threads, "1 or more");
   return options;
 }
 
+void throw_offload_error(const FileFailure& failure) {
+  const std::string where = "offload directory '" + failure.path.string() + "'";
+  if (failure.action == FileAction::kClaim && !failure.problem.empty())
+    throw std::runtime_error(where + " " + failure.problem);
+  const char* operation = "use";
+  if (failure.action == FileAction::kCreate) operation = "cannot make a file";
+  if (failure.action == FileAction::kClaim) operation = "cannot claim space";
+  if (failure.action == FileAction::kRead) operation = failure.problem.empty() ? "read" : "read past the end";
+  if (failure.action == FileAction::kWrite) operation = "write";
+  throw std::runtime_error(where + ": " + operation + ": " + failure.reason());
+}
+
 // Direct access wants memory aligned to blocks, which the pool's is not.
-int64_t with_alignment(int64_t bytes) { return bytes + DiskFile::kBlockBytes; }
+int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(buffer.const_data_ptr());
-  const auto skip =
-      static_cast<int64_t>((DiskFile::kBlockBytes - address % DiskFile::kBlockBytes) % DiskFile::kBlockBytes);
+  const auto skip = static_cast<int64_t>((File::kBlockBytes - address % File::kBlockBytes) % File::kBlockBytes);
   return buffer.narrow(0, skip, bytes);
 }
 
 }  // namespace
 
+File offload_file(const std::string& directory) { return File::create_unnamed(directory, &throw_offload_error); }
+
 DiskPager::DiskPager(DiskPagerOptions options)
-    : options_(checked(options)), file_(options.directory), buffers_(at::kCPU), queue_(options.threads) {}
+    : options_(checked(options)), file_(offload_file(options.directory)), buffers_(at::kCPU), queue_(options.threads) {}
 
 DiskPager::~DiskPager() {
   std::lock_guard lock(mutex_);
@@ -55,7 +67,7 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   int64_t numel = 1;
   for (const int64_t size : sizes) numel *= size;
   Entry entry;
-  entry.bytes = DiskFile::whole_blocks(std::max<int64_t>(numel * static_cast<int64_t>(c10::elementSize(dtype)), 1));
+  entry.bytes = File::whole_blocks(std::max<int64_t>(numel * static_cast<int64_t>(c10::elementSize(dtype)), 1));
   if (with_alignment(entry.bytes) > options_.buffer_bytes)
     throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
                              " bytes in memory when it is used, and the buffers of the disk tier hold " +

@@ -15,12 +15,15 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/async/task_queue.h"
 #include "tessera/memory/counted_buffers.h"
-#include "tessera/offload/task_queue.h"
-#include "tessera/paging/disk_file.h"
 #include "tessera/paging/residency.h"
+#include "tessera/storage/file.h"
 
 namespace tessera {
+
+// A file for pages, without a name in `directory`. Its failures are std::runtime_error that names the directory.
+File offload_file(const std::string& directory);
 
 struct DiskPagerOptions {
   std::string directory;                      // an existing folder, on a local SSD
@@ -121,7 +124,7 @@ class DiskPager : public Pager {
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
-  DiskFile file_;
+  File file_;
   CountedBuffers buffers_;
   std::vector<Entry> entries_;
   std::list<int> recent_;                               // resident, the latest last

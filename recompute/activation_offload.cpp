@@ -24,10 +24,10 @@ struct ActivationOffload::Kept {
   std::weak_ptr<Kept> before;
 };
 
-class ActivationOffload::Receipt : public SavedInputs::Ticket {
+class ActivationOffload::OffloadedInput : public SavedInput {
  public:
-  Receipt(ActivationOffload& owner, std::shared_ptr<Kept> kept) : owner_(owner), kept_(std::move(kept)) {}
-  ~Receipt() override { owner_.forget(*kept_); }
+  OffloadedInput(ActivationOffload& owner, std::shared_ptr<Kept> kept) : owner_(owner), kept_(std::move(kept)) {}
+  ~OffloadedInput() override { owner_.forget(*kept_); }
   at::Tensor fetch() override { return owner_.fetch(*kept_); }
 
  private:
@@ -38,11 +38,11 @@ class ActivationOffload::Receipt : public SavedInputs::Ticket {
 ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
     : options_(std::move(options)),
       pool_({device, options_.pin_memory, options_.host_limit_bytes}),
-      copies_(CopyEngine::make(device, options_.simulated_link)) {}
+      copies_(CopyEngine::make(device)) {}
 
 ActivationOffload::~ActivationOffload() = default;
 
-std::unique_ptr<SavedInputs::Ticket> ActivationOffload::keep(const at::Tensor& tensor) {
+std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
       tensor.numel() == 0)
     return nullptr;
@@ -65,7 +65,7 @@ std::unique_ptr<SavedInputs::Ticket> ActivationOffload::keep(const at::Tensor& t
     oldest.copy.wait_on_host();
     oldest.device.reset();
   }
-  return std::make_unique<Receipt>(*this, std::move(kept));
+  return std::make_unique<OffloadedInput>(*this, std::move(kept));
 }
 
 void ActivationOffload::start_fetch(Kept& kept) {

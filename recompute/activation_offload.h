@@ -17,7 +17,6 @@ struct ActivationOffloadOptions {
   bool pin_memory = true;
   int64_t host_limit_bytes = 0;          // 0: no bound
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
-  SimulatedLink simulated_link;          // on CPUs
 };
 
 // Keeps the inputs of checkpointed() blocks in host memory between forward and backward, so that a
@@ -40,7 +39,7 @@ class ActivationOffload : public SavedInputs {
   ~ActivationOffload() override;
 
   // Throws std::runtime_error beyond host_limit_bytes.
-  std::unique_ptr<Ticket> keep(const at::Tensor& tensor) override;
+  std::unique_ptr<SavedInput> keep(const at::Tensor& tensor) override;
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
   int64_t peak_host_bytes() const { return pool_.peak_lent_bytes(); }
@@ -48,7 +47,7 @@ class ActivationOffload : public SavedInputs {
 
  private:
   struct Kept;
-  class Receipt;
+  class OffloadedInput;
   at::Tensor fetch(Kept& kept);
   void start_fetch(Kept& kept);
   void forget(Kept& kept);

@@ -8,6 +8,7 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/custom_class.h>
 
 #include <algorithm>
@@ -33,9 +34,9 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
 }
 
 // What a computation depends on beside its inputs: where the default generators are, and autocast.
-class Ambience {
+class ExecutionState {
  public:
-  explicit Ambience(const std::vector<at::Device>& devices) {
+  explicit ExecutionState(const std::vector<at::Device>& devices) {
     for (const at::Device& device : devices) {
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
@@ -77,27 +78,53 @@ class Ambience {
   bool cast_cache_ = true;
 };
 
+// A tensor's version when the function was called. Holds the counter, not the tensor.
+class Version {
+ public:
+  explicit Version(const at::Tensor& tensor) : counter_(torch::autograd::impl::version_counter(tensor)), then_(now()) {}
+  int64_t then() const { return then_; }
+  // Tensors that were made under InferenceMode count nothing.
+  int64_t now() const { return counter_.enabled() ? counter_.current_version() : 0; }
+
+ private:
+  c10::VariableVersion counter_;
+  int64_t then_;
+};
+
 struct Part : torch::CustomClassHolder {
   std::function<Tensors(const Tensors&)> compute;
   std::vector<at::Device> devices;
-  std::optional<Ambience> ambience;  // as it was the first time
+  std::optional<ExecutionState> first_state;  // as it was the first time
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
-  std::vector<std::unique_ptr<SavedInputs::Ticket>> kept;  // by input; null: autograd has it
-  std::vector<bool> requires_grad;                         // by input, where any is kept
+  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: autograd has it
+  std::vector<bool> requires_grad;                // by input, where any is kept
+  std::vector<Version> versions;                  // by tensor of the caller's: the anchor is none
 
   // The same once more, recorded by autograd.
   Tensors compute_again(const Tensors& inputs) {
-    Ambience present(devices);
+    ExecutionState present(devices);
     struct Back {
-      Ambience& to;
+      ExecutionState& to;
       bool with_generators;
       ~Back() { to.restore(with_generators); }
-    } back{present, ambience->draws()};
-    ambience->restore();
+    } back{present, first_state->draws()};
+    first_state->restore();
     at::AutoGradMode recording(true);
     Tensors again = compute(inputs);
     check(again);
     return again;
+  }
+
+  // Autograd would notice for those that it has, without saying which; a copy elsewhere may have begun before the
+  // change and ended after it.
+  void check_versions() const {
+    for (size_t i = 0; i < versions.size(); ++i)
+      if (versions[i].now() != versions[i].then())
+        throw std::invalid_argument("tensor " + std::to_string(i) +
+                                    " of a checkpointed function's inputs, which backward needs, has been modified by "
+                                    "an inplace operation: it is at version " +
+                                    std::to_string(versions[i].now()) + "; expected version " +
+                                    std::to_string(versions[i].then()) + " instead");
   }
 
   void check(const Tensors& again) const {
@@ -116,8 +143,6 @@ struct Part : torch::CustomClassHolder {
   }
 };
 
-int64_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
-
 struct Checkpoint : torch::autograd::Function<Checkpoint> {
   // inputs[0] is an anchor that requires a gradient: autograd then calls backward even if of the
   // others none does, since parameters that the function uses may.
@@ -125,13 +150,12 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     context->saved_data["part"] = c10::IValue::make_capsule(part);
     save(context, *part, inputs);
     const Tensors given(inputs.begin() + 1, inputs.end());
-    std::vector<int64_t> versions;
-    for (const at::Tensor& tensor : given) versions.push_back(version_of(tensor));
+    for (const at::Tensor& tensor : given) part->versions.emplace_back(tensor);
     RecomputesLater later;
     Tensors outputs = part->compute(given);
-    part->ambience->forget_unused_generators();
+    part->first_state->forget_unused_generators();
     for (size_t i = 0; i < given.size(); ++i)
-      if (version_of(given[i]) != versions[i])
+      if (part->versions[i].now() != part->versions[i].then())
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
                                     " of its inputs in place, so that it cannot be called again: clone it first");
     for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
@@ -159,6 +183,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
           "backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated "
           "again");
     const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
+    part->check_versions();
     Tensors inputs;
     const Tensors saved = context->get_saved_variables();
     for (size_t i = 1; i < saved.size(); ++i) {
@@ -189,7 +214,7 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   auto part = c10::make_intrusive<Part>();
   part->compute = std::move(compute);
   part->devices = devices_of(inputs);
-  part->ambience.emplace(part->devices);
+  part->first_state.emplace(part->devices);
   inputs.insert(inputs.begin(), at::empty({0}).set_requires_grad(true));
   return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
 }

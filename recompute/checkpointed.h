@@ -45,7 +45,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
-// Gradients reach the tensors among the inputs (in vectors, tuples, optionals too) and the
+// Gradients reach the tensors among the inputs (in all that flat/visit_tensors.h knows or is taught) and the
 // parameters that the function uses; tensors that a lambda captures and that are no leaves are
 // not reached: pass them as inputs. Results that are no tensors are those of the first time. The
 // function and the other inputs are copied, and must do the same when called again: random numbers
@@ -53,10 +53,10 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 // While a SavedInputs::Use lives (ActivationOffload), the tensors among the inputs are kept in host memory.
 // Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
-// Throws std::invalid_argument if the function changes one of its inputs in place;
-// std::logic_error, in backward, if the second time gives other outputs (number, shape, dtype), and
-// for create_graph. Exceptions of the function pass through. Backward must run on one thread at a
-// time, as libtorch's does for one graph on CPUs.
+// Throws std::invalid_argument if the function changes one of its inputs in place, and in backward if
+// somebody else has changed one since, wherever it was kept; std::logic_error, in backward, if the second time gives
+// other outputs (number, shape, dtype), and for create_graph. Exceptions of the function pass through. Backward must
+// run on one thread at a time, as libtorch's does for one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);

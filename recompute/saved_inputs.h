@@ -6,19 +6,21 @@
 
 namespace tessera {
 
+// One tensor that is kept.
+class SavedInput {
+ public:
+  virtual ~SavedInput() = default;
+  // The same values, sizes and strides on the tensor's device, every time it is called.
+  virtual at::Tensor fetch() = 0;
+};
+
 // Where checkpointed() keeps the inputs that backward will need, if not with autograd.
 class SavedInputs {
  public:
-  // One tensor that is kept.
-  class Ticket {
-   public:
-    virtual ~Ticket() = default;
-    // The same values, sizes and strides on the tensor's device, every time it is called.
-    virtual at::Tensor fetch() = 0;
-  };
   virtual ~SavedInputs() = default;
-  // Null: the tensor is better left where it is. Its values may not change before backward.
-  virtual std::unique_ptr<Ticket> keep(const at::Tensor& tensor) = 0;
+  // Null: the tensor is better left where it is. Its values may not change before backward, which checkpointed()
+  // checks.
+  virtual std::unique_ptr<SavedInput> keep(const at::Tensor& tensor) = 0;
 
   // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
   class Use {

@@ -14,7 +14,7 @@
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/scope.h"
 #include "tessera/flat/unit_plan.h"
-#include "tessera/sdp/output_tensors.h"
+#include "tessera/flat/visit_tensors.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -69,9 +69,7 @@ class ReplicatedModule : public ModelShards {
   auto run_forward(const Holder& module, Args&&... args) {
     begin_forward();
     auto output = module->forward(std::forward<Args>(args)...);
-    std::vector<at::Tensor> tensors;
-    collect_tensors(output, tensors);
-    end_forward(tensors);
+    end_forward(tensors_of(output));
     return output;
   }
 

@@ -5,8 +5,8 @@
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/commit.h"
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/file.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
@@ -82,7 +82,7 @@ TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {
         std::string("\x03\0\0\0\0\0\0\0{}", 10)}) {
     const auto path = folder / std::to_string(count++);
     std::ofstream(path, std::ios::binary) << bytes;
-    EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(File::open(path)); }), "");
+    EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(open_file(path)); }), "");
   }
 }
 

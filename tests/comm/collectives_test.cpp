@@ -263,6 +263,47 @@ TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
   });
 }
 
+// A sum of bools is no bool and complex numbers have no order: refused at the call, alone too, before anything is sent.
+TEST(CollectivesErrors, ReductionsRefuseWhatCannotBeReducedAndCopiesDoNot) {
+  const std::string unit = "unit 'blocks.3'";
+  for (const int world : {1, 2})
+    over_each_transport(world, [&](std::shared_ptr<Communicator> comm) {
+      for (const at::ScalarType dtype : {at::kBool, at::kComplexFloat, at::kComplexDouble, at::kFloat8_e4m3fn}) {
+        at::Tensor two = torch::zeros({2}, dtype), all = torch::zeros({2 * world}, dtype);
+        const std::string on =
+            " of " + unit + " on rank " + std::to_string(comm->rank()) + ": the tensor is " + c10::toString(dtype);
+        for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+          EXPECT_EQ(error_of<std::invalid_argument>([&] {
+                      auto call = comm->all_reduce(two, op, unit);
+                    }).find("all-reduce" + on),
+                    0U);
+          EXPECT_EQ(
+              error_of<std::invalid_argument>([&] { auto call = comm->reduce(two, 0, op, unit); }).find("reduce" + on),
+              0U);
+          EXPECT_EQ(error_of<std::invalid_argument>([&] {
+                      auto call = comm->reduce_scatter(two, all, op, {}, unit);
+                    }).find("reduce-scatter" + on),
+                    0U);
+        }
+        at::Tensor own = (torch::arange(2) + comm->rank()).to(dtype);
+        comm->all_gather(all, own).wait();
+        EXPECT_TRUE(torch::equal(all.narrow(0, 0, 2).to(at::kComplexDouble),
+                                 torch::arange(2).to(dtype).to(at::kComplexDouble)));
+        comm->broadcast(own, world - 1).wait();
+        comm->scatter(two, all).wait();
+        EXPECT_TRUE(
+            torch::equal(two.to(at::kComplexDouble), all.narrow(0, 2 * comm->rank(), 2).to(at::kComplexDouble)));
+      }
+      EXPECT_NE(error_of<std::invalid_argument>([&] {
+                  auto call = comm->all_reduce(torch::zeros({2}, at::kLong), ReduceOp::kAverage, unit);
+                }).find("the tensor is Long, expected Half, BFloat16, Float or Double for an average"),
+                std::string::npos);
+      at::Tensor sum = torch::ones({2});
+      comm->all_reduce(sum).wait();
+      EXPECT_EQ(sum[0].item<int>(), world);
+    });
+}
+
 TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
   for (const InitOptions& options : transports()) {
     const auto began = std::chrono::steady_clock::now();

@@ -1,10 +1,55 @@
 // Activation checkpointing, alone and under FSDP, against the same computation without it.
 #include <ATen/autocast_mode.h>
 
+#include <deque>
+#include <filesystem>
+#include <set>
+#include <unordered_map>
+
 #include "tests/support/reference.h"
+
+// A program's own types, one that it teaches and one that it does not.
+namespace program {
+
+struct State {
+  at::Tensor hidden;
+  std::optional<at::Tensor> memory;
+};
+template <class Visit>
+void tessera_visit_tensors(State& state, Visit&& visit) {
+  visit(state.hidden, state.memory);
+}
+struct Prediction {
+  at::Tensor logits;
+  std::unordered_map<std::string, State> states;
+  int steps = 0;
+};
+template <class Visit>
+void tessera_visit_tensors(Prediction& prediction, Visit&& visit) {
+  visit(prediction.logits);
+  visit(prediction.states);
+}
+struct Opaque {
+  at::Tensor hidden;
+};
+
+}  // namespace program
 
 namespace tessera {
 namespace {
+
+using at::Tensor;
+static_assert(kHoldsTensors<Tensor> && kHoldsTensors<const Tensor&> &&
+              kHoldsTensors<std::deque<std::optional<Tensor>>>);
+static_assert(kHoldsTensors<std::array<Tensor, 3>> && kHoldsTensors<std::pair<int, std::map<int, Tensor>>>);
+static_assert(kHoldsTensors<torch::OrderedDict<std::string, std::vector<Tensor>>>);
+static_assert(kHoldsTensors<std::tuple<int, std::vector<program::Prediction>>> && kKnowsTensorsOf<program::State>);
+static_assert(!kHoldsTensors<program::Opaque> && !kKnowsTensorsOf<program::Opaque> && !kKnowsTensorsOf<Tensor*>);
+static_assert(kHoldsTensors<std::tuple<Tensor, program::Opaque>> &&
+              !kKnowsTensorsOf<std::tuple<Tensor, program::Opaque>>);
+static_assert(kKnowsTensorsOf<std::tuple<Tensor, int, std::string, std::vector<bool>, std::map<std::string, double>>>);
+static_assert(kKnowsTensorsOf<std::filesystem::path> && kKnowsTensorsOf<at::ScalarType> && !kHoldsTensors<std::string>);
+static_assert(kKnowsTensorsOf<at::TensorList> && !kHoldsTensors<at::TensorList>);  // nobody can exchange its tensors
 
 using namespace testing_support;
 
@@ -218,6 +263,35 @@ TEST(Checkpointed, NestsAndListsAndUnusedOutputs) {
   for (const auto& parameter : list->parameters()) EXPECT_TRUE(parameter.grad().defined());
   list->push_back(torch::nn::ReLU());
   EXPECT_THROW(checkpointed_chain<BlockImpl>(list, torch::ones({2, kWidth})), std::invalid_argument);
+}
+
+TEST(Checkpointed, LooksIntoTypesThatTheProgramTeaches) {
+  auto compute = [](program::Prediction in) {
+    program::Prediction out{.steps = in.steps + 1};
+    out.logits = torch::tanh(in.logits * *in.states.at("a").memory);
+    out.states["b"].hidden = in.states.at("a").hidden.exp();
+    return out;
+  };
+  auto loss_of = [](const program::Prediction& out) {
+    EXPECT_EQ(out.steps, 6);
+    EXPECT_FALSE(out.states.at("b").memory.has_value());
+    return (out.logits * out.states.at("b").hidden).sum();
+  };
+  std::vector<std::vector<Tensor>> gradients;
+  for (const bool is_checkpointed : {false, true}) {
+    std::vector<Tensor> leaves;
+    for (const float value : {0.5f, 1.5f, 2.5f}) leaves.push_back(torch::full({3}, value).requires_grad_());
+    program::Prediction in{leaves[0] * 1, {}, 5};
+    in.states["a"] = {leaves[1] * 1, leaves[2] * 1};
+    const auto out = is_checkpointed ? checkpointed(compute, in) : compute(in);
+    loss_of(out).backward();
+    auto& own = gradients.emplace_back();
+    for (const auto& leaf : leaves) own.push_back(leaf.grad());
+  }
+  for (size_t i = 0; i < 3; ++i) {
+    ASSERT_TRUE(gradients[1][i].defined()) << i;
+    EXPECT_TRUE(torch::equal(gradients[0][i], gradients[1][i])) << i;
+  }
 }
 
 TEST(Checkpointed, MistakesAreNamed) {

@@ -2,6 +2,20 @@
 // model in 16 bit, gradients summed in the reduce dtype. Bit for bit.
 #include "tests/support/reference.h"
 
+// A program's own type, and what it teaches of it.
+namespace program {
+
+struct Batch {
+  at::Tensor image;
+  std::vector<at::Tensor> tokens;
+};
+template <class Visit>
+void tessera_visit_tensors(Batch& batch, Visit&& visit) {
+  visit(batch.image, batch.tokens);
+}
+
+}  // namespace program
+
 namespace tessera {
 namespace {
 
@@ -234,6 +248,31 @@ TEST(MixedPrecision, InputsOfManyTypesAreCastOnlyIfAsked) {
       EXPECT_EQ(y.scalar_type(), at::kDouble);
       EXPECT_EQ(xs[0].scalar_type(), at::kFloat);
     }
+  });
+}
+
+struct TaughtImpl : torch::nn::Module {
+  TaughtImpl() { register_module("linear", linear); }
+  program::Batch forward(const program::Batch& batch) {
+    EXPECT_EQ(batch.image.scalar_type(), at::kBFloat16);
+    EXPECT_EQ(batch.tokens[0].scalar_type(), at::kLong);
+    return {linear(batch.image), {batch.tokens[0] + 1}};
+  }
+  torch::nn::Linear linear{8, 8};
+};
+TORCH_MODULE(Taught);
+
+TEST(MixedPrecision, CastsWhatTheProgramTeaches) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(Taught(), comm,
+                                  {.mixed_precision = {.param_dtype = at::kBFloat16, .output_dtype = at::kDouble}});
+    const program::Batch batch{torch::ones({1, 8}), {torch::arange(3)}};
+    const program::Batch out = fsdp(batch);
+    EXPECT_EQ(out.image.scalar_type(), at::kDouble);
+    EXPECT_EQ(out.tokens[0].scalar_type(), at::kLong);
+    EXPECT_EQ(batch.image.scalar_type(), at::kFloat);
+    out.image.sum().backward();
+    EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
   });
 }
 

@@ -88,6 +88,43 @@ TEST(ActivationOffload, KeepsStridesSmallTensorsAndRetainedGraphs) {
   }
 }
 
+// As autograd does for what it has saved itself; the error says which of the inputs it was.
+TEST(ActivationOffload, AnInputThatIsChangedLaterIsNamedInBackward) {
+  ActivationOffload activations(at::kCPU, {.min_bytes = 0});
+  for (const bool is_offloaded : {false, true})
+    for (const int changed : {0, 1, 2}) {  // requires a gradient, requires none, a leaf
+      SCOPED_TRACE(std::to_string(changed) + (is_offloaded ? " offloaded" : ""));
+      at::Tensor leaf = torch::ones({4}).requires_grad_();
+      std::vector<at::Tensor> inputs{torch::ones({4}).requires_grad_() * 2, torch::full({4}, 3.0f), leaf};
+      std::optional<ActivationOffload::Use> use;
+      if (is_offloaded) use.emplace(activations);
+      at::Tensor loss = checkpointed([](std::vector<at::Tensor> in) { return in[0] * in[1] * in[2]; }, inputs).sum();
+      use.reset();
+      {
+        at::NoGradGuard no_grad;
+        inputs[changed].add_(1);
+      }
+      expect_contains(error_of<std::invalid_argument>([&] { loss.backward(); }),
+                      "tensor " + std::to_string(changed) +
+                          " of a checkpointed function's inputs, which backward needs, has been modified by an inplace "
+                          "operation: it is at version 1; expected version 0 instead");
+    }
+}
+
+// Under InferenceMode tensors have no versions; they may be inputs all the same.
+TEST(ActivationOffload, KeepsTensorsWithoutVersions) {
+  ActivationOffload activations(at::kCPU, {.min_bytes = 0});
+  at::Tensor fixed, weight = torch::ones({4}).requires_grad_();
+  {
+    c10::InferenceMode inference;
+    fixed = torch::full({4}, 3.0f);
+  }
+  ActivationOffload::Use use(activations);
+  checkpointed([&](const at::Tensor& a, const at::Tensor& b) { return (a.clone() * b).sum(); }, fixed, weight)
+      .backward();
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::full({4}, 3.0f)));
+}
+
 TEST(ActivationOffload, UnderFsdpAndWithALimit) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto plain = blocks(4), own = blocks(4);

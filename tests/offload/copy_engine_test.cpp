@@ -1,5 +1,6 @@
 // The copy engine where the CPU stands in for an accelerator: order, both directions at once, errors.
 #include "tessera/offload/copy_engine.h"
+#include "tessera/offload/simulated_link.h"
 
 #include <chrono>
 #include <future>
@@ -22,8 +23,13 @@ class Signal {
   std::shared_future<void> future_ = promise_.get_future().share();
 };
 
+std::unique_ptr<CopyEngine> engine_with(SimulatedLink link) {
+  const SimulatedLinkScope scope(std::move(link));
+  return CopyEngine::make(at::kCPU);
+}
+
 TEST(CopyEngine, MovesAndCountsBytes) {
-  const auto engine = CopyEngine::make(at::kCPU);
+  const auto engine = engine_with({});
   const at::Tensor host = torch::randn({1000}), device = torch::zeros({1000}), back = torch::zeros({1000});
   engine->to_device(device, host).wait();
   EXPECT_TRUE(torch::equal(device, host));
@@ -41,8 +47,7 @@ TEST(CopyEngine, MovesAndCountsBytes) {
 
 TEST(CopyEngine, GoesOnBesideTheCaller) {
   Signal computed;
-  const auto engine =
-      CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t) { EXPECT_TRUE(computed.wait()); }});
+  const auto engine = engine_with({.before_copy = [&](CopyDirection, int64_t) { EXPECT_TRUE(computed.wait()); }});
   const at::Tensor host = torch::ones({10}), device = torch::zeros({10});
   Copy copy = engine->to_device(device, host);
   computed.give();  // reached, although the copy cannot be over
@@ -52,11 +57,11 @@ TEST(CopyEngine, GoesOnBesideTheCaller) {
 
 TEST(CopyEngine, OneDirectionDoesNotWaitForTheOther) {
   Signal went_in;
-  const auto engine = CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection direction, int64_t) {
-                                         if (direction == CopyDirection::kToHost) {
-                                           EXPECT_TRUE(went_in.wait());
-                                         }
-                                       }});
+  const auto engine = engine_with({.before_copy = [&](CopyDirection direction, int64_t) {
+    if (direction == CopyDirection::kToHost) {
+      EXPECT_TRUE(went_in.wait());
+    }
+  }});
   const at::Tensor out = torch::zeros({5}), in = torch::zeros({5});
   Copy held = engine->to_host(out, torch::ones({5}));
   engine->to_device(in, torch::full({5}, 2.0)).wait();
@@ -68,8 +73,7 @@ TEST(CopyEngine, OneDirectionDoesNotWaitForTheOther) {
 
 TEST(CopyEngine, KeepsTheOrderOfOneDirection) {
   std::vector<int64_t> order;
-  const auto engine =
-      CopyEngine::make(at::kCPU, {.before_copy = [&](CopyDirection, int64_t bytes) { order.push_back(bytes); }});
+  const auto engine = engine_with({.before_copy = [&](CopyDirection, int64_t bytes) { order.push_back(bytes); }});
   std::vector<Copy> copies;
   for (int64_t numel = 1; numel < 20; ++numel)
     copies.push_back(engine->to_device(torch::zeros({numel}), torch::ones({numel})));
@@ -81,16 +85,16 @@ TEST(CopyEngine, KeepsTheOrderOfOneDirection) {
 TEST(CopyEngine, KeepsTensorsAliveAndFinishesWhenDestroyed) {
   at::Tensor device = torch::zeros({4});
   {
-    const auto engine = CopyEngine::make(at::kCPU, {.bytes_per_s = 1000});
+    const auto engine = engine_with({.bytes_per_s = 1000});
     const Copy forgotten = engine->to_device(device, torch::ones({4}));
   }
   EXPECT_EQ(device.sum().item<float>(), 4);
 }
 
 TEST(CopyEngine, AFailureReachesWhoeverWaits) {
-  const auto engine = CopyEngine::make(at::kCPU, {.before_copy = [](CopyDirection, int64_t bytes) {
-                                         if (bytes == 8) throw std::runtime_error("the link is down");
-                                       }});
+  const auto engine = engine_with({.before_copy = [](CopyDirection, int64_t bytes) {
+    if (bytes == 8) throw std::runtime_error("the link is down");
+  }});
   Copy bad = engine->to_device(torch::zeros({2}), torch::ones({2}));
   Copy good = engine->to_device(torch::zeros({3}), torch::ones({3}));
   EXPECT_EQ(error_of<std::runtime_error>([&] { bad.wait(); }), "the link is down");
@@ -100,7 +104,7 @@ TEST(CopyEngine, AFailureReachesWhoeverWaits) {
 }
 
 TEST(CopyEngine, RefusesWhatItCannotCopy) {
-  const auto engine = CopyEngine::make(at::kCPU);
+  const auto engine = engine_with({});
   auto refused = [&](const at::Tensor& to, const at::Tensor& from) {
     return error_of<std::invalid_argument>([&] { engine->to_device(to, from).wait(); });
   };
@@ -108,6 +112,23 @@ TEST(CopyEngine, RefusesWhatItCannotCopy) {
   expect_contains(refused(torch::zeros({2}), torch::zeros({2}, at::kDouble)),
                   "expected contiguous tensors of one dtype");
   expect_contains(refused(torch::zeros({2, 2}).t(), torch::zeros({2, 2})), "contiguous");
+}
+
+TEST(CopyEngine, OnlyWhatIsMadeInASimulatedLinksScopeOnItsThreadHasIt) {
+  std::atomic<int> outer = 0, inner = 0;
+  const at::Tensor from = torch::ones({4}), to = torch::zeros({4});
+  auto copy_once = [&](CopyEngine& engine) { engine.to_host(to, from).wait_on_host(); };
+  SimulatedLinkScope first({.before_copy = [&](CopyDirection, int64_t) { ++outer; }});
+  std::unique_ptr<CopyEngine> engine;
+  {
+    SimulatedLinkScope second({.before_copy = [&](CopyDirection, int64_t) { ++inner; }});
+    engine = CopyEngine::make(at::kCPU);
+  }
+  copy_once(*engine);
+  copy_once(*CopyEngine::make(at::kCPU));
+  std::thread([&] { copy_once(*CopyEngine::make(at::kCPU)); }).join();
+  EXPECT_EQ(inner, 1);
+  EXPECT_EQ(outer, 1);
 }
 
 }  // namespace

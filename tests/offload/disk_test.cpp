@@ -32,9 +32,9 @@ class Folder {
   const TemporaryFolder folder_;
 };
 
-TEST(DiskFile, GivesBackWhatWasWritten) {
+TEST(File, GivesBackWhatWasWritten) {
   const Folder folder;
-  DiskFile file(folder.path());
+  File file = offload_file(folder.path());
   EXPECT_TRUE(fs::is_empty(folder.path()));  // it has no name
   EXPECT_EQ(file.extend(2 * 4096), 0);
   EXPECT_EQ(file.extend(4096), 2 * 4096);
@@ -48,26 +48,55 @@ TEST(DiskFile, GivesBackWhatWasWritten) {
   EXPECT_NE(error_of<std::runtime_error>([&] { file.read(in, 4096, 1 << 20); }), "");
 }
 
-TEST(DiskFile, AMissingFolderAndAFullDiskAreNamed) {
-  expect_contains(error_of<std::runtime_error>([] { DiskFile file("/no/such/folder"); }),
+TEST(File, AMissingFolderAndAFullDiskAreNamed) {
+  expect_contains(error_of<std::runtime_error>([] { offload_file("/no/such/folder"); }),
                   "'/no/such/folder': cannot make a file");
   const Folder folder;
-  DiskFile file(folder.path());
+  File file = offload_file(folder.path());
   struct statvfs room {};
   ASSERT_EQ(::statvfs(folder.path().c_str(), &room), 0);
   const auto beyond = static_cast<int64_t>(room.f_blocks * room.f_frsize) + (int64_t{1} << 30);
-  const std::string error = error_of<std::runtime_error>([&] { file.extend(DiskFile::whole_blocks(beyond)); });
+  const std::string error = error_of<std::runtime_error>([&] { file.extend(File::whole_blocks(beyond)); });
   expect_contains(error, "has no room");
   expect_contains(error, "free");
   EXPECT_EQ(file.bytes(), 0);
   EXPECT_EQ(file.extend(4096), 0);
 }
 
-TEST(DiskFile, AKilledProcessLeavesNothing) {
+TEST(File, TellsFailuresAsItsUserDoes) {
+  const Folder folder;
+  const auto path = fs::path(folder.path()) / "file";
+  const ThrowFailure fail = [](const FileFailure& failure) {
+    throw std::domain_error(failure.path.string() + "|" + std::to_string(static_cast<int>(failure.action)) + "|" +
+                            failure.problem + "|" + failure.reason());
+  };
+  auto told = [&](FileAction action) { return path.string() + "|" + std::to_string(static_cast<int>(action)) + "|"; };
+  EXPECT_EQ(error_of<std::domain_error>([&] { File::open(path, fail); }),
+            told(FileAction::kOpen) + "|No such file or directory");
+  {
+    const File file = File::create(path, fail);
+    EXPECT_FALSE(file.is_direct());
+    file.write("abc", 3, 2);
+    EXPECT_EQ(file.bytes(), 5);
+    char in[3];
+    expect_contains(error_of<std::domain_error>([&] { file.read(in, 3, 4); }),
+                    told(FileAction::kRead) + "ends at byte 5, 2 bytes early");
+  }
+  EXPECT_EQ(error_of<std::domain_error>([&] { File::create(path, fail); }), told(FileAction::kCreate) + "|File exists");
+  expect_contains(error_of<std::domain_error>([&] { File::open(path, fail).write("x", 1, 0); }),
+                  told(FileAction::kWrite));
+  fs::create_symlink(path, path.string() + "-link");
+  expect_contains(error_of<std::domain_error>([&] { File::open_to_write(path.string() + "-link", fail); }),
+                  "is a symbolic link");
+  fs::remove(path.string() + "-link");
+  fs::remove(path);
+}
+
+TEST(File, AKilledProcessLeavesNothing) {
   const Folder folder;
   const pid_t child = ::fork();
   if (child == 0) {
-    DiskFile file(folder.path());
+    File file = offload_file(folder.path());
     file.extend(1 << 20);
     ::kill(::getpid(), SIGKILL);
   }

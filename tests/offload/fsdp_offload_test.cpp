@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <set>
 
+#include "tessera/offload/simulated_link.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -358,9 +359,10 @@ TEST(Offload, ShardsComeWhileTheUnitsBeforeThemCompute) {
       }
       events.note("copy " + std::to_string(layer));
     };
+    const SimulatedLinkScope link({.before_copy = hold});
     FullyShardedDataParallel fsdp(Labelled(events), comm,
                                   {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-                                   .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}},
+                                   .offload = {.params = true, .grads = true},
                                    .prefetch = 0,
                                    .keep_recent = 1});
     fsdp(torch::ones({2, 8})).sum().backward();  // in which the order is learnt
@@ -382,10 +384,10 @@ TEST(Offload, GradientsLeaveWhileBackwardGoesOn) {
         EXPECT_TRUE(events.wait("backward " + std::to_string(layer - 2))) << layer;
       }
     };
+    const SimulatedLinkScope link({.before_copy = hold});
     FullyShardedDataParallel fsdp(
         Labelled(events), comm,
-        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-         .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = hold}}});
+        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     fsdp(torch::ones({2, 8})).sum().backward();
     for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
   });
@@ -397,10 +399,10 @@ TEST(Offload, AFailedCopyIsAnErrorAndTheNextStepIsClean) {
     auto fail = [&](CopyDirection direction, int64_t) {
       if (failing == static_cast<int>(direction)) throw std::runtime_error("the link is down");
     };
+    const SimulatedLinkScope link({.before_copy = fail});
     FullyShardedDataParallel fsdp(
         chain(3, kWidth), comm,
-        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
-         .offload = {.params = true, .grads = true, .simulated_link = {.before_copy = fail}}});
+        {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     const auto x = torch::ones({2, kWidth});
     fsdp(x).sum().backward();
     std::vector<at::Tensor> expected;
@@ -421,13 +423,12 @@ TEST(Offload, AFailedCopyIsAnErrorAndTheNextStepIsClean) {
 
 TEST(Offload, SlowLinksChangeNothing) {
   on_ranks(3, [](std::shared_ptr<Communicator> comm) {
-    FsdpOptions slow;
-    slow.offload = {.params = true, .grads = true, .simulated_link = {.bytes_per_s = 1e6}};
-    FsdpOptions fast;
-    fast.offload = {.params = true, .grads = true};
+    FsdpOptions options;
+    options.offload = {.params = true, .grads = true};
     const auto adam = torch::optim::AdamOptions(1e-2);
-    const auto expected = train<torch::optim::Adam>(comm, fast, adam),
-               own = train<torch::optim::Adam>(comm, slow, adam);
+    const auto expected = train<torch::optim::Adam>(comm, options, adam);
+    const SimulatedLinkScope slow({.bytes_per_s = 1e6});
+    const auto own = train<torch::optim::Adam>(comm, options, adam);
     for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
   });
 }

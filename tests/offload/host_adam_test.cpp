@@ -111,7 +111,7 @@ TEST(HostAdam, StepsSomeParametersNowAndOthersLater) {
 }
 
 // All bit patterns of fp32 that matter to rounding: the neighbourhood of every 16-bit value.
-TEST(HostAdam, RoundsTheNarrowCopyAsTorchDoes) {
+TEST(HostAdam, RoundsTheLowPrecisionCopyAsTorchDoes) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     std::vector<at::Tensor> pieces;
     const at::Tensor all = torch::arange(0, 65536, at::kInt).to(at::kShort).view(dtype).to(at::kFloat);
@@ -119,21 +119,21 @@ TEST(HostAdam, RoundsTheNarrowCopyAsTorchDoes) {
       pieces.push_back((all.view(at::kInt) + offset).view(at::kFloat));
     at::Tensor values = torch::cat(pieces);
     const at::Tensor expected = values.to(dtype);
-    at::Tensor narrow = torch::zeros_like(expected), state = torch::zeros({3, values.numel()});
+    at::Tensor rounded = torch::zeros_like(expected), state = torch::zeros({3, values.numel()});
     AdamFactors still;  // a step of length 0: beta and decay leave the parameter as it is
     still.decay = 1;
     still.eps = 1;
     AdamSpan span{values.mutable_data_ptr<float>(), state[0].const_data_ptr<float>(),
                   state[1].mutable_data_ptr<float>(), state[2].mutable_data_ptr<float>()};
-    span.narrow = static_cast<uint16_t*>(narrow.mutable_data_ptr());
-    span.narrow_kind = dtype == at::kHalf ? NarrowKind::kHalf : NarrowKind::kBFloat16;
+    span.low_precision = static_cast<uint16_t*>(rounded.mutable_data_ptr());
+    span.low_precision_dtype = dtype == at::kHalf ? LowPrecision::kHalf : LowPrecision::kBFloat16;
     for (const int64_t begin : {int64_t{0}, int64_t{3}}) {  // vectors, and what they leave over
       span.numel = values.numel();
       adam_step(span.part(begin, values.numel()), still);
       const auto rest = at::indexing::Slice(begin);
       const at::Tensor is_nan = expected.isnan();
-      EXPECT_TRUE(torch::equal(narrow.isnan().index({rest}), is_nan.index({rest})));
-      const at::Tensor same = (narrow.view(at::kShort) == expected.view(at::kShort)).logical_or(is_nan);
+      EXPECT_TRUE(torch::equal(rounded.isnan().index({rest}), is_nan.index({rest})));
+      const at::Tensor same = (rounded.view(at::kShort) == expected.view(at::kShort)).logical_or(is_nan);
       EXPECT_TRUE(same.index({rest}).all().item<bool>())
           << dtype << " " << values.index({same.logical_not()}).slice(0, 0, 5);
     }

@@ -81,15 +81,27 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   });
 }
 
+// The options have what is honoured, and nothing to refuse.
+template <class Offload>
+concept HasADisk = requires(Offload offload) { offload.directory; };
+static_assert(HasADisk<decltype(FsdpOptions::offload)> && !HasADisk<decltype(OssOptions::offload)>);
+
 TEST(OssOffload, MistakesAreNamed) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
-    auto make = [&](CpuOffload offload) {
-      OSS<torch::optim::Adam>(torch::nn::Linear(2, 2)->parameters(), torch::optim::AdamOptions(1e-2), comm,
-                              {.offload = std::move(offload)});
+    torch::nn::Linear linear(2, 2);
+    auto make = [&](OssOffload offload) {
+      return OSS<torch::optim::Adam>(linear->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = offload});
     };
     expect_contains(error_of<std::invalid_argument>([&] { make({.grads = true}); }), "offload.grads");
-    expect_contains(error_of<std::invalid_argument>([&] { make({.params = true, .directory = "/tmp"}); }),
-                    "offload.directory");
+    linear(torch::ones({1, 2})).sum().backward();
+    auto tight = make({.params = true, .host_limit_bytes = 20});  // the weight has 16, the bias 8
+    const at::Tensor before = linear->weight.detach().clone();
+    expect_contains(error_of<std::runtime_error>([&] { tight.step(); }), "a copy of a parameter of shape [2]");
+    EXPECT_TRUE(torch::equal(linear->weight, before));
+    auto pageable = make({.params = true, .pin_memory = false});
+    pageable.step();
+    EXPECT_EQ(pageable.pinned_bytes(), 0);
+    EXPECT_EQ(pageable.host_bytes(), 24);
   });
 }
 

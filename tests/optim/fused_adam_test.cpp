@@ -106,6 +106,14 @@ TEST(FusedAdam, MistakesAreNamed) {
   weight.mutable_grad() = torch::ones({3, 2}).to_sparse();
   Adam adam({weight}, 1e-2);
   expect_contains(error_of<std::invalid_argument>([&] { adam.step(); }), "layout");
+  // Before anything is changed, in groups before it too.
+  auto fine = torch::ones({2}).set_requires_grad(true);
+  fine.mutable_grad() = torch::ones({2});
+  std::vector<torch::optim::OptimizerParamGroup> groups{torch::optim::OptimizerParamGroup({fine}),
+                                                        torch::optim::OptimizerParamGroup({weight})};
+  Adam grouped(groups, 1e-2);
+  expect_contains(error_of<std::invalid_argument>([&] { grouped.step(); }), "shape [3, 2] has a gradient of layout");
+  EXPECT_TRUE(torch::equal(fine, torch::ones({2})));
 }
 
 }  // namespace

@@ -1,5 +1,19 @@
 #include "tests/support/reference.h"
 
+// A program's own type, and what it teaches of it.
+namespace program {
+
+struct Heads {
+  at::Tensor chosen;
+  std::optional<at::Tensor> hidden;
+};
+template <class Visit>
+void tessera_visit_tensors(Heads& heads, Visit&& visit) {
+  visit(heads.chosen, heads.hidden);
+}
+
+}  // namespace program
+
 namespace tessera {
 namespace {
 
@@ -131,6 +145,27 @@ TEST(Ddp, OutputsThatHideTheirTensorsWorkUntilTheyMustBeFound) {
     ddp(mlp_input(1)).hidden_somewhere.sum().backward();
     DistributedDataParallel looking(OpaqueNet(), comm, {.find_unused_parameters = true});
     expect_contains(error_of<std::invalid_argument>([&] { looking(mlp_input(1)); }), "whose tensors cannot be found");
+  });
+}
+
+struct TaughtNetImpl : TwoHeadsImpl {
+  program::Heads forward(const at::Tensor& x, bool use_left) {
+    auto [chosen, hidden] = TwoHeadsImpl::forward(x, use_left);
+    return {chosen, hidden[0]};
+  }
+};
+TORCH_MODULE(TaughtNet);
+
+TEST(Ddp, FindsUnusedParametersThroughATypeThatTheProgramTeaches) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    TaughtNet model;
+    DistributedDataParallel ddp(model, comm, {.find_unused_parameters = true});
+    for (int step = 0; step < 2; ++step) {
+      ddp.zero_grad();
+      ddp(mlp_input(comm->rank()), comm->rank() == 0).chosen.sum().backward();
+      EXPECT_TRUE(torch::allclose(model->left->bias.grad(), torch::full({2}, 1.5f)));
+      EXPECT_TRUE(torch::allclose(model->right->bias.grad(), torch::full({2}, 1.5f)));
+    }
   });
 }
 

@@ -10,7 +10,7 @@
 namespace tessera {
 
 // Where the ranks of a launched group have found each other.
-struct Meeting {
+struct Rendezvous {
   c10::intrusive_ptr<c10d::Store> store;  // shared by all ranks, used by this group alone
   std::string address;                    // of this rank, such that the others can reach it
 };
@@ -21,6 +21,7 @@ struct Meeting {
 //
 // Collective, for a world of more than one. Throws CommError that names this rank, the address and
 // the port, and the ranks that did not come, came twice, or are of another world size.
-Meeting meet(const LaunchEnvironment& environment, const std::string& address, std::chrono::milliseconds timeout);
+Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
+                      std::chrono::milliseconds timeout);
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-#include "tessera/offload/task_queue.h"
+#include "tessera/async/task_queue.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "tessera/launch/meeting.h"
+#include "tessera/launch/rendezvous.h"
 
 #include <fcntl.h>
 #include <sys/socket.h>
@@ -67,13 +67,13 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// One rank's part in a meeting.
+// One rank's part in a rendezvous.
 class Attendance {
  public:
   Attendance(const LaunchEnvironment& environment, milliseconds timeout)
       : environment_(environment), timeout_(timeout), start_(Clock::now()) {}
 
-  Meeting attend(const std::string& fixed_address) {
+  Rendezvous attend(const std::string& fixed_address) {
     const StorePtr store = open_store();
     const std::string address = fixed_address.empty() ? first_address() : fixed_address;
     std::vector<Arrival> arrivals;
@@ -259,7 +259,8 @@ class Attendance {
 
 }  // namespace
 
-Meeting meet(const LaunchEnvironment& environment, const std::string& address, std::chrono::milliseconds timeout) {
+Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
+                      std::chrono::milliseconds timeout) {
   return Attendance(environment, timeout).attend(address);
 }
 
