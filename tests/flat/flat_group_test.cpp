@@ -3,7 +3,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::flat_group_test {
 namespace {
 
 using namespace testing_support;
@@ -89,4 +89,4 @@ TEST(FlatGroup, SplitsByDtypeAndByWhatTrains) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::flat_group_test

@@ -5,7 +5,7 @@
 
 #include <random>
 
-namespace tessera {
+namespace tessera::flat_layout_test {
 namespace {
 
 FlatLayout random_layout(std::mt19937& random, std::vector<int64_t>* numels) {
@@ -93,4 +93,4 @@ TEST(FlatLayout, ManyParametersOverManyRanks) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::flat_layout_test

@@ -3,7 +3,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::checkpointed_test {
 namespace {
 
 using namespace testing_support;
@@ -278,4 +278,4 @@ TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checkpointed_test

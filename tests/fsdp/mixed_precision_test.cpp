@@ -2,7 +2,7 @@
 // model in 16 bit, gradients summed in the reduce dtype. Bit for bit.
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::mixed_precision_test {
 namespace {
 
 using namespace testing_support;
@@ -255,4 +255,4 @@ TEST(MixedPrecision, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::mixed_precision_test

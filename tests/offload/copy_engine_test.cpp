@@ -6,7 +6,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::copy_engine_test {
 namespace {
 
 using namespace testing_support;
@@ -111,4 +111,4 @@ TEST(CopyEngine, RefusesWhatItCannotCopy) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::copy_engine_test

@@ -1,6 +1,6 @@
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::ddp_test {
 namespace {
 
 using namespace testing_support;
@@ -168,4 +168,4 @@ TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::ddp_test

@@ -6,7 +6,7 @@
 #include <random>
 #include <set>
 
-namespace tessera {
+namespace tessera::reduce_plan_test {
 namespace {
 
 TEST(ReducePlan, EveryParameterIsInOneBucketOfItsOwnerInTheOrderInWhichBucketsFill) {
@@ -46,4 +46,4 @@ TEST(ReducePlan, EveryParameterIsInOneBucketOfItsOwnerInTheOrderInWhichBucketsFi
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::reduce_plan_test
