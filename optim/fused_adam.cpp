@@ -26,14 +26,14 @@ struct Batch {
 };
 
 // The kernels walk through memory: all tensors of a parameter must have its strides.
-at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
+at::Tensor with_strides_of(const at::Tensor& tensor, const at::Tensor& parameter) {
   if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type()) return tensor;
   at::Tensor copy = at::empty_like(parameter);
   copy.copy_(tensor);
   return copy;
 }
 
-void check(const at::Tensor& parameter) {
+void check_fusable(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   std::ostringstream problem;
   if (!at::isFloatingType(parameter.scalar_type()))
@@ -67,17 +67,17 @@ void add_to_batch(Batch& batch, std::map<int64_t, at::Tensor>& steps, State& sta
   state.step(state.step() + 1);
   if (amsgrad && !state.max_exp_avg_sq().defined()) state.max_exp_avg_sq(at::zeros_like(parameter));
   if (parameter.numel() == 0) return;  // nothing of it is on this rank
-  state.exp_avg(laid_out_as(state.exp_avg(), parameter));
-  state.exp_avg_sq(laid_out_as(state.exp_avg_sq(), parameter));
+  state.exp_avg(with_strides_of(state.exp_avg(), parameter));
+  state.exp_avg_sq(with_strides_of(state.exp_avg_sq(), parameter));
   at::Tensor& step = steps[state.step()];  // parameters that have always been used share it
   if (!step.defined())
     step = at::full({}, state.step(), at::TensorOptions().dtype(at::kFloat).device(parameter.device()));
   batch.parameters.push_back(parameter);
-  batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
+  batch.gradients.push_back(with_strides_of(parameter.grad(), parameter));
   batch.averages.push_back(state.exp_avg());
   batch.squares.push_back(state.exp_avg_sq());
   if (amsgrad) {
-    state.max_exp_avg_sq(laid_out_as(state.max_exp_avg_sq(), parameter));
+    state.max_exp_avg_sq(with_strides_of(state.max_exp_avg_sq(), parameter));
     batch.maxima.push_back(state.max_exp_avg_sq());
   }
   batch.steps.push_back(step);
@@ -96,7 +96,7 @@ at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Op
   for (auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const Options&>(group.options());
     for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) check(parameter);  // before any is changed
+      if (parameter.grad().defined()) check_fusable(parameter);  // before any is changed
     std::map<std::tuple<at::ScalarType, at::DeviceType, at::DeviceIndex>,
              std::pair<Batch, std::map<int64_t, at::Tensor>>>
         batches;
