@@ -24,7 +24,7 @@ endforeach()
 add_library(tessera_options INTERFACE)
 target_compile_features(tessera_options INTERFACE cxx_std_20)
 target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wpedantic -Wshadow
-  -Wno-missing-field-initializers -Winvalid-pch -fpch-preprocess>
+  -Wno-missing-field-initializers $<$<NOT:$<BOOL:${CMAKE_DISABLE_PRECOMPILE_HEADERS}>>:-Winvalid-pch -fpch-preprocess>>
   # Everywhere, programs too: a precompiled header serves one setting only.
   $<BUILD_INTERFACE:-fPIC>)
 if(TESSERA_SANITIZE)
