@@ -6,10 +6,11 @@ include(GNUInstallDirs)
 find_program(TESSERA_CCACHE ccache)
 mark_as_advanced(TESSERA_CCACHE)
 if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
-  # ccache looks into precompiled headers only when told that their time stamps do not matter; and
-  # with paths relative to the tree, one clone of it profits from what another has compiled.
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}
-    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
+  # ccache looks into precompiled headers only when told that their time stamps do not matter, and knows them
+  # by what tessera_describe_pch() writes beside them: no two are the same bytes. With paths relative to the
+  # tree, one clone of it profits from what another has compiled.
+  set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_PCH_EXTSUM=1
+    CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
 endif()
 
 # Headers are included as "tessera/<folder>/<name>.h" in the tree and once installed: here the
@@ -23,14 +24,16 @@ endforeach()
 add_library(tessera_options INTERFACE)
 target_compile_features(tessera_options INTERFACE cxx_std_20)
 target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wpedantic -Wshadow
-  -Wno-missing-field-initializers -Winvalid-pch -fpch-preprocess>
+  -Wno-missing-field-initializers $<$<NOT:$<BOOL:${CMAKE_DISABLE_PRECOMPILE_HEADERS}>>:-Winvalid-pch -fpch-preprocess>>
   # Everywhere, programs too: a precompiled header serves one setting only.
   $<BUILD_INTERFACE:-fPIC>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
     $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all
     # gcc cannot follow what the sanitizers insert, and warns of libtorch's inline functions.
-    -Wno-maybe-uninitialized>)
+    -Wno-maybe-uninitialized
+    # Reports name files from the tree's root, so that ccache may lend an object to another clone.
+    -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZE})
 endif()
 if(TESSERA_SANITIZE_LIBRARIES)
@@ -40,8 +43,7 @@ endif()
 # torch's headers cost 10 to 40 s in each file that includes them: compile them once and lend them to
 # all. Two sets, because GCC instantiates the templates that a precompiled header uses once more in
 # each file: 3 s for modules and autograd, which is what the libraries see of torch, 8 s for torch/torch.h.
-# With TESSERA_UNITY a target's files are one: a third of the time for all of a library's, three quarters for
-# two of a test's.
+# With TESSERA_UNITY a target's files are one: a third of the time for all of a library's.
 function(tessera_compile_fast target headers)
   if(NOT TARGET tessera_pch_${headers})
     set(_libraries_see "<torch/nn/module.h>" "<torch/csrc/autograd/engine.h>")
@@ -50,10 +52,28 @@ function(tessera_compile_fast target headers)
     target_link_libraries(tessera_pch_${headers} PRIVATE tessera_options tessera::torch)
     tessera_compile_as(tessera_pch_${headers} ${headers})
     target_precompile_headers(tessera_pch_${headers} PRIVATE ${_${headers}_see})
+    tessera_describe_pch(tessera_pch_${headers} "${_${headers}_see}")
   endif()
   target_precompile_headers(${target} REUSE_FROM tessera_pch_${headers})
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 0)
   tessera_compile_as(${target} ${headers})
+endfunction()
+
+# Beside the precompiled header, the sum by which ccache tells it from others: of what goes into it that ccache
+# does not see itself. It does see the compiler and its options.
+function(tessera_describe_pch target headers)
+  set(_sum "${headers}")
+  foreach(_file torch/headeronly/version.h torch/version.h c10/cuda/impl/cuda_cmake_macros.h c10/macros/cmake_macros.h
+          torch/headeronly/macros/cmake_macros.h ATen/Config.h torch/csrc/api/include/torch/version.h)
+    if(EXISTS "${TESSERA_TORCH_INCLUDE_DIR}/${_file}")
+      file(SHA256 "${TESSERA_TORCH_INCLUDE_DIR}/${_file}" _hash)
+      string(APPEND _sum " ${_hash}")
+    endif()
+  endforeach()
+  execute_process(COMMAND "${CMAKE_CXX_COMPILER}" --version OUTPUT_VARIABLE _compiler)
+  string(SHA256 _sum "${_sum} ${_compiler}")
+  get_target_property(_folder ${target} BINARY_DIR)
+  file(CONFIGURE OUTPUT "${_folder}/CMakeFiles/${target}.dir/cmake_pch.hxx.gch.sum" CONTENT "${_sum}\n")
 endfunction()
 
 # Programs leave the work to libtorch and to our libraries: -O1 halves the time that they take to compile,
@@ -70,6 +90,7 @@ endfunction()
 function(tessera_add_library folder)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
   add_library(tessera_${folder} ${arg_SOURCES})
+  add_library(tessera::${folder} ALIAS tessera_${folder})  # as find_package(tessera) names it
   target_link_libraries(tessera_${folder} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
   target_compile_features(tessera_${folder} PUBLIC cxx_std_20)
   target_include_directories(tessera_${folder} PUBLIC

@@ -5,10 +5,13 @@
 # without them. libtorch is the PyPI wheel of torch, unpacked under .deps/ without its
 # Python dependencies; the CUDA runtime libraries that libtorch_cpu.so is linked against come
 # from the CUDA Toolkit if there is one, else from their own wheels.
+#
+#   tools/setup.sh             all that, with the libtorch that Tessera builds with
+#   tools/setup.sh 2.15.0      another one beside it, .deps/torch-2.15.0, for -DCMAKE_PREFIX_PATH=
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-torch_version=2.11.0
+torch_version=${1:-2.11.0}
 deps="$PWD/.deps"
 torch_dir="$deps/torch-$torch_version"
 runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks

@@ -6,7 +6,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::box_test {
 namespace {
 
 using namespace testing_support;
@@ -129,4 +129,4 @@ TEST(Box, StridesWithHolesAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::box_test

@@ -8,7 +8,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::command_test {
 namespace {
 
 using namespace testing_support;
@@ -124,4 +124,4 @@ TEST_F(Command, MistakesAreExplained) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::command_test

@@ -9,7 +9,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::faults_test {
 namespace {
 
 using namespace testing_support;
@@ -113,4 +113,4 @@ TEST(CheckpointFaults, DamageOnOneRanksPartLeavesEveryModelAsItWas) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::faults_test

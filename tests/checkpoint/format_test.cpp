@@ -14,7 +14,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::format_test {
 namespace {
 
 using namespace testing_support;
@@ -252,4 +252,4 @@ TEST(Format, LinksAndFilesTooManyAreReported) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::format_test

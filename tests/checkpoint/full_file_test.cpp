@@ -10,7 +10,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::full_file_test {
 namespace {
 
 using namespace testing_support;
@@ -123,4 +123,4 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::full_file_test

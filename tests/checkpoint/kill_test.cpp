@@ -17,7 +17,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::kill_test {
 namespace {
 
 using namespace testing_support;
@@ -47,7 +47,7 @@ void save_for_ever(const std::filesystem::path& folder, int started) {
 
 // Forked, not started anew: loading libtorch would take longer than the test. So this process starts
 // no thread and no thread pool, which a child could miss.
-TEST(CheckpointFaults, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
+TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   const TemporaryFolder folder;
   std::mt19937 random(7);
   const int rounds = std::getenv("TESSERA_TEST_TREES") == nullptr ? 150 : 15;
@@ -98,4 +98,4 @@ TEST(CheckpointFaults, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::kill_test

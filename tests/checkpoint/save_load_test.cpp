@@ -10,7 +10,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::save_load_test {
 namespace {
 
 using namespace testing_support;
@@ -402,4 +402,4 @@ TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::save_load_test

@@ -9,7 +9,7 @@
 #include "tessera/comm/process_group.h"
 #include "tessera/launch/launch.h"
 
-namespace tessera {
+namespace tessera::collectives_test {
 namespace {
 
 using std::chrono::milliseconds;
@@ -420,4 +420,4 @@ TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::collectives_test

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::launch_environment_test {
 namespace {
 
 using Environment = std::map<std::string, std::string>;
@@ -371,4 +371,4 @@ TEST(DerivedPort, StaysBelowThePortsOfOutgoingConnections) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::launch_environment_test

@@ -18,7 +18,7 @@
 
 #include "tests/support/child_process.h"
 
-namespace tessera {
+namespace tessera::launch_test {
 namespace {
 
 using std::chrono::seconds;
@@ -389,4 +389,4 @@ TEST_F(TwoHosts, FindTheAddressesThatFaceEachOther) { expect_sum("10.213.7.1", 1
 TEST_F(TwoHosts, FirstHostKnowsItselfByALoopbackName) { expect_sum("tessera-first", 2, 3); }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::launch_test

@@ -15,7 +15,7 @@
 #include "tessera/comm/peer_memory.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::peer_memory_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -232,4 +232,4 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::peer_memory_test

@@ -1,7 +1,7 @@
 // Groups made of a part of the ranks.
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::split_test {
 namespace {
 
 using namespace testing_support;
@@ -61,4 +61,4 @@ TEST(Split, AFailureReachesEveryPartAndSaysWhere) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::split_test

@@ -18,23 +18,31 @@ if(LAUNCHER) # ccache, if there is one
 endif()
 
 if(MODE STREQUAL "add_subdirectory")
-  # Nor a precompiled header: it would cost more than it saves here, and without it every source
-  # file has to include what it uses.
-  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DTESSERA_UNITY=ON
-    "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
+  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
+    # Nor a precompiled header: it would cost more than it saves here, and without it a library has to include
+    # what it uses.
+    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
     # What only Tessera's own tests, benchmarks and examples need must not be asked for.
     -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
     -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
+  # All libraries once more would take minutes: the program of one library is built and run, the other is
+  # compiled against the source tree's headers.
+  set(targets ranks consumer_objects)
+  set(programs ranks)
 elseif(MODE STREQUAL "find_package")
   # No hint where libtorch is: the package remembers it.
   set(prefix "${WORK_DIR}/prefix")
   file(REMOVE_RECURSE "${prefix}" "${build}/CMakeCache.txt")
   run(${CMAKE_COMMAND} --install "${TESSERA_BINARY_DIR}" --prefix "${prefix}")
   list(APPEND arguments "-DCMAKE_PREFIX_PATH=${prefix}")
+  set(targets consumer ranks)
+  set(programs ${targets})
 else()
   message(FATAL_ERROR "MODE is '${MODE}'; expected add_subdirectory or find_package")
 endif()
 
 run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
-run(${CMAKE_COMMAND} --build "${build}" --target consumer --parallel)
-run("${build}/consumer")
+run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target ${targets})
+foreach(program ${programs})
+  run("${build}/${program}")
+endforeach()

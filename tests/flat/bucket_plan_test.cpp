@@ -9,7 +9,7 @@
 
 #include "tessera/flat/flat_layout.h"
 
-namespace tessera {
+namespace tessera::bucket_plan_test {
 namespace {
 
 TEST(BucketPlan, EveryParameterIsInOneBucketOfItsKeyInTheOrderInWhichBucketsFill) {
@@ -58,4 +58,4 @@ TEST(BucketPlan, TheFirstBucketMayBeSmaller) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::bucket_plan_test

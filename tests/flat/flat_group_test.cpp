@@ -3,7 +3,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::flat_group_test {
 namespace {
 
 using namespace testing_support;
@@ -40,28 +40,17 @@ TEST(FlatGroup, GathersWhatItWasMadeOf) {
   }
 }
 
-TEST(FlatGroup, ClearsExactlyThePadding) {
-  on_ranks(3, [](std::shared_ptr<Communicator> comm) {
-    FlatGroup group("a group", parameters_of(tensors(1)), *comm, true);
-    at::Tensor full = torch::ones({group.layout().full_numel()});
-    group.clear_padding(full);
-    EXPECT_EQ(full.sum().item<float>(), static_cast<float>(group.layout().parameters_numel()));
-    for (size_t i = 0; i < 5; ++i)
-      EXPECT_EQ(group.view_in(full, i).sum().item<float>(), static_cast<float>(group.view_in(full, i).numel()));
-  });
-}
-
 TEST(FlatGroup, GradientsAreSetThenAddedThenSetAgain) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     FlatGroup group("a group", parameters_of({torch::zeros({4}), torch::zeros({3})}), *comm, true);
     auto& shards = group.parameter_shards();
     auto reduce = [&](double value, std::vector<bool> used) {
-      at::Tensor destination = group.gradient_destination();
+      at::Tensor destination = group.gradient().room();
       destination.fill_(value);
-      group.accept_gradient(destination, used);
+      group.gradient().accept(destination, used);
     };
     reduce(1, {true, true});
-    EXPECT_TRUE(group.whole_gradient().defined());
+    EXPECT_TRUE(group.gradient().whole_gradient().defined());
     reduce(2, {true, true});
     EXPECT_EQ(shards[0].grad().sum().item<float>(), 12);
     reduce(5, {false, true});  // the first was not used
@@ -71,10 +60,10 @@ TEST(FlatGroup, GradientsAreSetThenAddedThenSetAgain) {
     reduce(7, {true, false});
     EXPECT_EQ(shards[0].grad().sum().item<float>(), 28);
     EXPECT_FALSE(shards[1].grad().defined());
-    EXPECT_FALSE(group.whole_gradient().defined());
+    EXPECT_FALSE(group.gradient().whole_gradient().defined());
     shards[0].mutable_grad().reset();
-    group.drop_unused_gradient();
-    EXPECT_EQ(group.grad_bytes(), 0);
+    group.gradient().drop_if_unused();
+    EXPECT_EQ(group.gradient().bytes(), 0);
   });
 }
 
@@ -89,4 +78,4 @@ TEST(FlatGroup, SplitsByDtypeAndByWhatTrains) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::flat_group_test

@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <random>
 
-namespace tessera {
+namespace tessera::flat_layout_test {
 namespace {
 
 FlatLayout random_layout(std::mt19937& random, std::vector<int64_t>* numels) {
@@ -130,4 +130,4 @@ TEST(FlatLayout, ManyParametersOverManyRanks) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::flat_layout_test

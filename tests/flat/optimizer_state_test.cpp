@@ -2,7 +2,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::optimizer_state_test {
 namespace {
 
 using namespace testing_support;
@@ -59,4 +59,4 @@ TEST(OptimizerState, WrongNamesAreRefusedWithTheRightOnes) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::optimizer_state_test

@@ -8,7 +8,7 @@
 
 #include "tests/support/random_net.h"
 
-namespace tessera {
+namespace tessera::unit_plan_test {
 namespace {
 
 struct BlockImpl : torch::nn::Module {
@@ -124,4 +124,4 @@ TEST(UnitPlan, OfRandomTreesHasEachParameterOnceWhateverThePolicy) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::unit_plan_test

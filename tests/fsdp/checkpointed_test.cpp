@@ -35,7 +35,7 @@ struct Opaque {
 
 }  // namespace program
 
-namespace tessera {
+namespace tessera::checkpointed_test {
 namespace {
 
 using at::Tensor;
@@ -352,4 +352,4 @@ TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checkpointed_test

@@ -7,7 +7,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::deferred_test {
 namespace {
 
 using namespace testing_support;
@@ -182,4 +182,4 @@ TEST(Deferred, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::deferred_test

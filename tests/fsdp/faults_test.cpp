@@ -3,7 +3,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::faults_test {
 namespace {
 
 using namespace testing_support;
@@ -243,4 +243,4 @@ TEST(Faults, ABackwardThatThrowsOnAllRanksLosesNothingElse) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::faults_test

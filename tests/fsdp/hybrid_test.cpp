@@ -3,7 +3,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::hybrid_test {
 namespace {
 
 using namespace testing_support;
@@ -117,4 +117,4 @@ TEST(Hybrid, RanksThatDoNotDivideAreRefused) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::hybrid_test

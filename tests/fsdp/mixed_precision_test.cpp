@@ -16,7 +16,7 @@ void tessera_visit_tensors(Batch& batch, Visit&& visit) {
 
 }  // namespace program
 
-namespace tessera {
+namespace tessera::mixed_precision_test {
 namespace {
 
 using namespace testing_support;
@@ -294,4 +294,4 @@ TEST(MixedPrecision, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::mixed_precision_test

@@ -1,7 +1,7 @@
 // Modules whose operators save weights for backward, each against the unsharded one, bit for bit.
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::modules_test {
 namespace {
 
 using namespace testing_support;
@@ -138,4 +138,4 @@ TEST(Modules, ModuleList) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::modules_test

@@ -2,7 +2,7 @@
 #include "tests/fsdp/linear_chain.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::parameters_test {
 namespace {
 
 using namespace testing_support;
@@ -309,4 +309,4 @@ TEST(UnevenData, JoinedRanksTrainOnAllOfIt) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::parameters_test

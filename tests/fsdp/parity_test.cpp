@@ -4,7 +4,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::parity_test {
 namespace {
 
 using namespace testing_support;
@@ -145,4 +145,4 @@ TEST(ParityToItself, RunsAndOptionsGiveTheSameBits) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::parity_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace tessera {
+namespace tessera::prefetch_order_test {
 namespace {
 
 using Units = std::vector<int>;
@@ -78,4 +78,4 @@ TEST(PrefetchOrder, TakesAnExpectationForTheFirstPass) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::prefetch_order_test

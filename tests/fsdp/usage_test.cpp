@@ -3,7 +3,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::usage_test {
 namespace {
 
 using namespace testing_support;
@@ -641,4 +641,4 @@ TEST(Usage, AUsersParameterHookSeesTheFullGradient) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::usage_test

@@ -1,7 +1,7 @@
 // Inputs of checkpointed blocks in host memory: the same gradients, and memory that is let go.
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::activation_offload_test {
 namespace {
 
 using namespace testing_support;
@@ -147,4 +147,4 @@ TEST(ActivationOffload, UnderFsdpAndWithALimit) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::activation_offload_test

@@ -7,7 +7,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::copy_engine_test {
 namespace {
 
 using namespace testing_support;
@@ -132,4 +132,4 @@ TEST(CopyEngine, OnlyWhatIsMadeInASimulatedLinksScopeOnItsThreadHasIt) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::copy_engine_test

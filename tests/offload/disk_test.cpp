@@ -16,7 +16,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::disk_test {
 namespace {
 
 using namespace testing_support;
@@ -309,4 +309,4 @@ TEST(DiskTier, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::disk_test

@@ -8,7 +8,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::fsdp_offload_test {
 namespace {
 
 using namespace testing_support;
@@ -450,4 +450,4 @@ TEST(Offload, CheckpointsAndSummonedParametersSeeTheShards) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::fsdp_offload_test

@@ -7,7 +7,7 @@
 #include "tessera/optim/adam_kernel.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::host_adam_test {
 namespace {
 
 using namespace testing_support;
@@ -150,4 +150,4 @@ TEST(HostAdam, RefusesWhatItCannotStepBeforeAnythingIsChanged) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::host_adam_test

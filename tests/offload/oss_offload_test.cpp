@@ -2,7 +2,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::oss_offload_test {
 namespace {
 
 using namespace testing_support;
@@ -106,4 +106,4 @@ TEST(OssOffload, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::oss_offload_test

@@ -2,7 +2,7 @@
 #include "tessera/memory/pinned_pool.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::pinned_pool_test {
 namespace {
 
 using namespace testing_support;
@@ -62,4 +62,4 @@ TEST(PinnedPool, TensorsOutliveThePool) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::pinned_pool_test

@@ -4,7 +4,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::step_in_backward_test {
 namespace {
 
 using namespace testing_support;
@@ -154,4 +154,4 @@ TEST(StepInBackward, AFailedStepReachesFinish) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::step_in_backward_test

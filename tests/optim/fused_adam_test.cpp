@@ -4,7 +4,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::fused_adam_test {
 namespace {
 
 using namespace testing_support;
@@ -117,4 +117,4 @@ TEST(FusedAdam, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::fused_adam_test

@@ -1,7 +1,7 @@
 // Loss scaling: what one rank's overflow does to all.
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::grad_scaler_test {
 namespace {
 
 using namespace testing_support;
@@ -99,4 +99,4 @@ TEST(GradScaler, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::grad_scaler_test

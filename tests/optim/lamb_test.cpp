@@ -2,7 +2,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::lamb_test {
 namespace {
 
 using namespace testing_support;
@@ -109,4 +109,4 @@ TEST(Lamb, MistakesAreNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::lamb_test

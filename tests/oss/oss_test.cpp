@@ -6,7 +6,7 @@
 
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::oss_test {
 namespace {
 
 using namespace testing_support;
@@ -375,4 +375,4 @@ TEST(PeakMemory, CountsWhatThisThreadHasAllocatedWhoeverFreesIt) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::oss_test

@@ -7,7 +7,7 @@
 #include <random>
 #include <sstream>
 
-namespace tessera {
+namespace tessera::partition_test {
 namespace {
 
 TEST(Partition, HeaviestRankIsWithinOneParameterOfTheMean) {
@@ -40,4 +40,4 @@ TEST(Partition, IsPrinted) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::partition_test

@@ -14,7 +14,7 @@ void tessera_visit_tensors(Heads& heads, Visit&& visit) {
 
 }  // namespace program
 
-namespace tessera {
+namespace tessera::ddp_test {
 namespace {
 
 using namespace testing_support;
@@ -203,4 +203,4 @@ TEST(Ddp, ARankThatFailsEndsTheOthersBackward) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::ddp_test

@@ -1,7 +1,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::sdp_test {
 namespace {
 
 using namespace testing_support;
@@ -319,4 +319,4 @@ TEST(Sdp, ARankThatSkipsALayerOrDiesIsNamed) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::sdp_test

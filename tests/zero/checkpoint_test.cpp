@@ -4,7 +4,7 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-namespace tessera {
+namespace tessera::checkpoint_test {
 namespace {
 
 using namespace testing_support;
@@ -99,4 +99,4 @@ TEST(StageCheckpoints, TrainingGoesOnBitByBitInAnotherStage) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::checkpoint_test

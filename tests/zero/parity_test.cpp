@@ -3,7 +3,7 @@
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
-namespace tessera {
+namespace tessera::parity_test {
 namespace {
 
 using namespace testing_support;
@@ -115,4 +115,4 @@ TEST_P(StagesWithShardedGradients, AddUpOverBackwardPasses) {
 }
 
 }  // namespace
-}  // namespace tessera
+}  // namespace tessera::parity_test

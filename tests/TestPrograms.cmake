@@ -1,0 +1,96 @@
+# tessera_test_program(<program> [LINKS ...] [FILES <n>]): an executable of GoogleTest for all tests of a
+# folder. What a test costs to compile is torch/torch.h, and a program with TESSERA_UNITY pays for it once
+# (with FILES, in n files that compile side by side).
+#
+# tessera_add_test(<name> PROGRAM <program> SOURCES ... [PROCESSES] [RACES] [TIMEOUT <seconds>]): one of
+# ctest's tests, which is these files' part of a program. It has the label "threads" (everything happens in one
+# process, ranks being threads) unless PROCESSES is given: then "processes". RACES adds the label "races":
+# together these go through all that threads share, and .ci/run has ThreadSanitizer watch them. The target
+# race_tests builds them, tessera_tests all of ctest's.
+#
+# Each file's suites are its own, and are found in it: the test <program>_is_all_run fails if a test of the
+# program is run by none of ctest's, or by two.
+add_custom_target(race_tests)
+add_custom_target(tessera_tests)
+
+function(tessera_test_program program)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "FILES" "LINKS")
+  tessera_add_program(${program} LINKS GTest::gtest_main ${arg_LINKS})
+  target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}")
+  add_dependencies(tessera_tests ${program})
+  if(arg_FILES)
+    set_target_properties(${program} PROPERTIES TESSERA_FILES ${arg_FILES})
+  endif()
+  # Once the folder's list of tests is complete.
+  cmake_language(EVAL CODE "cmake_language(DEFER CALL tessera_finish_test_program ${program})")
+endfunction()
+
+function(tessera_add_test name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "PROCESSES;RACES" "PROGRAM;TIMEOUT" "SOURCES")
+  target_sources(${arg_PROGRAM} PRIVATE ${arg_SOURCES})
+  tessera_suites_of(_patterns ${arg_SOURCES})
+  get_target_property(_others ${arg_PROGRAM} TESSERA_PATTERNS)
+  foreach(_pattern ${_patterns})
+    if(_pattern IN_LIST _others)
+      message(FATAL_ERROR "the suite ${_pattern} of ${name} is in another test of ${arg_PROGRAM}: give it a name of its own")
+    endif()
+  endforeach()
+  list(JOIN _patterns ":" _filter)
+  set_property(TARGET ${arg_PROGRAM} APPEND PROPERTY TESSERA_PATTERNS ${_patterns})
+
+  if(NOT arg_TIMEOUT)
+    set(arg_TIMEOUT 300)
+  endif()
+  set(_labels threads)
+  if(arg_PROCESSES)
+    set(_labels processes)
+  endif()
+  if(arg_RACES)
+    list(APPEND _labels races)
+    add_dependencies(race_tests ${arg_PROGRAM})
+  endif()
+  add_test(NAME ${name} COMMAND ${arg_PROGRAM} --gtest_brief=1 --gtest_filter=${_filter})
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}"
+    LABELS "${_labels}")
+endfunction()
+
+# The patterns of --gtest_filter that name the suites of these files.
+function(tessera_suites_of result)
+  set(_patterns)
+  foreach(_source ${ARGN})
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${_source}")
+    file(STRINGS "${_source}" _lines REGEX "^(TEST|TEST_F|TEST_P|TYPED_TEST) *\\(")
+    foreach(_line ${_lines})
+      string(REGEX REPLACE "^([A-Z_]+) *\\( *([A-Za-z0-9_]+).*" "\\1;\\2" _parts "${_line}")
+      list(POP_FRONT _parts _macro _suite)
+      if(_macro STREQUAL "TEST_P")
+        list(APPEND _patterns "*/${_suite}.*")
+      elseif(_macro STREQUAL "TYPED_TEST")
+        list(APPEND _patterns "${_suite}/*.*")
+      else()
+        list(APPEND _patterns "${_suite}.*")
+      endif()
+    endforeach()
+  endforeach()
+  if(NOT _patterns)
+    message(FATAL_ERROR "there is no test in ${ARGN}")
+  endif()
+  list(REMOVE_DUPLICATES _patterns)
+  set(${result} "${_patterns}" PARENT_SCOPE)
+endfunction()
+
+function(tessera_finish_test_program program)
+  get_target_property(_patterns ${program} TESSERA_PATTERNS)
+  get_target_property(_sources ${program} SOURCES)
+  get_target_property(_files ${program} TESSERA_FILES)
+  if(_files)
+    list(LENGTH _sources _count)
+    math(EXPR _size "(${_count} + ${_files} - 1) / ${_files}")
+    set_target_properties(${program} PROPERTIES UNITY_BUILD_BATCH_SIZE ${_size})
+  endif()
+  list(JOIN _patterns ":" _filters)
+  add_test(NAME ${program}_is_all_run COMMAND ${CMAKE_COMMAND} -DPROGRAM=$<TARGET_FILE:${program}>
+    -DFILTERS=${_filters} -P ${PROJECT_SOURCE_DIR}/tests/all_are_run.cmake)
+  set_tests_properties(${program}_is_all_run PROPERTIES TIMEOUT 60 LABELS processes
+    ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}")
+endfunction()

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Builds the libraries and train_gpt against the newest libtorch that Tessera is for, too, and trains a few
+# steps with either: losses and norms of gradients must be the same in every digit.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+jobs=${JOBS:-$(nproc)}
+
+tools/setup.sh
+tools/setup.sh 2.15.0
+for preset in release newest; do
+  cmake --preset "$preset" --log-level=WARNING >/dev/null
+  cmake --build --preset "$preset" -j "$jobs" --target tessera_all train_gpt
+done
+
+# losses <preset> <arguments...>: what a run computes, less how fast it was.
+losses() {
+  local out="build/newest/steps_$1"
+  rm -rf "$out"
+  "build/$1/examples/train_gpt" "${@:2}" --ranks 2 --layers 2 --width 24 --heads 3 --context 16 --steps 8 --batch 4 \
+    --val-every 4 --threads 1 --sample 0 --seed 1 --out "$out" >"build/newest/$1.log" 2>&1 ||
+    { cat "build/newest/$1.log" >&2; return 1; }
+  sed -E 's/"tokens_per_s":[^,]*,//' "$out/metrics.jsonl"
+}
+
+failed=0
+for wrapper in ddp sdp fsdp; do
+  ours=$(losses release --wrapper "$wrapper")
+  theirs=$(losses newest --wrapper "$wrapper")
+  if [ -n "$ours" ] && [ "$ours" = "$theirs" ]; then
+    echo "$wrapper: $(wc -l <<<"$ours") steps, the same with both"
+  else
+    failed=1
+    echo "$wrapper: differs"
+    diff <(echo "$ours") <(echo "$theirs") || true
+  fi
+done
+exit "$failed"
