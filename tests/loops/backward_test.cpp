@@ -9,7 +9,7 @@ namespace {
 TESSERA_LOOPS(Backward, all_setups);
 
 // backward() of this loss throws once, at fc2's output: fc3 has its gradients by then.
-at::Tensor failing_loss(Run& run, int step) {
+at::Tensor failing_loss(Trainer& run, int step) {
   Mlp& net = mlp_of(*run.model);
   auto has_thrown = std::make_shared<bool>(false);
   net.hook = [has_thrown](const at::Tensor& gradient) -> at::Tensor {
@@ -34,7 +34,7 @@ void expect_users_error(const std::function<void()>& call) {
 // ---- failed ones
 
 TEST_P(Backward, FailedThenZeroGradAndOn) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(3 * step);
       run.optimizer().zero_grad();
@@ -45,14 +45,14 @@ TEST_P(Backward, FailedThenZeroGradAndOn) {
 }
 
 TEST_P(Backward, FailedInTheFirstStep) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     expect_users_error([&] { failing_loss(run, 0).backward(); });
     for (int step = 1; step < 4; ++step) run.train(step);
   });
 }
 
 TEST_P(Backward, FailedThenModuleZeroGradAndOn) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.model->zero_grad();
     expect_users_error([&] { failing_loss(run, 1).backward(); });
@@ -65,7 +65,7 @@ TEST_P(Backward, FailedThenModuleZeroGradAndOn) {
 
 // One process adds the second pass to what the first left.
 TEST_P(Backward, FailedThenTheSameAgain) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     at::Tensor loss = failing_loss(run, 1);
@@ -77,7 +77,7 @@ TEST_P(Backward, FailedThenTheSameAgain) {
 }
 
 TEST_P(Backward, FailedThenTheSameAgainAfterZeroGrad) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     at::Tensor loss = failing_loss(run, 1);
@@ -90,7 +90,7 @@ TEST_P(Backward, FailedThenTheSameAgainAfterZeroGrad) {
 }
 
 TEST_P(Backward, FailedThenStep) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     expect_users_error([&] { failing_loss(run, 1).backward(); });
@@ -100,7 +100,7 @@ TEST_P(Backward, FailedThenStep) {
 }
 
 TEST_P(Backward, FailedAfterGoodOnesUnderNoSync) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     {
@@ -114,7 +114,7 @@ TEST_P(Backward, FailedAfterGoodOnesUnderNoSync) {
 }
 
 TEST_P(Backward, FailedAfterNoSync) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     {
@@ -127,7 +127,7 @@ TEST_P(Backward, FailedAfterNoSync) {
 }
 
 TEST_P(Backward, ForwardThatThrowsInTheMiddle) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);
     for (int step = 0; step < 4; ++step) {
       if (step % 2 == 0) {
@@ -144,7 +144,7 @@ TEST_P(Backward, ForwardThatThrowsInTheMiddle) {
 
 TEST_P(Backward, StepAfterNoSyncAlone) {
   if (GetParam().stage < 2) GTEST_SKIP() << "the gradients are the rank's own, and nobody can know what for";
-  play(GetParam(), {.expect = Expect::kRefused}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     {
@@ -156,7 +156,7 @@ TEST_P(Backward, StepAfterNoSyncAlone) {
 }
 
 TEST_P(Backward, StepBetweenForwardAndBackwardWithAdam) {
-  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     run.loss(1).backward();
@@ -168,7 +168,7 @@ TEST_P(Backward, StepBetweenForwardAndBackwardWithAdam) {
 
 // SGD's loop writes behind autograd's back: the backward of one process uses the new values.
 TEST_P(Backward, StepBetweenForwardAndBackwardWithSgd) {
-  play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kSgd}}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kSgd}}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     run.loss(1).backward();
@@ -183,7 +183,7 @@ TEST_P(Backward, StepBetweenForwardAndBackwardWithSgd) {
 // ---- several forwards and backwards
 
 TEST_P(Backward, TwoOfOneGraph) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       at::Tensor loss = run.loss(step);
@@ -195,7 +195,7 @@ TEST_P(Backward, TwoOfOneGraph) {
 }
 
 TEST_P(Backward, TwoForwardsThenOneOfTheSum) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       (run.loss(2 * step) + run.loss(2 * step + 1)).backward();
@@ -205,7 +205,7 @@ TEST_P(Backward, TwoForwardsThenOneOfTheSum) {
 }
 
 TEST_P(Backward, TwoForwardsThenTwo) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       at::Tensor first = run.loss(2 * step), second = run.loss(2 * step + 1);
@@ -217,7 +217,7 @@ TEST_P(Backward, TwoForwardsThenTwo) {
 }
 
 TEST_P(Backward, TwoHeadsOfOneForward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       const at::Tensor y = run(run.x(step));
@@ -229,7 +229,7 @@ TEST_P(Backward, TwoHeadsOfOneForward) {
 }
 
 TEST_P(Backward, UnderNoGradMode) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       at::Tensor loss = run.loss(step);
@@ -241,7 +241,7 @@ TEST_P(Backward, UnderNoGradMode) {
 }
 
 TEST_P(Backward, OfAPartOfTheModelOnly) {
-  play(GetParam(), {.unused = true}, [](Run& run) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);
     for (int step = 0; step < 4; ++step) {
       run.optimizer().zero_grad();
@@ -254,7 +254,7 @@ TEST_P(Backward, OfAPartOfTheModelOnly) {
 
 // Weights are used once more, outside of forward: autograd adds up both.
 TEST_P(Backward, RegularisedByTheModulesOwnParameters) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       at::Tensor loss = run.loss(step);
@@ -268,7 +268,7 @@ TEST_P(Backward, RegularisedByTheModulesOwnParameters) {
 
 // Under FSDP the sum is over this rank's part: its gradient is right where it is, and is no mean over ranks.
 TEST_P(Backward, RegularisedByTheWrappersParameters) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       at::Tensor penalty = torch::zeros({}, at::kDouble);
@@ -281,7 +281,7 @@ TEST_P(Backward, RegularisedByTheWrappersParameters) {
 
 // WGAN-GP: the gradient's own gradient.
 TEST_P(Backward, GradientPenalty) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {
       run.optimizer().zero_grad();
       at::Tensor x = run.x(step).requires_grad_();

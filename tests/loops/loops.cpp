@@ -23,9 +23,9 @@ std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::
   return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm);
 }
 
-class OneProcess final : public Run {
+class OneProcess final : public Trainer {
  public:
-  OneProcess(Model module, Optim kind) : Run(std::move(module)), optimizer_(whole_optimizer(kind, parameters())) {
+  OneProcess(Model module, Optim kind) : Trainer(std::move(module)), optimizer_(whole_optimizer(kind, parameters())) {
     make_another = [kind](Model next) { return std::make_unique<OneProcess>(std::move(next), kind); };
   }
   at::Tensor operator()(const at::Tensor& x) override { return model->forward(x); }
@@ -35,9 +35,7 @@ class OneProcess final : public Run {
   Scope no_sync() override {
     return Scope([] {});
   }
-  double clip_grad_norm_(double max_norm) override {
-    return torch::nn::utils::clip_grad_norm_(parameters(), max_norm);
-  }
+  double clip_grad_norm_(double max_norm) override { return torch::nn::utils::clip_grad_norm_(parameters(), max_norm); }
   torch::OrderedDict<std::string, at::Tensor> state() override {
     torch::OrderedDict<std::string, at::Tensor> state;
     for (const auto& entry : model->named_parameters()) state.insert(entry.key(), entry.value().detach().clone());
@@ -55,13 +53,15 @@ class OneProcess final : public Run {
 };
 
 template <class Wrapper>
-constexpr bool kHasDivideFactor = requires(Wrapper& wrapper) { wrapper.set_gradient_divide_factor(1.0); };
+constexpr bool kHasDivideFactor = requires(Wrapper& wrapper) {
+  wrapper.set_gradient_divide_factor(1.0);
+};
 
 template <class Wrapper>
-class Rank final : public Run {
+class Rank final : public Trainer {
  public:
   Rank(Model module, std::unique_ptr<Wrapper> wrapper, std::unique_ptr<torch::optim::Optimizer> optimizer)
-      : Run(std::move(module)), optimizer_(std::move(optimizer)), wrapper_(std::move(wrapper)) {
+      : Trainer(std::move(module)), optimizer_(std::move(optimizer)), wrapper_(std::move(wrapper)) {
     rank = wrapper_->comm()->rank();
     world = wrapper_->comm()->size();
   }
@@ -96,26 +96,26 @@ using Sdp = ShardedDataParallel<Model>;
 using Fsdp = FullyShardedDataParallel<Model>;
 using Comm = std::shared_ptr<Communicator>;
 
-std::unique_ptr<Run> make_ddp(Model model, Comm comm, Optim kind, const Play& play) {
+std::unique_ptr<Trainer> make_ddp(Model model, Comm comm, Optim kind, const Play& play) {
   auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
   auto optimizer = whole_optimizer(kind, ddp->parameters());
   return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
 }
 
-std::unique_ptr<Run> make_ddp_oss(Model model, Comm comm, Optim kind, const Play& play) {
+std::unique_ptr<Trainer> make_ddp_oss(Model model, Comm comm, Optim kind, const Play& play) {
   auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
   return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
 }
 
-std::unique_ptr<Run> make_oss_sdp(Model model, Comm comm, Optim kind, const Play&) {
+std::unique_ptr<Trainer> make_oss_sdp(Model model, Comm comm, Optim kind, const Play&) {
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
   auto sdp = std::make_unique<Sdp>(model, *optimizer, comm);
   return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
 }
 
 auto make_fsdp(FsdpOptions options) {
-  return [options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Run> {
+  return [options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
     auto fsdp = std::make_unique<Fsdp>(model, comm, options);
     auto optimizer = whole_optimizer(kind, fsdp->parameters());
     return std::make_unique<Rank<Fsdp>>(model, std::move(fsdp), std::move(optimizer));
@@ -130,7 +130,7 @@ struct Record {
   bool has_ended = false;
 };
 
-void record_loop(Run& run, const Play& play, const Loop& loop, Record& record) {
+void record_loop(Trainer& run, const Play& play, const Loop& loop, Record& record) {
   run.same_data = play.same_data;
   try {
     loop(run);
@@ -264,12 +264,12 @@ Model another_mlp() {
   return model;
 }
 
-at::Tensor Run::rows(int seed) const {
+at::Tensor Trainer::rows(int seed) const {
   const at::Tensor all = seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
   return same_data ? all : all.slice(0, kRows * rank / world, kRows * (rank + 1) / world);
 }
 
-void Run::train(int step) {
+void Trainer::train(int step) {
   optimizer().zero_grad();
   const at::Tensor value = loss(step);
   note(value);
@@ -277,7 +277,7 @@ void Run::train(int step) {
   optimizer().step();
 }
 
-void Run::note_state(Run& other) {
+void Trainer::note_state(Trainer& other) {
   for (const auto& entry : other.state()) note(entry.value().to(at::kDouble).square().sum());
 }
 
@@ -288,10 +288,16 @@ std::vector<Setup> fsdp_setups() {
   const std::vector<int> worlds{1, 2, 3};
   return {
       {"fsdp", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({})},
-      {"fsdp_keep", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({.auto_wrap = linears, .reshard_after_forward = false})},
+      {"fsdp_keep", 3, worlds, kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .reshard_after_forward = false})},
       {"fsdp_units", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({.auto_wrap = linears})},
-      {"fsdp_offload", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({.auto_wrap = linears, .offload = {.params = true, .grads = true}})},
-      {"fsdp_hybrid", 3, {4}, kHasDivideFactor<Fsdp>, make_fsdp({.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2}})},
+      {"fsdp_offload", 3, worlds, kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .offload = {.params = true, .grads = true}})},
+      {"fsdp_hybrid",
+       3,
+       {4},
+       kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2}})},
   };
 }
 
@@ -329,7 +335,7 @@ void play(const Setup& setup, const Play& play, const Loop& loop) {
             world,
             [&](std::shared_ptr<Communicator> comm) {
               at::set_num_threads(1);
-              std::unique_ptr<Run> run = setup.make(play.model(), comm, kind, play);
+              std::unique_ptr<Trainer> run = setup.make(play.model(), comm, kind, play);
               run->make_another = [&](Model model) { return setup.make(std::move(model), comm, kind, play); };
               record_loop(*run, play, loop, ranks[comm->rank()]);
             },

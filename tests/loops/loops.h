@@ -41,12 +41,12 @@ inline Mlp& mlp_of(Net& net) { return dynamic_cast<Mlp&>(net); }
 enum class Optim { kSgd, kMomentum, kAdam };
 
 // What a loop has: one process alone, or one rank of a wrapper.
-class Run {
+class Trainer {
  public:
-  explicit Run(Model module) : model(std::move(module)) {}
-  virtual ~Run() = default;
-  Run(const Run&) = delete;
-  Run& operator=(const Run&) = delete;
+  explicit Trainer(Model module) : model(std::move(module)) {}
+  virtual ~Trainer() = default;
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
 
   const Model model;
   virtual at::Tensor operator()(const at::Tensor& x) = 0;
@@ -61,7 +61,7 @@ class Run {
   // Null but under FullyShardedDataParallel.
   virtual FullyShardedModule* fsdp() { return nullptr; }
   // The same wrapper and optimizer around another model.
-  std::unique_ptr<Run> another(Model module) { return make_another(std::move(module)); }
+  std::unique_ptr<Trainer> another(Model module) { return make_another(std::move(module)); }
 
   // This process's rows of a step's batch.
   at::Tensor x(int step) const { return rows(2 * step); }
@@ -72,18 +72,18 @@ class Run {
 
   // A mean over rows: the ranks' mean must be that of the one process.
   void note(const at::Tensor& mean) { notes.push_back(mean.item<double>()); }
-  void note_state(Run& other);
+  void note_state(Trainer& other);
 
   int rank = 0, world = 1;
   bool same_data = false;
   std::vector<double> notes;
-  std::function<std::unique_ptr<Run>(Model)> make_another;
+  std::function<std::unique_ptr<Trainer>(Model)> make_another;
 
  private:
   at::Tensor rows(int seed) const;
 };
 
-using Loop = std::function<void(Run&)>;
+using Loop = std::function<void(Trainer&)>;
 
 enum class Expect {
   kEqual,    // to the one process
@@ -108,7 +108,7 @@ struct Setup {
   int stage;
   std::vector<int> worlds;
   bool has_divide_factor;  // whether the wrapper has set_gradient_divide_factor() (yet)
-  std::function<std::unique_ptr<Run>(Model, std::shared_ptr<Communicator>, Optim, const Play&)> make;
+  std::function<std::unique_ptr<Trainer>(Model, std::shared_ptr<Communicator>, Optim, const Play&)> make;
 };
 void PrintTo(const Setup& setup, std::ostream* out);
 
@@ -124,7 +124,7 @@ inline std::string name_of(const testing::TestParamInfo<Setup>& info) { return i
 }  // namespace tessera::loops
 
 // A suite whose tests are run for each of the setups: TEST_P(Suite, Name) { play(GetParam(), {}, ...); }
-#define TESSERA_LOOPS(Suite, setups)                                 \
-  class Suite : public testing::TestWithParam<Setup> {};             \
-  GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Suite);              \
+#define TESSERA_LOOPS(Suite, setups)                     \
+  class Suite : public testing::TestWithParam<Setup> {}; \
+  GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Suite);  \
   INSTANTIATE_TEST_SUITE_P(Loops, Suite, testing::ValuesIn(setups()), name_of)

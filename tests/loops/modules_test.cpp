@@ -14,7 +14,7 @@ TESSERA_LOOPS(Modules, all_setups);
 // ---- requires_grad
 
 TEST_P(Modules, FrozenThroughTheModuleBetweenSteps) {
-  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
     for (int step = 0; step < 6; ++step) {
       mlp_of(*run.model).fc2->weight.requires_grad_(step % 3 == 0);
       run.train(step);
@@ -23,7 +23,7 @@ TEST_P(Modules, FrozenThroughTheModuleBetweenSteps) {
 }
 
 TEST_P(Modules, FrozenThroughTheWrapperBetweenSteps) {
-  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
     for (int step = 0; step < 6; ++step) {
       run.parameters()[2].requires_grad_(step % 3 == 0);
       run.train(step);
@@ -32,7 +32,7 @@ TEST_P(Modules, FrozenThroughTheWrapperBetweenSteps) {
 }
 
 TEST_P(Modules, FrozenBetweenForwardAndBackward) {
-  play(GetParam(), {.unused = true}, [](Run& run) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
     at::Tensor weight = mlp_of(*run.model).fc2->weight;
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
@@ -47,7 +47,7 @@ TEST_P(Modules, FrozenBetweenForwardAndBackward) {
 
 // The gradient is there already, and the optimizer asks for nothing else.
 TEST_P(Modules, FrozenBetweenBackwardAndStep) {
-  play(GetParam(), {.unused = true}, [](Run& run) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
     at::Tensor weight = mlp_of(*run.model).fc2->weight;
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
@@ -65,7 +65,7 @@ TEST_P(Modules, FrozenFromTheBeginning) {
     for (auto& parameter : mlp_of(*model).fc1->parameters()) parameter.requires_grad_(false);
     return model;
   };
-  play(GetParam(), {.model = frozen}, [](Run& run) {
+  play(GetParam(), {.model = frozen}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
@@ -73,7 +73,7 @@ TEST_P(Modules, FrozenFromTheBeginning) {
 // ---- hooks
 
 TEST_P(Modules, HookOnAModuleParameter) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     mlp_of(*run.model).fc2->weight.register_hook([](const at::Tensor& gradient) { return 2 * gradient; });
     for (int step = 0; step < 3; ++step) run.train(step);
   });
@@ -85,14 +85,14 @@ TEST_P(Modules, HookOnAModuleParameterBeforeWrapping) {
     mlp_of(*model).fc2->weight.register_hook([](const at::Tensor& gradient) { return 2 * gradient; });
     return model;
   };
-  play(GetParam(), {.expect = Expect::kEither, .model = hooked}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .model = hooked}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
 
 // A shard is no part of the graph, so its hook would never be called.
 TEST_P(Modules, HookOnAWrappersParameter) {
-  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kRefused : Expect::kEqual}, [](Run& run) {
+  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kRefused : Expect::kEqual}, [](Trainer& run) {
     run.train(0);
     run.parameters()[2].register_hook([](const at::Tensor& gradient) { return 2 * gradient; });
     for (int step = 1; step < 3; ++step) run.train(step);
@@ -103,7 +103,7 @@ TEST_P(Modules, HookOnAWrappersParameter) {
 
 // Its parameters belong to no wrapper, so nobody would average their gradients.
 TEST_P(Modules, LayerRegisteredAfterWrapping) {
-  play(GetParam(), {.expect = Expect::kRefused}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
     run.train(0);
     Mlp& net = mlp_of(*run.model);
     net.extra = seeded(9, [] { return torch::nn::Linear(kFeatures, kFeatures); });
@@ -128,7 +128,7 @@ struct Complex : Net {
 
 TEST_P(Modules, ComplexWeight) {
   auto complex = [] { return seeded(4, []() -> Model { return std::make_shared<Complex>(); }); };
-  play(GetParam(), {.model = complex}, [](Run& run) {
+  play(GetParam(), {.model = complex}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
@@ -150,7 +150,7 @@ struct Lookup : Net {
 // Forward itself changes the weight, in the rows that it is asked for.
 TEST_P(Modules, EmbeddingWithMaxNorm) {
   auto lookup = [] { return seeded(5, []() -> Model { return std::make_shared<Lookup>(0.5); }); };
-  play(GetParam(), {.expect = Expect::kEither, .model = lookup, .same_data = true}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .model = lookup, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
@@ -172,7 +172,7 @@ Model normed() {
 
 // The second forward's buffers must not be written into what the first one's backward still needs.
 TEST_P(Modules, BatchNormWithTwoForwardsBeforeOneBackward) {
-  play(GetParam(), {.model = normed, .same_data = true}, [](Run& run) {
+  play(GetParam(), {.model = normed, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       (run.loss(2 * step) + run.loss(2 * step + 1)).backward();
@@ -182,7 +182,7 @@ TEST_P(Modules, BatchNormWithTwoForwardsBeforeOneBackward) {
 }
 
 TEST_P(Modules, BatchNormTrainedEvaluatedAndTrained) {
-  play(GetParam(), {.model = normed, .same_data = true}, [](Run& run) {
+  play(GetParam(), {.model = normed, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.model->train();
       run.train(step);
@@ -227,7 +227,7 @@ struct WithOperator : Net {
 // The kernel is called below the key that pages parameters in.
 TEST_P(Modules, AnOperatorWhoseKernelUsesAnotherUnitsParameter) {
   auto model = [] { return seeded(7, []() -> Model { return std::make_shared<WithOperator>(); }); };
-  play(GetParam(), {.model = model}, [](Run& run) {
+  play(GetParam(), {.model = model}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
@@ -255,15 +255,13 @@ struct WithThreads : Net {
     register_module("fc2", fc2);
     to(at::kDouble);
   }
-  at::Tensor forward(const at::Tensor& x) override {
-    return Threaded::apply(fc1(x).tanh(), fc2->weight) + fc2->bias;
-  }
+  at::Tensor forward(const at::Tensor& x) override { return Threaded::apply(fc1(x).tanh(), fc2->weight) + fc2->bias; }
   torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
 };
 
 TEST_P(Modules, AnAutogradFunctionWithAThread) {
   auto model = [] { return seeded(8, []() -> Model { return std::make_shared<WithThreads>(); }); };
-  play(GetParam(), {.expect = Expect::kEither, .model = model}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .model = model}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }

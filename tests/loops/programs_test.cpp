@@ -7,7 +7,7 @@ namespace {
 TESSERA_LOOPS(Programs, all_setups);
 
 TEST_P(Programs, TwoModelsTrainedInTurn) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     auto other = run.another(another_mlp());
     for (int step = 0; step < 3; ++step) {
       run.train(2 * step);
@@ -18,7 +18,7 @@ TEST_P(Programs, TwoModelsTrainedInTurn) {
 }
 
 TEST_P(Programs, TwoModelsWithTheirForwardsBeforeTheirBackwards) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     auto other = run.another(another_mlp());
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
@@ -34,7 +34,7 @@ TEST_P(Programs, TwoModelsWithTheirForwardsBeforeTheirBackwards) {
 }
 
 TEST_P(Programs, OneLossOfTwoModels) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     auto decoder = run.another(another_mlp());
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
@@ -48,7 +48,7 @@ TEST_P(Programs, OneLossOfTwoModels) {
 }
 
 // The generator's loss goes backward through the discriminator, whose gradients of that are thrown away.
-void train_gan(Run& generator, bool freeze) {
+void train_gan(Trainer& generator, bool freeze) {
   auto judge = generator.another(another_mlp());
   auto set_frozen = [&](bool frozen) {
     if (!freeze) return;
@@ -64,7 +64,7 @@ void train_gan(Run& generator, bool freeze) {
 
     generator.optimizer().zero_grad();
     set_frozen(true);
-    loss = ((*judge)(made) - 1).square().mean();
+    loss = ((*judge)(made)-1).square().mean();
     generator.note(loss.detach());
     loss.backward();
     set_frozen(false);
@@ -74,15 +74,15 @@ void train_gan(Run& generator, bool freeze) {
 }
 
 TEST_P(Programs, AdversarialPair) {
-  play(GetParam(), {}, [](Run& run) { train_gan(run, false); });
+  play(GetParam(), {}, [](Trainer& run) { train_gan(run, false); });
 }
 
 TEST_P(Programs, AdversarialPairThatFreezesTheJudge) {
-  play(GetParam(), {.unused = true}, [](Run& run) { train_gan(run, true); });
+  play(GetParam(), {.unused = true}, [](Trainer& run) { train_gan(run, true); });
 }
 
 TEST_P(Programs, ClippedGradients) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.optimizer().zero_grad();
       run.loss(step).backward();
@@ -93,7 +93,7 @@ TEST_P(Programs, ClippedGradients) {
 }
 
 TEST_P(Programs, ClippedGradientsAfterNoSync) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       {
@@ -110,7 +110,7 @@ TEST_P(Programs, ClippedGradientsAfterNoSync) {
 // torch's own function, on what the wrapper calls its parameters: of shards, the norm is this rank's alone.
 TEST_P(Programs, ClippedByTorchsFunctionOnTheModule) {
   if (GetParam().stage == 2) GTEST_SKIP() << "gradients are on their owners: clip_grad_norm_ of the wrapper says so";
-  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual}, [](Run& run) {
+  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       run.loss(step).backward();
@@ -121,7 +121,7 @@ TEST_P(Programs, ClippedByTorchsFunctionOnTheModule) {
 }
 
 TEST_P(Programs, ScheduledLearningRate) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 5; ++step) {
       for (auto& group : run.optimizer().param_groups())
         group.options().set_lr(group.options().get_lr() * (step % 2 == 0 ? 0.5 : 1.5));
@@ -131,7 +131,7 @@ TEST_P(Programs, ScheduledLearningRate) {
 }
 
 TEST_P(Programs, OptimizerWithAClosure) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.note(run.optimizer().step([&] {
         torch::AutoGradMode with_grad(true);
@@ -145,7 +145,7 @@ TEST_P(Programs, OptimizerWithAClosure) {
 }
 
 TEST_P(Programs, InferenceModeInTheMiddle) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       c10::InferenceMode inference;
@@ -157,7 +157,7 @@ TEST_P(Programs, InferenceModeInTheMiddle) {
 
 // Input gradients in an evaluation: saliency maps, adversarial examples.
 TEST_P(Programs, GradientsOfInputsOnly) {
-  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       const at::Tensor x = run.x(9).requires_grad_();
@@ -169,7 +169,7 @@ TEST_P(Programs, GradientsOfInputsOnly) {
 }
 
 TEST_P(Programs, StepEveryOtherBackward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 6; ++step) {
       run.loss(step).backward();
       if (step % 2 == 0) continue;
@@ -180,7 +180,7 @@ TEST_P(Programs, StepEveryOtherBackward) {
 }
 
 TEST_P(Programs, TheWrapperIsMadeAgain) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     auto again = run.another(run.model);
     again->train(1);
@@ -191,7 +191,7 @@ TEST_P(Programs, TheWrapperIsMadeAgain) {
 // ---- losses summed over unequal parts
 
 // The first rank has most of the rows, the others two each.
-at::Tensor part(const Run& run, const at::Tensor& all) {
+at::Tensor part(const Trainer& run, const at::Tensor& all) {
   const int64_t first = kRows - 2 * (run.world - 1);
   if (run.rank == 0) return all.slice(0, 0, first);
   return all.slice(0, first + 2 * (run.rank - 1), first + 2 * run.rank);
@@ -199,7 +199,7 @@ at::Tensor part(const Run& run, const at::Tensor& all) {
 
 TEST_P(Programs, GradientsDividedByTheNumberOfTokens) {
   if (!GetParam().has_divide_factor) GTEST_SKIP() << "the wrapper has no set_gradient_divide_factor";
-  play(GetParam(), {.same_data = true}, [](Run& run) {
+  play(GetParam(), {.same_data = true}, [](Trainer& run) {
     run.set_gradient_divide_factor(kRows);
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
@@ -211,7 +211,7 @@ TEST_P(Programs, GradientsDividedByTheNumberOfTokens) {
 
 TEST_P(Programs, AGradientDivisorOfNothingIsRefused) {
   if (!GetParam().has_divide_factor) GTEST_SKIP() << "the wrapper has no set_gradient_divide_factor";
-  play(GetParam(), {.optimizers = {Optim::kSgd}}, [](Run& run) {
+  play(GetParam(), {.optimizers = {Optim::kSgd}}, [](Trainer& run) {
     if (run.world == 1) return;
     for (double factor : {0.0, -1.0})
       EXPECT_NE(error_of<std::invalid_argument>([&] { run.set_gradient_divide_factor(factor); }), "") << factor;

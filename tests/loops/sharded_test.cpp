@@ -26,7 +26,7 @@ void on_ranks_of(const Setup& setup, const std::function<void(std::shared_ptr<Co
         options);
   }
 }
-void on_ranks_of(const Setup& setup, const std::function<void(Run&)>& body) {
+void on_ranks_of(const Setup& setup, const std::function<void(Trainer&)>& body) {
   on_ranks_of(setup, [&](std::shared_ptr<Communicator> comm) {
     auto run = setup.make(mlp(), comm, Optim::kAdam, {});
     body(*run);
@@ -63,11 +63,10 @@ TEST_P(Sharded, AnOptimizerBuiltBeforeWrappingIsRefusedAtItsStep) {
 
 TEST_P(Sharded, OssOverAShardedModuleIsRefused) {
   for (bool of_wrapper : {false, true}) {
-    on_ranks_of(GetParam(), [of_wrapper](Run& run) {
+    on_ranks_of(GetParam(), [of_wrapper](Trainer& run) {
       const auto parameters = of_wrapper ? run.parameters() : run.model->parameters();
-      const std::string error = error_of<std::exception>([&] {
-        OSS<torch::optim::Adam> optimizer(parameters, torch::optim::AdamOptions(1e-2), run.fsdp()->comm());
-      });
+      const std::string error = error_of<std::exception>(
+          [&] { OSS<torch::optim::Adam> optimizer(parameters, torch::optim::AdamOptions(1e-2), run.fsdp()->comm()); });
       EXPECT_NE(error, "") << "of the " << (of_wrapper ? "wrapper's" : "module's") << " parameters";
     });
   }
@@ -75,7 +74,7 @@ TEST_P(Sharded, OssOverAShardedModuleIsRefused) {
 
 TEST_P(Sharded, OtherWrappersAroundAShardedModuleAreRefused) {
   for (bool resident : {false, true}) {
-    on_ranks_of(GetParam(), [resident](Run& run) {
+    on_ranks_of(GetParam(), [resident](Trainer& run) {
       at::Tensor loss;
       if (resident) loss = run.loss(0);
       auto free = seeded(3, [] { return torch::nn::Linear(2, 2); });
@@ -92,7 +91,7 @@ TEST_P(Sharded, OtherWrappersAroundAShardedModuleAreRefused) {
 // ---- torch::save
 
 TEST_P(Sharded, SavingTheModuleIsRefused) {
-  play(GetParam(), {.expect = Expect::kRefused, .optimizers = {Optim::kAdam}}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kRefused, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     std::ostringstream file;
     torch::save(run.model, file);
@@ -100,7 +99,7 @@ TEST_P(Sharded, SavingTheModuleIsRefused) {
 }
 
 TEST_P(Sharded, SavingTheModuleInsideSummonFullParams) {
-  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Run& run) {
+  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     std::ostringstream file;
     {
@@ -118,7 +117,7 @@ TEST_P(Sharded, SavingTheModuleInsideSummonFullParams) {
 // ---- visit_full_state
 
 TEST_P(Sharded, TheVisitorMayUseTheWrapperAndTheModule) {
-  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Run& run) {
+  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     if (run.fsdp() != nullptr) {
       run.fsdp()->visit_full_state([&](const std::string& name, const at::Tensor& tensor) {
@@ -133,7 +132,7 @@ TEST_P(Sharded, TheVisitorMayUseTheWrapperAndTheModule) {
 }
 
 TEST_P(Sharded, AVisitorThatThrowsLeavesNothingGathered) {
-  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Run& run) {
+  play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     if (run.fsdp() != nullptr) {
       const int64_t before = run.fsdp()->memory().gathered_bytes;
@@ -151,12 +150,12 @@ TEST_P(Sharded, AVisitorThatThrowsLeavesNothingGathered) {
 
 // ---- summon_full_params
 
-Scope summon(Run& run, SummonOptions options = {}) {
+Scope summon(Trainer& run, SummonOptions options = {}) {
   return run.fsdp() != nullptr ? run.fsdp()->summon_full_params(std::move(options)) : Scope([] {});
 }
 
 TEST_P(Sharded, ValuesChangedInsideSummonFullParams) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       auto scope = summon(run);
@@ -167,7 +166,7 @@ TEST_P(Sharded, ValuesChangedInsideSummonFullParams) {
 }
 
 TEST_P(Sharded, WithoutWritebackNothingChanges) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       if (run.fsdp() == nullptr) continue;
@@ -180,7 +179,7 @@ TEST_P(Sharded, WithoutWritebackNothingChanges) {
 }
 
 TEST_P(Sharded, FullStateInsideSummonSeesWhatIsThere) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     {
       auto scope = summon(run);
@@ -193,7 +192,7 @@ TEST_P(Sharded, FullStateInsideSummonSeesWhatIsThere) {
 }
 
 TEST_P(Sharded, StepInsideSummonFullParams) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     run.loss(1).backward();
@@ -206,7 +205,7 @@ TEST_P(Sharded, StepInsideSummonFullParams) {
 }
 
 TEST_P(Sharded, ForwardAndBackwardInsideSummonFullParams) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     {
@@ -228,7 +227,7 @@ int64_t resident_bytes() {
 }
 
 TEST_P(Sharded, EvaluationThroughTheModuleAloneTakesNoMoreMemory) {
-  on_ranks_of(GetParam(), [](Run& run) {
+  on_ranks_of(GetParam(), [](Trainer& run) {
     run.train(0);
     torch::NoGradGuard no_grad;
     auto evaluate = [&](int times) {

@@ -31,13 +31,13 @@ TEST_P(Values, LoadBeforeWrapping) {
     load(model);
     return model;
   };
-  play(GetParam(), {.model = loaded}, [](Run& run) {
+  play(GetParam(), {.model = loaded}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
 
 TEST_P(Values, LoadBetweenSteps) {
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Run& run) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) run.train(step);
     load(run.model);
     for (int step = 2; step < 5; ++step) run.train(step);
@@ -45,14 +45,14 @@ TEST_P(Values, LoadBetweenSteps) {
 }
 
 TEST_P(Values, LoadBeforeTheFirstStep) {
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Run& run) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     load(run.model);
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }
 
 TEST_P(Values, LoadInsideSummonFullParams) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) run.train(step);
     if (run.fsdp() != nullptr) {
       auto scope = run.fsdp()->summon_full_params();
@@ -67,7 +67,7 @@ TEST_P(Values, LoadInsideSummonFullParams) {
 // ---- module->to() and set_data. The models are in fp64.
 
 TEST_P(Values, CastAfterWrapping) {
-  play(GetParam(), {.expect = Expect::kRefused}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     run.model->to(at::kFloat);
@@ -77,7 +77,7 @@ TEST_P(Values, CastAfterWrapping) {
 }
 
 TEST_P(Values, CastToTheSameTypeChangesNothing) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.model->to(at::kDouble);
       run.model->to(at::kCPU);
@@ -87,7 +87,7 @@ TEST_P(Values, CastToTheSameTypeChangesNothing) {
 }
 
 TEST_P(Values, VectorToParameters) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     const auto values = torch::nn::utils::parameters_to_vector(another_mlp()->parameters()).detach();
     torch::nn::utils::vector_to_parameters(values, run.model->parameters());
@@ -96,7 +96,7 @@ TEST_P(Values, VectorToParameters) {
 }
 
 TEST_P(Values, SetDataOfOneParameterOfAUnit) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     mlp_of(*run.model).fc2->weight.set_data(torch::full({kFeatures, kFeatures}, 0.1, at::kDouble));
     for (int step = 1; step < 4; ++step) run.train(step);
@@ -105,7 +105,7 @@ TEST_P(Values, SetDataOfOneParameterOfAUnit) {
 
 // As torch::nn::init and "resume from" code do it.
 TEST_P(Values, CopyIntoAModuleParameterUnderNoGrad) {
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Run& run) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     run.train(0);
     {
       torch::NoGradGuard no_grad;
@@ -119,7 +119,7 @@ TEST_P(Values, CopyIntoAModuleParameterUnderNoGrad) {
 // ---- values that the user writes through the wrapper's parameters()
 
 TEST_P(Values, MultipliedThroughDataBetweenSteps) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.train(step);
       for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
@@ -130,7 +130,7 @@ TEST_P(Values, MultipliedThroughDataBetweenSteps) {
 }
 
 TEST_P(Values, MultipliedUnderNoGradBetweenSteps) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.train(step);
       torch::NoGradGuard no_grad;
@@ -142,7 +142,7 @@ TEST_P(Values, MultipliedUnderNoGradBetweenSteps) {
 // Units that a validation has gathered must not be those that training goes on with after the step.
 TEST_P(Values, ValidationBetweenBackwardAndStep) {
   for (bool through_wrapper : {true, false}) {
-    play(GetParam(), {}, [through_wrapper](Run& run) {
+    play(GetParam(), {}, [through_wrapper](Trainer& run) {
       auto validate = [&] {
         torch::NoGradGuard no_grad;
         const at::Tensor y = through_wrapper ? run(run.x(9)) : run.model->forward(run.x(9));
@@ -162,7 +162,7 @@ TEST_P(Values, ValidationBetweenBackwardAndStep) {
 
 TEST_P(Values, ValidationBetweenForwardAndBackward) {
   for (bool through_wrapper : {true, false}) {
-    play(GetParam(), {}, [through_wrapper](Run& run) {
+    play(GetParam(), {}, [through_wrapper](Trainer& run) {
       for (int step = 0; step < 3; ++step) {
         run.optimizer().zero_grad();
         at::Tensor loss = run.loss(step);
@@ -180,7 +180,7 @@ TEST_P(Values, ValidationBetweenForwardAndBackward) {
 
 // A validation without NoGradGuard: a graph that no backward ever comes for.
 TEST_P(Values, ValidationThatForgetsNoGrad) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       run.note(run.loss(9).detach());
@@ -191,7 +191,7 @@ TEST_P(Values, ValidationThatForgetsNoGrad) {
 // ---- a second model that follows the first
 
 TEST_P(Values, AverageOfParametersInASecondModel) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     auto average = run.another(mlp());
     for (int step = 0; step < 4; ++step) {
       run.train(step);
@@ -205,7 +205,7 @@ TEST_P(Values, AverageOfParametersInASecondModel) {
 }
 
 TEST_P(Values, TargetNetworkCopiedEveryOtherStep) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     auto target = run.another(mlp());
     for (int step = 0; step < 5; ++step) {
       run.optimizer().zero_grad();
@@ -233,7 +233,7 @@ TEST_P(Values, TwoParametersOfOneMemory) {
     mlp_of(*model).fc3->weight.set_data(mlp_of(*model).fc1->weight.data());
     return model;
   };
-  play(GetParam(), {.expect = Expect::kEither, .model = shared}, [](Run& run) {
+  play(GetParam(), {.expect = Expect::kEither, .model = shared}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) run.train(step);
   });
 }

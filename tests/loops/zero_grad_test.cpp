@@ -9,13 +9,13 @@ TESSERA_LOOPS(ZeroGrad, all_setups);
 // ---- the optimizer's
 
 TEST_P(ZeroGrad, ByTheOptimizerToNone) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) run.train(step);
   });
 }
 
 TEST_P(ZeroGrad, ByTheOptimizerToZero) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.optimizer().zero_grad(false);
       run.loss(step).backward();
@@ -25,7 +25,7 @@ TEST_P(ZeroGrad, ByTheOptimizerToZero) {
 }
 
 TEST_P(ZeroGrad, OnceByEachInTurn) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 6; ++step) {
       if (step % 3 == 0) run.optimizer().zero_grad(step == 0);
       if (step % 3 == 1) run.model->zero_grad(step == 1);
@@ -37,7 +37,7 @@ TEST_P(ZeroGrad, OnceByEachInTurn) {
 }
 
 TEST_P(ZeroGrad, OfNothingBeforeTheFirstForward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.optimizer().zero_grad(false);
     run.model->zero_grad(false);
     run.optimizer().step();
@@ -46,7 +46,7 @@ TEST_P(ZeroGrad, OfNothingBeforeTheFirstForward) {
 }
 
 TEST_P(ZeroGrad, BetweenForwardAndBackward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       at::Tensor loss = run.loss(step);
       run.optimizer().zero_grad();
@@ -58,7 +58,7 @@ TEST_P(ZeroGrad, BetweenForwardAndBackward) {
 
 // A step without gradients does nothing, so the one after it starts from the same values.
 TEST_P(ZeroGrad, ByTheOptimizerAfterBackwardLeavesNothingToStep) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.loss(1).backward();
     run.optimizer().zero_grad();
@@ -71,7 +71,7 @@ TEST_P(ZeroGrad, ByTheOptimizerAfterBackwardLeavesNothingToStep) {
 // ---- the module's
 
 TEST_P(ZeroGrad, ByTheModuleAfterBackwardLeavesNothingToStep) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.loss(1).backward();
     run.model->zero_grad();
@@ -82,7 +82,7 @@ TEST_P(ZeroGrad, ByTheModuleAfterBackwardLeavesNothingToStep) {
 }
 
 TEST_P(ZeroGrad, ByTheModuleToZeroAfterBackward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.loss(1).backward();
     run.model->zero_grad(false);
@@ -92,7 +92,7 @@ TEST_P(ZeroGrad, ByTheModuleToZeroAfterBackward) {
 }
 
 TEST_P(ZeroGrad, ByTheModuleRightBeforeBackward) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       at::Tensor loss = run.loss(step);
       run.model->zero_grad();
@@ -103,7 +103,7 @@ TEST_P(ZeroGrad, ByTheModuleRightBeforeBackward) {
 }
 
 TEST_P(ZeroGrad, ByTheModuleAfterStep) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.loss(step).backward();
       run.optimizer().step();
@@ -114,7 +114,7 @@ TEST_P(ZeroGrad, ByTheModuleAfterStep) {
 
 // What the next backward does not touch has no gradient then, and stays as it is.
 TEST_P(ZeroGrad, ByTheModuleWhenOnlyABranchIsUsedNext) {
-  play(GetParam(), {.unused = true}, [](Run& run) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.model->zero_grad();
       mlp_of(*run.model).skip_fc2 = step % 2 == 1;
@@ -125,7 +125,7 @@ TEST_P(ZeroGrad, ByTheModuleWhenOnlyABranchIsUsedNext) {
 }
 
 TEST_P(ZeroGrad, OfOneLayerOnly) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     run.loss(1).backward();
@@ -139,7 +139,7 @@ TEST_P(ZeroGrad, OfOneLayerOnly) {
 
 TEST_P(ZeroGrad, DropsWhatNoSyncGathered) {
   for (int by : {0, 1, 2}) {
-    play(GetParam(), {}, [by](Run& run) {
+    play(GetParam(), {}, [by](Trainer& run) {
       run.train(0);
       run.optimizer().zero_grad();
       {
@@ -160,7 +160,7 @@ TEST_P(ZeroGrad, DropsWhatNoSyncGathered) {
 }
 
 TEST_P(ZeroGrad, InTheMiddleOfNoSync) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
     {
@@ -175,7 +175,7 @@ TEST_P(ZeroGrad, InTheMiddleOfNoSync) {
 }
 
 TEST_P(ZeroGrad, Accumulation) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {
       run.optimizer().zero_grad();
       for (int part = 0; part < 3; ++part) (run.loss(3 * step + part) / 3).backward();
@@ -185,7 +185,7 @@ TEST_P(ZeroGrad, Accumulation) {
 }
 
 TEST_P(ZeroGrad, AccumulationUnderNoSyncWithAValidationInTheMiddle) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {
       run.optimizer().zero_grad();
       {
@@ -206,7 +206,7 @@ TEST_P(ZeroGrad, AccumulationUnderNoSyncWithAValidationInTheMiddle) {
 // ---- gradients are tensors, and users write them
 
 TEST_P(ZeroGrad, GradientsScaledInPlaceAndReplaced) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       run.loss(step).backward();
@@ -222,7 +222,7 @@ TEST_P(ZeroGrad, GradientsScaledInPlaceAndReplaced) {
 
 // Momentum of the user's own: handles of the last gradients, kept over zero_grad and the next backward.
 TEST_P(ZeroGrad, HandlesOfLastGradientsKeepTheirValues) {
-  play(GetParam(), {}, [](Run& run) {
+  play(GetParam(), {}, [](Trainer& run) {
     std::vector<at::Tensor> last;
     for (int step = 0; step < 4; ++step) {
       run.optimizer().zero_grad();
