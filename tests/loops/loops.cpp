@@ -102,6 +102,14 @@ std::unique_ptr<Trainer> make_ddp(Model model, Comm comm, Optim kind, const Play
   return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
 }
 
+// Gradients are no views of buckets, which optimizers that detach gradients in place do not take.
+std::unique_ptr<Trainer> make_ddp_copies(Model model, Comm comm, Optim kind, const Play& play) {
+  const DdpOptions options{.find_unused_parameters = play.unused, .gradient_as_bucket_view = false};
+  auto ddp = std::make_unique<Ddp>(model, comm, options);
+  auto optimizer = whole_optimizer(kind, ddp->parameters());
+  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+}
+
 std::unique_ptr<Trainer> make_ddp_oss(Model model, Comm comm, Optim kind, const Play& play) {
   auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
@@ -191,7 +199,9 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks)
 
 // Whether the text says what it is about: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
-  if (text.find("(root)") != std::string::npos) return true;
+  // Autograd's own words, where the wrapper left autograd to find the fault.
+  for (const char* words : {"(root)", "the root unit", "modified by an inplace operation"})
+    if (text.find(words) != std::string::npos) return true;
   for (const auto& entry : model.named_parameters())
     if (text.find(entry.key()) != std::string::npos) return true;
   for (const auto& entry : model.named_modules())
@@ -203,9 +213,9 @@ void judge(const Play& play, const Record& expected, const std::vector<Record>& 
            const Net& model, const std::string& where) {
   const std::string wrong = difference(expected, ranks);
   if (error.empty()) {
-    if (play.expect == Expect::kRefused)
+    if (play.expect == Expect::kRefused && (!wrong.empty() || ranks.size() > 1 || !play.equal_alone))
       ADD_FAILURE() << where << ": not refused, and " << (wrong.empty() ? "equal" : wrong);
-    else if (play.expect == Expect::kThrows || !expected.has_ended)
+    else if (play.expect == Expect::kThrows || (!expected.has_ended && play.expect != Expect::kRefused))
       ADD_FAILURE() << where << ": one process throws '" << first_line(expected.error) << "', the ranks do not";
     else if (!wrong.empty())
       ADD_FAILURE() << where << ": " << wrong;
@@ -226,12 +236,12 @@ const char* name_of(Optim kind) {
   return kind == Optim::kSgd ? "SGD" : (kind == Optim::kMomentum ? "momentum" : "Adam");
 }
 
-// All optimizers at one world, some at the others, so that the matrix stays quick.
+// Each optimizer at some world, so that the matrix stays quick.
 std::vector<Optim> optimizers_at(int world, const Play& play) {
   if (!play.optimizers.empty()) return play.optimizers;
   if (world == 1) return {Optim::kSgd};
-  if (world == 3) return {Optim::kAdam};
-  return {Optim::kSgd, Optim::kMomentum, Optim::kAdam};
+  if (world == 2) return {Optim::kSgd, Optim::kAdam};
+  return {Optim::kMomentum};
 }
 
 }  // namespace
@@ -305,6 +315,7 @@ std::vector<Setup> replicated_setups() {
   const std::vector<int> worlds{1, 2, 3};
   return {
       {"ddp", 0, worlds, kHasDivideFactor<Ddp>, make_ddp},
+      {"ddp_copies", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_copies},
       {"ddp_oss", 1, worlds, kHasDivideFactor<Ddp>, make_ddp_oss},
       {"oss_sdp", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp},
   };

@@ -99,6 +99,8 @@ struct Play {
   bool same_data = false;
   // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
   bool unused = false;
+  // A world of one may do what is refused in others, if it does it right.
+  bool equal_alone = false;
   // Empty: all, at some world.
   std::vector<Optim> optimizers = {};
 };
