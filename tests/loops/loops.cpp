@@ -1,0 +1,363 @@
+#include "tests/loops/loops.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <sstream>
+
+namespace tessera::loops {
+namespace {
+
+std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector<at::Tensor> parameters) {
+  using namespace torch::optim;
+  if (kind == Optim::kAdam) return std::make_unique<Adam>(std::move(parameters), AdamOptions(1e-2));
+  const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
+  return std::make_unique<SGD>(std::move(parameters), SGDOptions(0.1).momentum(momentum));
+}
+
+std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::Tensor> parameters,
+                                                    std::shared_ptr<Communicator> comm) {
+  using namespace torch::optim;
+  if (kind == Optim::kAdam) return std::make_unique<OSS<Adam>>(std::move(parameters), AdamOptions(1e-2), comm);
+  const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
+  return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm);
+}
+
+class OneProcess final : public Trainer {
+ public:
+  OneProcess(Model module, Optim kind) : Trainer(std::move(module)), optimizer_(whole_optimizer(kind, parameters())) {
+    make_another = [kind](Model next) { return std::make_unique<OneProcess>(std::move(next), kind); };
+  }
+  at::Tensor operator()(const at::Tensor& x) override { return model->forward(x); }
+  std::vector<at::Tensor> parameters() override { return unique_parameters(*model); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  void zero_grad(bool set_to_none) override { model->zero_grad(set_to_none); }
+  Scope no_sync() override {
+    return Scope([] {});
+  }
+  double clip_grad_norm_(double max_norm) override { return torch::nn::utils::clip_grad_norm_(parameters(), max_norm); }
+  torch::OrderedDict<std::string, at::Tensor> state() override {
+    torch::OrderedDict<std::string, at::Tensor> state;
+    for (const auto& entry : model->named_parameters()) state.insert(entry.key(), entry.value().detach().clone());
+    for (const auto& entry : model->named_buffers()) state.insert(entry.key(), entry.value().detach().clone());
+    return state;
+  }
+  // What its loss adds up over all rows is divided by `factor`.
+  void set_gradient_divide_factor(double factor) override {
+    for (auto& parameter : parameters())
+      parameter.register_hook([factor](const at::Tensor& gradient) { return gradient / factor; });
+  }
+
+ private:
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+template <class Wrapper>
+constexpr bool kHasDivideFactor = requires(Wrapper& wrapper) {
+  wrapper.set_gradient_divide_factor(1.0);
+};
+
+template <class Wrapper>
+class Rank final : public Trainer {
+ public:
+  Rank(Model module, std::unique_ptr<Wrapper> wrapper, std::unique_ptr<torch::optim::Optimizer> optimizer)
+      : Trainer(std::move(module)), optimizer_(std::move(optimizer)), wrapper_(std::move(wrapper)) {
+    rank = wrapper_->comm()->rank();
+    world = wrapper_->comm()->size();
+  }
+  at::Tensor operator()(const at::Tensor& x) override { return (*wrapper_)(x); }
+  std::vector<at::Tensor> parameters() override { return wrapper_->parameters(); }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
+  void zero_grad(bool set_to_none) override { wrapper_->zero_grad(set_to_none); }
+  Scope no_sync() override { return wrapper_->no_sync(); }
+  double clip_grad_norm_(double max_norm) override {
+    if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get())) return sharded->clip_grad_norm_(max_norm);
+    return wrapper_->clip_grad_norm_(max_norm);
+  }
+  torch::OrderedDict<std::string, at::Tensor> state() override { return wrapper_->full_state_dict(); }
+  void set_gradient_divide_factor(double factor) override { set_factor(*wrapper_, factor); }
+  FullyShardedModule* fsdp() override {
+    if constexpr (std::is_base_of_v<FullyShardedModule, Wrapper>) return wrapper_.get();
+    return nullptr;
+  }
+
+ private:
+  template <class Any>
+  static void set_factor(Any& wrapper, double factor) {
+    if constexpr (kHasDivideFactor<Any>) wrapper.set_gradient_divide_factor(factor);
+  }
+
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::unique_ptr<Wrapper> wrapper_;
+};
+
+using Ddp = DistributedDataParallel<Model>;
+using Sdp = ShardedDataParallel<Model>;
+using Fsdp = FullyShardedDataParallel<Model>;
+using Comm = std::shared_ptr<Communicator>;
+
+std::unique_ptr<Trainer> make_ddp(Model model, Comm comm, Optim kind, const Play& play) {
+  auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
+  auto optimizer = whole_optimizer(kind, ddp->parameters());
+  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+}
+
+// Gradients are no views of buckets, which optimizers that detach gradients in place do not take.
+std::unique_ptr<Trainer> make_ddp_copies(Model model, Comm comm, Optim kind, const Play& play) {
+  const DdpOptions options{.find_unused_parameters = play.unused, .gradient_as_bucket_view = false};
+  auto ddp = std::make_unique<Ddp>(model, comm, options);
+  auto optimizer = whole_optimizer(kind, ddp->parameters());
+  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+}
+
+std::unique_ptr<Trainer> make_ddp_oss(Model model, Comm comm, Optim kind, const Play& play) {
+  auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
+  auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
+  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+}
+
+std::unique_ptr<Trainer> make_oss_sdp(Model model, Comm comm, Optim kind, const Play&) {
+  auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
+  auto sdp = std::make_unique<Sdp>(model, *optimizer, comm);
+  return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
+}
+
+auto make_fsdp(FsdpOptions options) {
+  return [options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
+    auto fsdp = std::make_unique<Fsdp>(model, comm, options);
+    auto optimizer = whole_optimizer(kind, fsdp->parameters());
+    return std::make_unique<Rank<Fsdp>>(model, std::move(fsdp), std::move(optimizer));
+  };
+}
+
+// What one process, or one rank, saw.
+struct Record {
+  std::vector<double> notes;
+  torch::OrderedDict<std::string, at::Tensor> state;
+  std::string error;
+  bool has_ended = false;
+};
+
+void record_loop(Trainer& run, const Play& play, const Loop& loop, Record& record) {
+  run.same_data = play.same_data;
+  try {
+    loop(run);
+    record.state = run.state();
+    record.has_ended = true;
+  } catch (const std::exception& error) {
+    record.error = error.what();
+    record.notes = std::move(run.notes);
+    throw;
+  }
+  record.notes = std::move(run.notes);
+}
+
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
+bool is_close(const at::Tensor& value, const at::Tensor& expected) {
+  if (!at::isFloatingType(expected.scalar_type()) && !at::isComplexType(expected.scalar_type()))
+    return torch::equal(value, expected);
+  const bool fine = at::toRealValueType(expected.scalar_type()) == at::kDouble;
+  return value.sizes() == expected.sizes() &&
+         torch::allclose(value, expected.to(value.dtype()), fine ? 1e-7 : 1e-4, fine ? 1e-9 : 1e-5);
+}
+
+// "" if the ranks have seen, as far as they came, what the one process did.
+std::string difference(const Record& expected, const std::vector<Record>& ranks) {
+  std::ostringstream text;
+  size_t notes = expected.notes.size();
+  for (const Record& record : ranks) {
+    if (record.has_ended && record.notes.size() != notes && expected.has_ended)
+      return "a rank has another number of notes";
+    notes = std::min(notes, record.notes.size());
+  }
+  for (size_t i = 0; i < notes; ++i) {
+    double mean = 0;
+    for (const Record& record : ranks) mean += record.notes[i] / static_cast<double>(ranks.size());
+    if (!(std::abs(mean - expected.notes[i]) <= 1e-5 * std::abs(expected.notes[i]) + 1e-8)) {
+      text << "note " << i << " is " << mean << ", expected " << expected.notes[i];
+      return text.str();
+    }
+  }
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (!ranks[rank].has_ended || !expected.has_ended) continue;
+    for (const auto& entry : expected.state) {
+      const at::Tensor* value = ranks[rank].state.find(entry.key());
+      if (value == nullptr) return entry.key() + " is not in the state";
+      if (is_close(*value, entry.value())) continue;
+      text << entry.key() << " on rank " << rank;
+      if (value->sizes() != entry.value().sizes()) {
+        text << " has sizes " << value->sizes();
+      } else {
+        text << " differs by " << (*value - entry.value()).abs().max().item<double>();
+      }
+      return text.str();
+    }
+  }
+  return "";
+}
+
+// Whether the text says what it is about: a parameter or a unit of the model.
+bool has_name(const std::string& text, const Net& model) {
+  // Autograd's own words, where the wrapper left autograd to find the fault.
+  for (const char* words : {"(root)", "the root unit", "modified by an inplace operation"})
+    if (text.find(words) != std::string::npos) return true;
+  for (const auto& entry : model.named_parameters())
+    if (text.find(entry.key()) != std::string::npos) return true;
+  for (const auto& entry : model.named_modules())
+    if (!entry.key().empty() && text.find("'" + entry.key() + "'") != std::string::npos) return true;
+  return text.find("extra") != std::string::npos;
+}
+
+void judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
+           const Net& model, const std::string& where) {
+  const std::string wrong = difference(expected, ranks);
+  if (error.empty()) {
+    if (play.expect == Expect::kRefused && (!wrong.empty() || ranks.size() > 1 || !play.equal_alone))
+      ADD_FAILURE() << where << ": not refused, and " << (wrong.empty() ? "equal" : wrong);
+    else if (play.expect == Expect::kThrows || (!expected.has_ended && play.expect != Expect::kRefused))
+      ADD_FAILURE() << where << ": one process throws '" << first_line(expected.error) << "', the ranks do not";
+    else if (!wrong.empty())
+      ADD_FAILURE() << where << ": " << wrong;
+    return;
+  }
+  if (error.find("timed out") != std::string::npos) {
+    ADD_FAILURE() << where << ": a rank waited for others in vain: " << first_line(error);
+  } else if (play.expect == Expect::kEqual) {
+    ADD_FAILURE() << where << ": throws " << first_line(error);
+  } else if (!wrong.empty()) {
+    ADD_FAILURE() << where << ": refused too late (" << first_line(error) << "): " << wrong;
+  } else if (play.expect != Expect::kThrows && expected.has_ended && !has_name(error, model)) {
+    ADD_FAILURE() << where << ": names no parameter or unit: " << first_line(error);
+  }
+}
+
+const char* name_of(Optim kind) {
+  return kind == Optim::kSgd ? "SGD" : (kind == Optim::kMomentum ? "momentum" : "Adam");
+}
+
+// Each optimizer at some world, so that the matrix stays quick.
+std::vector<Optim> optimizers_at(int world, const Play& play) {
+  if (!play.optimizers.empty()) return play.optimizers;
+  if (world == 1) return {Optim::kSgd};
+  if (world == 2) return {Optim::kSgd, Optim::kAdam};
+  return {Optim::kMomentum};
+}
+
+}  // namespace
+
+Mlp::Mlp() {
+  register_module("fc1", fc1);
+  register_module("fc2", fc2);
+  register_module("fc3", fc3);
+}
+
+at::Tensor Mlp::forward(const at::Tensor& x) {
+  at::Tensor h = fc1(x).tanh();
+  if (in_forward) in_forward();
+  if (!skip_fc2) h = fc2(h);
+  if (hook && h.requires_grad()) h.register_hook(hook);
+  h = h.tanh();
+  if (extra) h = extra(h);
+  return fc3(h);
+}
+
+Model mlp() {
+  auto model = seeded(1, [] { return std::make_shared<Mlp>(); });
+  model->to(at::kDouble);
+  return model;
+}
+
+Model another_mlp() {
+  auto model = seeded(2, [] { return std::make_shared<Mlp>(); });
+  model->to(at::kDouble);
+  return model;
+}
+
+at::Tensor Trainer::rows(int seed) const {
+  const at::Tensor all = seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
+  return same_data ? all : all.slice(0, kRows * rank / world, kRows * (rank + 1) / world);
+}
+
+void Trainer::train(int step) {
+  optimizer().zero_grad();
+  const at::Tensor value = loss(step);
+  note(value);
+  value.backward();
+  optimizer().step();
+}
+
+void Trainer::note_state(Trainer& other) {
+  for (const auto& entry : other.state()) note(entry.value().to(at::kDouble).square().sum());
+}
+
+void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.name; }
+
+std::vector<Setup> fsdp_setups() {
+  const WrapPolicy linears = wrap_modules<torch::nn::LinearImpl>();
+  const std::vector<int> worlds{1, 2, 3};
+  return {
+      {"fsdp", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({})},
+      {"fsdp_keep", 3, worlds, kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .reshard_after_forward = false})},
+      {"fsdp_units", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({.auto_wrap = linears})},
+      {"fsdp_offload", 3, worlds, kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .offload = {.params = true, .grads = true}})},
+      {"fsdp_hybrid",
+       3,
+       {4},
+       kHasDivideFactor<Fsdp>,
+       make_fsdp({.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2}})},
+  };
+}
+
+std::vector<Setup> replicated_setups() {
+  const std::vector<int> worlds{1, 2, 3};
+  return {
+      {"ddp", 0, worlds, kHasDivideFactor<Ddp>, make_ddp},
+      {"ddp_copies", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_copies},
+      {"ddp_oss", 1, worlds, kHasDivideFactor<Ddp>, make_ddp_oss},
+      {"oss_sdp", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp},
+  };
+}
+
+std::vector<Setup> all_setups() {
+  auto setups = replicated_setups();
+  for (auto& setup : fsdp_setups()) setups.push_back(setup);
+  return setups;
+}
+
+void play(const Setup& setup, const Play& play, const Loop& loop) {
+  InitOptions options;
+  options.timeout = std::chrono::seconds(20);
+  at::set_num_threads(1);
+  for (int world : setup.worlds) {
+    for (Optim kind : optimizers_at(world, play)) {
+      Record expected;
+      OneProcess alone(play.model(), kind);
+      try {
+        record_loop(alone, play, loop, expected);
+      } catch (const std::exception&) {  // recorded
+      }
+      std::vector<Record> ranks(world);
+      std::string error;
+      try {
+        run_ranks(
+            world,
+            [&](std::shared_ptr<Communicator> comm) {
+              at::set_num_threads(1);
+              std::unique_ptr<Trainer> run = setup.make(play.model(), comm, kind, play);
+              run->make_another = [&](Model model) { return setup.make(std::move(model), comm, kind, play); };
+              record_loop(*run, play, loop, ranks[comm->rank()]);
+            },
+            options);
+      } catch (const std::exception& thrown) {
+        error = thrown.what();
+      }
+      judge(play, expected, ranks, error, *play.model(),
+            setup.name + " world " + std::to_string(world) + " " + name_of(kind));
+    }
+  }
+}
+
+}  // namespace tessera::loops

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/support/reference.h"
+
+// A training loop as its user writes it, who knows libtorch and nothing of Tessera's inside. The same text is
+// run by one process on the whole batch, with a torch optimizer, and by the ranks of every wrapper, each with
+// its part of the rows. Losses are means over rows, so the wrapper must do what the one process does, to
+// rounding in fp64, or refuse by name what it cannot do. Never anything else.
+namespace tessera::loops {
+
+using namespace testing_support;
+
+constexpr int64_t kRows = 12, kFeatures = 8;
+
+struct Net : torch::nn::Module {
+  virtual at::Tensor forward(const at::Tensor& x) = 0;
+};
+using Model = std::shared_ptr<Net>;
+
+// Three layers: fc1, fc2, fc3. `hook`, if any, is set on what fc2 gives.
+struct Mlp : Net {
+  Mlp();
+  at::Tensor forward(const at::Tensor& x) override;
+  torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures}, fc3{kFeatures, kFeatures};
+  torch::nn::Linear extra{nullptr};  // used where a loop registers it
+  std::function<at::Tensor(const at::Tensor&)> hook;
+  std::function<void()> in_forward;
+  bool skip_fc2 = false;
+};
+Model mlp();
+Model another_mlp();  // of other values
+inline Mlp& mlp_of(Net& net) { return dynamic_cast<Mlp&>(net); }
+
+enum class Optim { kSgd, kMomentum, kAdam };
+
+// What a loop has: one process alone, or one rank of a wrapper.
+class Trainer {
+ public:
+  explicit Trainer(Model module) : model(std::move(module)) {}
+  virtual ~Trainer() = default;
+  Trainer(const Trainer&) = delete;
+  Trainer& operator=(const Trainer&) = delete;
+
+  const Model model;
+  virtual at::Tensor operator()(const at::Tensor& x) = 0;
+  virtual std::vector<at::Tensor> parameters() = 0;
+  virtual torch::optim::Optimizer& optimizer() = 0;
+  virtual void zero_grad(bool set_to_none = true) = 0;
+  virtual Scope no_sync() = 0;
+  virtual double clip_grad_norm_(double max_norm) = 0;
+  virtual torch::OrderedDict<std::string, at::Tensor> state() = 0;  // collective
+  // Does nothing without Setup::has_divide_factor.
+  virtual void set_gradient_divide_factor(double factor) = 0;
+  // Null but under FullyShardedDataParallel.
+  virtual FullyShardedModule* fsdp() { return nullptr; }
+  // The same wrapper and optimizer around another model.
+  std::unique_ptr<Trainer> another(Model module) { return make_another(std::move(module)); }
+
+  // This process's rows of a step's batch.
+  at::Tensor x(int step) const { return rows(2 * step); }
+  at::Tensor y(int step) const { return rows(2 * step + 1); }
+  at::Tensor loss(int step) { return torch::mse_loss((*this)(x(step)), y(step)); }
+  // optimizer.zero_grad(), forward, backward, step.
+  void train(int step);
+
+  // A mean over rows: the ranks' mean must be that of the one process.
+  void note(const at::Tensor& mean) { notes.push_back(mean.item<double>()); }
+  void note_state(Trainer& other);
+
+  int rank = 0, world = 1;
+  bool same_data = false;
+  std::vector<double> notes;
+  std::function<std::unique_ptr<Trainer>(Model)> make_another;
+
+ private:
+  at::Tensor rows(int seed) const;
+};
+
+using Loop = std::function<void(Trainer&)>;
+
+enum class Expect {
+  kEqual,    // to the one process
+  kRefused,  // by name
+  kEither,
+  kThrows,  // as the one process does
+};
+
+struct Play {
+  Expect expect = Expect::kEqual;
+  std::function<Model()> model = mlp;
+  // Every rank has the whole batch: where the model looks at rows together, or changes what it finds there.
+  bool same_data = false;
+  // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
+  bool unused = false;
+  // A world of one may do what is refused in others, if it does it right.
+  bool equal_alone = false;
+  // Empty: all, at some world.
+  std::vector<Optim> optimizers = {};
+};
+
+struct Setup {
+  std::string name;
+  int stage;
+  std::vector<int> worlds;
+  bool has_divide_factor;  // whether the wrapper has set_gradient_divide_factor() (yet)
+  std::function<std::unique_ptr<Trainer>(Model, std::shared_ptr<Communicator>, Optim, const Play&)> make;
+};
+void PrintTo(const Setup& setup, std::ostream* out);
+
+std::vector<Setup> all_setups();
+std::vector<Setup> fsdp_setups();
+std::vector<Setup> replicated_setups();  // stages 0 to 2
+
+// Runs the loop by one process and by the setup's ranks, at its worlds, and compares.
+void play(const Setup& setup, const Play& play, const Loop& loop);
+
+inline std::string name_of(const testing::TestParamInfo<Setup>& info) { return info.param.name; }
+
+}  // namespace tessera::loops
+
+// A suite whose tests are run for each of the setups: TEST_P(Suite, Name) { play(GetParam(), {}, ...); }
+#define TESSERA_LOOPS(Suite, setups)                     \
+  class Suite : public testing::TestWithParam<Setup> {}; \
+  GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Suite);  \
+  INSTANTIATE_TEST_SUITE_P(Loops, Suite, testing::ValuesIn(setups()), name_of)

@@ -1,0 +1,242 @@
+// Parameters written by others than the optimizer: checkpoints, averages, casts, validation in between.
+#include <sstream>
+
+#include "tests/loops/loops.h"
+
+namespace tessera::loops {
+namespace {
+
+TESSERA_LOOPS(Values, all_setups);
+
+bool is_sharded(const Setup& setup) { return setup.stage == 3; }
+
+// What torch::save wrote of another model of this form.
+std::string saved() {
+  std::ostringstream file;
+  torch::save(another_mlp(), file);
+  return file.str();
+}
+
+void load(const Model& model) {
+  std::istringstream file(saved());
+  Model target = model;
+  torch::load(target, file);
+}
+
+// ---- torch::load
+
+TEST_P(Values, LoadBeforeWrapping) {
+  auto loaded = [] {
+    Model model = mlp();
+    load(model);
+    return model;
+  };
+  play(GetParam(), {.model = loaded}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+TEST_P(Values, LoadBetweenSteps) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) run.train(step);
+    load(run.model);
+    for (int step = 2; step < 5; ++step) run.train(step);
+  });
+}
+
+TEST_P(Values, LoadBeforeTheFirstStep) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    load(run.model);
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+TEST_P(Values, LoadInsideSummonFullParams) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) run.train(step);
+    if (run.fsdp() != nullptr) {
+      auto scope = run.fsdp()->summon_full_params();
+      load(run.model);
+    } else {
+      load(run.model);
+    }
+    for (int step = 2; step < 5; ++step) run.train(step);
+  });
+}
+
+// ---- module->to() and set_data. The models are in fp64.
+
+TEST_P(Values, CastAfterWrapping) {
+  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    run.model->to(at::kFloat);
+    torch::mse_loss(run(run.x(1).to(at::kFloat)), run.y(1).to(at::kFloat)).backward();
+    run.optimizer().step();
+  });
+}
+
+TEST_P(Values, CastToTheSameTypeChangesNothing) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.model->to(at::kDouble);
+      run.model->to(at::kCPU);
+      run.train(step);
+    }
+  });
+}
+
+TEST_P(Values, VectorToParameters) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    const auto values = torch::nn::utils::parameters_to_vector(another_mlp()->parameters()).detach();
+    torch::nn::utils::vector_to_parameters(values, run.model->parameters());
+    for (int step = 1; step < 4; ++step) run.train(step);
+  });
+}
+
+TEST_P(Values, SetDataOfOneParameterOfAUnit) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    mlp_of(*run.model).fc2->weight.set_data(torch::full({kFeatures, kFeatures}, 0.1, at::kDouble));
+    for (int step = 1; step < 4; ++step) run.train(step);
+  });
+}
+
+// As torch::nn::init and "resume from" code do it.
+TEST_P(Values, CopyIntoAModuleParameterUnderNoGrad) {
+  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    run.train(0);
+    {
+      torch::NoGradGuard no_grad;
+      mlp_of(*run.model).fc2->weight.copy_(torch::full({kFeatures, kFeatures}, 0.1, at::kDouble));
+      torch::nn::init::constant_(mlp_of(*run.model).fc1->bias, 0.25);
+    }
+    for (int step = 1; step < 4; ++step) run.train(step);
+  });
+}
+
+// ---- values that the user writes through the wrapper's parameters()
+
+TEST_P(Values, MultipliedThroughDataBetweenSteps) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      run.train(step);
+      for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
+      torch::NoGradGuard no_grad;
+      run.note(run.loss(9));
+    }
+  });
+}
+
+TEST_P(Values, MultipliedUnderNoGradBetweenSteps) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      run.train(step);
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) parameter.mul_(0.9);
+    }
+  });
+}
+
+// Units that a validation has gathered must not be those that training goes on with after the step.
+TEST_P(Values, ValidationBetweenBackwardAndStep) {
+  for (bool through_wrapper : {true, false}) {
+    play(GetParam(), {}, [through_wrapper](Trainer& run) {
+      auto validate = [&] {
+        torch::NoGradGuard no_grad;
+        const at::Tensor y = through_wrapper ? run(run.x(9)) : run.model->forward(run.x(9));
+        run.note(torch::mse_loss(y, run.y(9)));
+      };
+      for (int step = 0; step < 4; ++step) {
+        run.optimizer().zero_grad();
+        at::Tensor loss = run.loss(step);
+        loss.backward();
+        validate();
+        run.optimizer().step();
+        validate();
+      }
+    });
+  }
+}
+
+TEST_P(Values, ValidationBetweenForwardAndBackward) {
+  for (bool through_wrapper : {true, false}) {
+    play(GetParam(), {}, [through_wrapper](Trainer& run) {
+      for (int step = 0; step < 3; ++step) {
+        run.optimizer().zero_grad();
+        at::Tensor loss = run.loss(step);
+        {
+          torch::NoGradGuard no_grad;
+          const at::Tensor y = through_wrapper ? run(run.x(9)) : run.model->forward(run.x(9));
+          run.note(torch::mse_loss(y, run.y(9)));
+        }
+        loss.backward();
+        run.optimizer().step();
+      }
+    });
+  }
+}
+
+// A validation without NoGradGuard: a graph that no backward ever comes for.
+TEST_P(Values, ValidationThatForgetsNoGrad) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      run.note(run.loss(9).detach());
+    }
+  });
+}
+
+// ---- a second model that follows the first
+
+TEST_P(Values, AverageOfParametersInASecondModel) {
+  play(GetParam(), {}, [](Trainer& run) {
+    auto average = run.another(mlp());
+    for (int step = 0; step < 4; ++step) {
+      run.train(step);
+      auto target = average->parameters(), source = run.parameters();
+      for (size_t i = 0; i < target.size(); ++i) target[i].data().mul_(0.9).add_(source[i].data(), 0.1);
+      torch::NoGradGuard no_grad;
+      run.note(torch::mse_loss((*average)(run.x(step)), run.y(step)));
+    }
+    run.note_state(*average);
+  });
+}
+
+TEST_P(Values, TargetNetworkCopiedEveryOtherStep) {
+  play(GetParam(), {}, [](Trainer& run) {
+    auto target = run.another(mlp());
+    for (int step = 0; step < 5; ++step) {
+      run.optimizer().zero_grad();
+      at::Tensor wanted;
+      {
+        torch::NoGradGuard no_grad;
+        wanted = run.y(step) + 0.9 * target->model->forward(run.x(step));
+      }
+      at::Tensor loss = torch::mse_loss(run(run.x(step)), wanted);
+      run.note(loss.detach());
+      loss.backward();
+      run.optimizer().step();
+      if (step % 2 == 0) continue;
+      auto to = target->parameters(), from = run.parameters();
+      for (size_t i = 0; i < to.size(); ++i) to[i].data().copy_(from[i].data());
+    }
+  });
+}
+
+// ---- one memory behind two parameters
+
+TEST_P(Values, TwoParametersOfOneMemory) {
+  auto shared = [] {
+    Model model = mlp();
+    mlp_of(*model).fc3->weight.set_data(mlp_of(*model).fc1->weight.data());
+    return model;
+  };
+  play(GetParam(), {.expect = Expect::kEither, .model = shared}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::loops
