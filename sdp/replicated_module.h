@@ -66,7 +66,7 @@ class ReplicatedModule : public ModelShards {
 
   // What module->forward(args...) returns, and everything around it.
   template <class Holder, class... Args>
-  auto run_forward(const Holder& module, Args&&... args) {
+  auto run_forward(Holder& module, Args&&... args) {
     begin_forward();
     auto output = module->forward(std::forward<Args>(args)...);
     end_forward(tensors_of(output));
