@@ -9,8 +9,8 @@
 #include <torch/optim/adamw.h>
 
 #include <map>
-#include <sstream>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -31,20 +31,23 @@ AdamRule rule_of(const torch::optim::OptimizerOptions& options) {
   return rule_of(dynamic_cast<const torch::optim::AdamOptions&>(options), false);
 }
 
+// In words after the parameter's shape; "" if it can be stepped.
+std::string problem_of(const at::Tensor& parameter, const AdamPlace& place) {
+  if (std::string problem = place.problem(parameter); !problem.empty()) return problem;
+  if (!at::isFloatingType(parameter.scalar_type()))
+    return c10::str("is ", parameter.scalar_type(), ", expected a floating-point type");
+  if (parameter.grad().layout() != at::kStrided)
+    return c10::str("has a gradient of layout ", parameter.grad().layout(), ", expected a dense one");
+  if (!parameter.is_non_overlapping_and_dense())
+    return c10::str("has strides ", parameter.strides(), ", expected dense ones");
+  return "";
+}
+
 void check(const at::Tensor& parameter, const AdamPlace& place) {
-  std::ostringstream problem;
-  problem << place.problem(parameter);
-  if (problem.tellp() != 0) {
-  } else if (!at::isFloatingType(parameter.scalar_type())) {
-    problem << "is " << parameter.scalar_type() << ", expected a floating-point type";
-  } else if (parameter.grad().layout() != at::kStrided) {
-    problem << "has a gradient of layout " << parameter.grad().layout() << ", expected a dense one";
-  } else if (!parameter.is_non_overlapping_and_dense()) {
-    problem << "has strides " << parameter.strides() << ", expected dense ones";
-  }
-  if (!problem.str().empty())
+  const std::string problem = problem_of(parameter, place);
+  if (!problem.empty())
     throw std::invalid_argument(std::string(place.name) + ": a parameter of shape " + c10::str(parameter.sizes()) +
-                                " " + problem.str());
+                                " " + problem);
 }
 
 template <class State>

@@ -20,9 +20,10 @@ at::Tensor fused_step(torch::optim::Optimizer& optimizer, const torch::optim::Op
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "a fused step");
+  const std::vector<AdamWork> all = adam_work(optimizer, nullptr, kBesideTheParameter);
   std::vector<AdamUpdate> updates;
-  for (const AdamWork& work : adam_work(optimizer, nullptr, kBesideTheParameter))
-    updates.push_back(begin_adam_update(optimizer, work, kBesideTheParameter));
+  updates.reserve(all.size());
+  for (const AdamWork& work : all) updates.push_back(begin_adam_update(optimizer, work, kBesideTheParameter));
   fused_adam_update(updates);
   return loss;
 }
