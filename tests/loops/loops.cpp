@@ -240,7 +240,7 @@ const char* name_of(Optim kind) {
 std::vector<Optim> optimizers_at(int world, const Play& play) {
   if (!play.optimizers.empty()) return play.optimizers;
   if (world == 1) return {Optim::kSgd};
-  if (world == 2) return {Optim::kSgd, Optim::kAdam};
+  if (world == 2) return {Optim::kAdam};
   return {Optim::kMomentum};
 }
 
