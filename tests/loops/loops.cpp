@@ -9,7 +9,7 @@ namespace tessera::loops {
 namespace {
 
 std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector<at::Tensor> parameters) {
-  using namespace torch::optim;
+  using torch::optim::Adam, torch::optim::AdamOptions, torch::optim::SGD, torch::optim::SGDOptions;
   if (kind == Optim::kAdam) return std::make_unique<Adam>(std::move(parameters), AdamOptions(1e-2));
   const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
   return std::make_unique<SGD>(std::move(parameters), SGDOptions(0.1).momentum(momentum));
@@ -17,7 +17,7 @@ std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector
 
 std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::Tensor> parameters,
                                                     std::shared_ptr<Communicator> comm) {
-  using namespace torch::optim;
+  using torch::optim::Adam, torch::optim::AdamOptions, torch::optim::SGD, torch::optim::SGDOptions;
   if (kind == Optim::kAdam) return std::make_unique<OSS<Adam>>(std::move(parameters), AdamOptions(1e-2), comm);
   const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
   return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm);
@@ -240,7 +240,7 @@ const char* name_of(Optim kind) {
 std::vector<Optim> optimizers_at(int world, const Play& play) {
   if (!play.optimizers.empty()) return play.optimizers;
   if (world == 1) return {Optim::kSgd};
-  if (world == 2) return {Optim::kSgd, Optim::kAdam};
+  if (world == 2) return {Optim::kAdam};
   return {Optim::kMomentum};
 }
 

@@ -67,7 +67,8 @@ TEST_P(Sharded, OssOverAShardedModuleIsRefused) {
       const auto parameters = of_wrapper ? run.parameters() : run.model->parameters();
       const std::string error = error_of<std::exception>(
           [&] { OSS<torch::optim::Adam> optimizer(parameters, torch::optim::AdamOptions(1e-2), run.fsdp()->comm()); });
-      EXPECT_NE(error, "") << "of the " << (of_wrapper ? "wrapper's" : "module's") << " parameters";
+      EXPECT_NE(error, "") << "world " << run.world << ", of the " << (of_wrapper ? "wrapper's" : "module's")
+                           << " parameters";
     });
   }
 }
@@ -78,10 +79,13 @@ TEST_P(Sharded, OtherWrappersAroundAShardedModuleAreRefused) {
       at::Tensor loss;
       if (resident) loss = run.loss(0);
       auto free = seeded(3, [] { return torch::nn::Linear(2, 2); });
-      EXPECT_NE(error_of<std::exception>([&] { DistributedDataParallel(run.model, run.fsdp()->comm()); }), "");
+      EXPECT_NE(error_of<std::exception>([&] { DistributedDataParallel(run.model, run.fsdp()->comm()); }), "")
+          << "world " << run.world << (resident ? ", resident" : "");
       OSS<torch::optim::SGD> optimizer(free->parameters(), torch::optim::SGDOptions(0.1), run.fsdp()->comm());
-      EXPECT_NE(error_of<std::exception>([&] { ShardedDataParallel(run.model, optimizer, run.fsdp()->comm()); }), "");
-      EXPECT_NE(error_of<std::exception>([&] { FullyShardedDataParallel(run.model, run.fsdp()->comm()); }), "");
+      EXPECT_NE(error_of<std::exception>([&] { ShardedDataParallel(run.model, optimizer, run.fsdp()->comm()); }), "")
+          << "world " << run.world << (resident ? ", resident" : "");
+      EXPECT_NE(error_of<std::exception>([&] { FullyShardedDataParallel(run.model, run.fsdp()->comm()); }), "")
+          << "world " << run.world << (resident ? ", resident" : "");
       if (loss.defined()) loss.backward();
       run.train(1);
     });
