@@ -51,7 +51,7 @@ function(tessera_add_test name)
   endif()
   add_test(NAME ${name} COMMAND ${arg_PROGRAM} --gtest_brief=1 --gtest_filter=${_filter})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}"
-    LABELS "${_labels}")
+    LABELS "${_labels}" COST ${arg_TIMEOUT})  # of several at a time, the long ones begin
 endfunction()
 
 # The patterns of --gtest_filter that name the suites of these files.
