@@ -121,7 +121,7 @@ std::vector<Setup> replicated_setups();  // stages 0 to 2
 // Runs the loop by one process and by the setup's ranks, at its worlds, and compares.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 
-inline std::string name_of(const testing::TestParamInfo<Setup>& info) { return info.param.name; }
+inline std::string setup_name(const testing::TestParamInfo<Setup>& info) { return info.param.name; }
 
 }  // namespace tessera::loops
 
@@ -129,4 +129,4 @@ inline std::string name_of(const testing::TestParamInfo<Setup>& info) { return i
 #define TESSERA_LOOPS(Suite, setups)                     \
   class Suite : public testing::TestWithParam<Setup> {}; \
   GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Suite);  \
-  INSTANTIATE_TEST_SUITE_P(Loops, Suite, testing::ValuesIn(setups()), name_of)
+  INSTANTIATE_TEST_SUITE_P(Loops, Suite, testing::ValuesIn(setups()), setup_name)
