@@ -11,7 +11,7 @@ struct BackwardPass::Token {
   explicit Token(std::weak_ptr<BackwardPass> owner) : pass(std::move(owner)) {}
   ~Token() {
     if (is_over) return;
-    if (const auto owner = pass.lock()) owner->events_.failed();
+    if (const auto owner = pass.lock()) owner->events_.failed();  // which promises not to throw
   }
   const std::weak_ptr<BackwardPass> pass;
   bool is_over = false;

@@ -23,6 +23,11 @@ bool all_of(const std::vector<bool>& flags) {
   return std::all_of(flags.begin(), flags.end(), [](bool flag) { return flag; });
 }
 
+// Complex numbers travel as pairs.
+at::Tensor travelling(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
+}
+
 // Bits of the end-of-backward report: one a parameter that was used, then one a bucket with late gradients.
 void set_bit(uint8_t* bytes, size_t bit) { bytes[bit / 8] |= static_cast<uint8_t>(1U << (bit % 8)); }
 bool has_bit(const uint8_t* bytes, size_t bit) { return (bytes[bit / 8] >> (bit % 8) & 1) != 0; }
@@ -215,9 +220,6 @@ Pending GradientReducer::reduce(Flight& flight) {
   flight.wire = full;
   if (plan.wire_dtype && at::isFloatingType(full.scalar_type())) flight.wire = full.to(*plan.wire_dtype);
   const ReduceOp op = divisor_ ? ReduceOp::kSum : ReduceOp::kAverage;
-  auto travelling = [](const at::Tensor& tensor) {  // complex numbers travel as pairs
-    return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
-  };
   switch (plan.layout.cut()) {
     case FlatLayout::Cut::kWhole:
       flight.reduced = full;
@@ -256,7 +258,7 @@ void GradientReducer::finish_oldest(Stage stage, bool accept) {
     if (options_.backend_all_reduce && !divisor_) flight.reduced.div_(mesh_.world->size());
     if (mesh_.replicas) {
       flight.pending =
-          mesh_.replicas->all_reduce(flight.staging.defined() ? flight.staging : flight.reduced,
+          mesh_.replicas->all_reduce(travelling(flight.staging.defined() ? flight.staging : flight.reduced),
                                      divisor_ ? ReduceOp::kSum : ReduceOp::kAverage, buckets_[flight.bucket].name);
       flights_[kCrossing].push_back(std::move(flight));
       while (flights_[kCrossing].size() > options_.in_flight) finish_oldest(kCrossing);

@@ -13,7 +13,7 @@ class [[nodiscard]] Scope {
   Scope(Scope&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
   Scope& operator=(Scope&&) = delete;
   // Ends the scope now; throws what ending it may throw. The destructor does the same, and where
-  // an exception is already on its way swallows a CommError, since the group is broken anyway.
+  // an exception is already on its way swallows what ending it throws.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }

@@ -21,7 +21,7 @@ std::string problem_of(const at::Tensor& tensor, const Communicator& comm, bool 
         << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
            "to the optimizer itself";
   } else if (is_paged(tensor)) {
-    problem << "is sharded already by another wrapper";
+    problem << "is sharded by another wrapper already";
   } else if (tensor.layout() != at::kStrided) {
     problem << "has layout " << tensor.layout() << ", expected a dense one";
   } else if (is_deferred(tensor)) {

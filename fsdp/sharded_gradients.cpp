@@ -25,7 +25,8 @@ ReducerOptions reducer_options(ShardedModel& model) {
 }
 
 bool has_hooks(const at::Tensor& leaf) {
-  return !torch::autograd::impl::hooks(leaf).empty() || torch::autograd::impl::post_acc_grad_hooks(leaf) != nullptr;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
+  return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
 }
 
 }  // namespace

@@ -263,7 +263,7 @@ void Unit::bring_home(bool may_change) {
       const PlannedParameter& parameter = group->flat.parameters()[i];
       if (page_in_use(*group).holds(parameter.tensor)) continue;
       const at::ScalarType dtype = parameter.tensor.scalar_type();
-      const bool fits = parameter.tensor.layout() == at::kStrided && !is_paged(parameter.tensor) &&
+      const bool fits = parameter.tensor.layout() == at::kStrided && page_of(parameter.tensor) == nullptr &&
                         parameter.tensor.sizes() == at::IntArrayRef(group->flat.geometry(i).sizes) &&
                         (dtype == group->flat.dtype() || dtype == group->flat.gather_dtype());
       if (!fits || !may_change)

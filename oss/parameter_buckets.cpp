@@ -4,6 +4,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "tessera/flat/bucket_plan.h"
@@ -65,6 +66,11 @@ void ParameterBuckets::adopt(Bucket& bucket) {
     const at::Tensor place =
         view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
     if (parameter.storage().is_alias_of(bucket.flat.storage())) continue;
+    if (parameter.scalar_type() != bucket.flat.scalar_type() || parameter.sizes() != place.sizes())
+      throw std::logic_error("OSS: parameter number " + std::to_string(bucket.members[member]) + " is " +
+                             c10::str(parameter.scalar_type(), " ", parameter.sizes()) + " now, but was " +
+                             c10::str(bucket.flat.scalar_type(), " ", place.sizes()) +
+                             " when the optimizer was built: convert a module before that");
     place.copy_(parameter.detach());
     parameter.set_data(place);
   }

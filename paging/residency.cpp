@@ -6,11 +6,13 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/jit/serialization/pickler_helper.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 
@@ -259,6 +261,27 @@ at::Tensor Page::take_back() {
 
 void Page::detach() { state_->pager = nullptr; }
 
+namespace {
+
+// What libtorch's pickler asks of each tensor: torch::save() would write a page's views without their data.
+void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
+  const Page* page = page_of(tensor);
+  if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
+  throw std::logic_error("torch::save of a parameter of " + page->name() +
+                         ", which is sharded: its data are not here. Save inside summon_full_params(), or with "
+                         "save_full() or save_checkpoint()");
+}
+
+void watch_pickling() {
+  auto& watchers = torch::jit::GetBackendMetaSerialization();
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    auto& watcher = watchers[static_cast<size_t>(device)];
+    if (!watcher) watcher.emplace(&refuse_to_pickle, [](const at::Tensor&, std::unordered_map<std::string, bool>&) {});
+  }
+}
+
+}  // namespace
+
 void require_residency() {
   struct Probe : Pager {
     bool used = false;
@@ -268,6 +291,7 @@ void require_residency() {
     }
   };
   static const bool works = [] {
+    watch_pickling();
     Probe probe;
     Page page(&probe, 0, "a probe", at::kCPU);
     page.lend(at::zeros({1}));

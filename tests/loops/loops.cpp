@@ -53,9 +53,7 @@ class OneProcess final : public Trainer {
 };
 
 template <class Wrapper>
-constexpr bool kHasDivideFactor = requires(Wrapper& wrapper) {
-  wrapper.set_gradient_divide_factor(1.0);
-};
+constexpr bool kHasDivideFactor = requires(Wrapper& wrapper) { wrapper.set_gradient_divide_factor(1.0); };
 
 template <class Wrapper>
 class Rank final : public Trainer {
@@ -200,7 +198,8 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks)
 // Whether the text says what it is about: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
   // Autograd's own words, where the wrapper left autograd to find the fault.
-  for (const char* words : {"(root)", "the root unit", "modified by an inplace operation"})
+  // An optimizer knows parameters by their place in its groups.
+  for (const char* words : {"(root)", "the root unit", "modified by an inplace operation", " of group "})
     if (text.find(words) != std::string::npos) return true;
   for (const auto& entry : model.named_parameters())
     if (text.find(entry.key()) != std::string::npos) return true;

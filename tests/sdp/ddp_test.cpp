@@ -80,8 +80,10 @@ TEST(Ddp, CompressionHalvesTheBytes) {
         bytes[compressed] = comm->traffic().sent_bytes - before;
       }
     }
-    EXPECT_EQ(bytes[0], 200 * 201 * 4);
-    EXPECT_EQ(bytes[1], 200 * 201 * 2);
+    const int64_t report_bytes = bytes[0] - 200 * 201 * 4;  // which parameters were used, and in what order
+    EXPECT_GT(report_bytes, 0);
+    EXPECT_LT(report_bytes, 64);
+    EXPECT_EQ(bytes[1], 200 * 201 * 2 + report_bytes);
   });
 }
 
@@ -139,12 +141,18 @@ struct OpaqueNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(OpaqueNet);
 
-TEST(Ddp, OutputsThatHideTheirTensorsWorkUntilTheyMustBeFound) {
+TEST(Ddp, OutputsMayHideTheirTensors) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    DistributedDataParallel ddp(OpaqueNet(), comm);
-    ddp(mlp_input(1)).hidden_somewhere.sum().backward();
-    DistributedDataParallel looking(OpaqueNet(), comm, {.find_unused_parameters = true});
-    expect_contains(error_of<std::invalid_argument>([&] { looking(mlp_input(1)); }), "whose tensors cannot be found");
+    for (bool find_unused : {false, true}) {
+      OpaqueNet model;
+      DistributedDataParallel ddp(model, comm, {.find_unused_parameters = find_unused});
+      ddp(mlp_input(comm->rank())).hidden_somewhere.sum().backward();
+      for (const at::Tensor& parameter : model->parameters()) {
+        at::Tensor sum = parameter.grad().clone();
+        comm->all_reduce(sum).wait();
+        EXPECT_TRUE(torch::allclose(sum, parameter.grad() * comm->size()));
+      }
+    }
   });
 }
 
