@@ -21,7 +21,7 @@ std::string problem_of(const at::Tensor& tensor, const Communicator& comm, bool 
         << "is a shard of FullyShardedDataParallel, whose optimizer state is sharded already: give its parameters() "
            "to the optimizer itself";
   } else if (is_paged(tensor)) {
-    problem << "is sharded by another wrapper already";
+    problem << "is sharded already, by another wrapper";
   } else if (tensor.layout() != at::kStrided) {
     problem << "has layout " << tensor.layout() << ", expected a dense one";
   } else if (is_deferred(tensor)) {
@@ -50,12 +50,14 @@ int64_t extent_numel(const at::Tensor& tensor) {
 
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred) {
-  const std::string where = who + " on rank " + std::to_string(comm.rank()) + ": parameter ";
+  auto label = [&](const PlannedParameter& parameter) {
+    return who + ": parameter '" + parameter.fqn + "' on rank " + std::to_string(comm.rank());
+  };
   std::unordered_map<const c10::StorageImpl*, std::vector<Extent>> by_storage;
   for (const PlannedParameter& parameter : parameters) {
     const at::Tensor& tensor = parameter.tensor;
     if (const std::string problem = problem_of(tensor, comm, may_be_deferred); !problem.empty())
-      throw std::invalid_argument(where + "'" + parameter.fqn + "' " + problem);
+      throw std::invalid_argument(label(parameter) + " " + problem);
     if (is_deferred(tensor) || tensor.numel() == 0) continue;
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());
     const int64_t begin = tensor.storage_offset() * element_bytes;
@@ -67,7 +69,7 @@ void require_shardable(const std::vector<PlannedParameter>& parameters, const Co
               [](const Extent& a, const Extent& b) { return a.begin_bytes < b.begin_bytes; });
     for (size_t i = 1; i < extents.size(); ++i)
       if (extents[i].begin_bytes < extents[i - 1].end_bytes)
-        throw std::invalid_argument(where + "'" + extents[i].parameter->fqn + "' shares memory with '" +
+        throw std::invalid_argument(label(*extents[i].parameter) + " shares memory with '" +
                                     extents[i - 1].parameter->fqn +
                                     "' without being the same tensor, and would be torn from it: to tie them, register "
                                     "one tensor under both names");

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -30,35 +31,59 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// One allocation of a counted thread: what libtorch's allocator gave, and whose it is.
-struct Counted {
-  c10::DataPtr data;
-  int64_t bytes;
-  std::shared_ptr<PeakMemory::Account> account;
+// What counted threads have allocated, by address. (Kernels of oneDNN allocate by raw_allocate(), which has room for
+// nothing beside the address, and free by raw_deleter().)
+class Ledger {
+ public:
+  void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
+    account->add(bytes);
+    std::lock_guard lock(mutex_);
+    entries_[memory] = {bytes, std::move(account)};
+  }
+  void strike(void* memory) {
+    Entry entry;
+    {
+      std::lock_guard lock(mutex_);
+      const auto found = entries_.find(memory);
+      if (found == entries_.end()) return;
+      entry = std::move(found->second);
+      entries_.erase(found);
+    }
+    entry.account->add(-entry.bytes);
+  }
+
+ private:
+  struct Entry {
+    int64_t bytes = 0;
+    std::shared_ptr<PeakMemory::Account> account;
+  };
+  std::mutex mutex_;
+  std::unordered_map<void*, Entry> entries_;
 };
 
-void free_counted(void* context) {
-  std::unique_ptr<Counted> counted(static_cast<Counted*>(context));
-  counted->account->add(-counted->bytes);
+// Never destroyed: tensors outlive everything.
+Ledger& ledger() {
+  static auto* const ledger = new Ledger;
+  return *ledger;
+}
+c10::Allocator* counted_allocator = nullptr;  // whose memory is counted
+
+void free_counted(void* memory) {
+  ledger().strike(memory);  // before somebody else gets this address
+  counted_allocator->raw_deleter()(memory);
 }
 
 class CountingAllocator : public c10::Allocator {
  public:
-  explicit CountingAllocator(c10::Allocator* next) : next_(next) {}
-
   c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr data = next_->allocate(bytes);
-    if (!account_of_thread || bytes == 0) return data;
-    void* const pointer = data.get();
-    const auto device = data.device();
-    auto counted = std::make_unique<Counted>(Counted{std::move(data), static_cast<int64_t>(bytes), account_of_thread});
-    account_of_thread->add(counted->bytes);
-    return {pointer, counted.release(), &free_counted, device};
+    void* const memory = counted_allocator->raw_allocate(bytes);
+    if (account_of_thread && bytes > 0) ledger().enter(memory, static_cast<int64_t>(bytes), account_of_thread);
+    return {memory, memory, &free_counted, c10::kCPU};
   }
-  void copy_data(void* to, const void* from, size_t bytes) const override { next_->copy_data(to, from, bytes); }
-
- private:
-  c10::Allocator* const next_;
+  c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    counted_allocator->copy_data(to, from, bytes);
+  }
 };
 
 // libtorch keeps a plain pointer to its allocator, and tensors outlive everything.
@@ -67,7 +92,8 @@ void install_counting_allocator() {
     constexpr uint8_t kAnyPriority = 255;
     c10::Allocator* next = c10::GetCPUAllocator();
     if (next == c10::GetDefaultCPUAllocator()) next = memory_cache_allocator();  // init() may come later
-    auto* allocator = new CountingAllocator(next);
+    counted_allocator = next;
+    auto* allocator = new CountingAllocator;
     c10::SetCPUAllocator(allocator, kAnyPriority);
     return allocator;
   }();

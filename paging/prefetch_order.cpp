@@ -13,6 +13,7 @@ void PrefetchOrder::begin_pass() {
 
 void PrefetchOrder::used(int unit) {
   if (!current_.empty() && current_.back() == unit) return;
+  if (current_.size() >= kLongestPass) begin_pass();
   current_.push_back(unit);
   // Usually right at next_; else the pass has skipped something, or started over.
   auto found = std::find(expected_.begin() + static_cast<std::ptrdiff_t>(next_), expected_.end(), unit);

@@ -17,7 +17,9 @@ class PrefetchOrder {
   // What to expect of the first pass; later ones are expected to repeat the one before.
   void expect(std::vector<int> order) { expected_ = std::move(order); }
 
-  // A unit came into use. The same unit twice in a row counts once.
+  // A unit came into use. The same unit twice in a row counts once. A pass that nobody ends (evaluations that do not
+  // go through the wrapper) starts over after so many uses.
+  static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit);
 
   // The next `count` different units after the last one used, nearest first, as far as the last

@@ -260,4 +260,17 @@ TEST(CachedTensors, AreCountedByPeakMemory) {
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes + (4 << 20));
 }
 
+TEST(CachedTensors, CountsWhatKernelsAllocateWithoutATensor) {
+  tessera::PeakMemory memory;
+  const int64_t before = memory.current_bytes();
+  c10::Allocator* allocator = c10::GetCPUAllocator();
+  void* raw = allocator->raw_allocate(1000);  // as oneDNN's convolutions do
+  EXPECT_EQ(memory.current_bytes(), before + 1000);
+  std::thread([&] { allocator->raw_deallocate(raw); }).join();
+  EXPECT_EQ(memory.current_bytes(), before);
+  std::thread([&] { raw = allocator->raw_allocate(1000); }).join();  // which nobody counts
+  allocator->raw_deallocate(raw);
+  EXPECT_EQ(memory.current_bytes(), before);
+}
+
 }  // namespace

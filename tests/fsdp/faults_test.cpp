@@ -61,7 +61,7 @@ TEST(Mistakes, WrappingTwice) {
   });
 }
 
-TEST(Mistakes, ReplacingParametersAfterWrapping) {
+TEST(Mistakes, ConvertingParametersAfterWrapping) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = chain(2, 8);
     FullyShardedDataParallel fsdp(model, comm, per_linear());
@@ -69,7 +69,12 @@ TEST(Mistakes, ReplacingParametersAfterWrapping) {
       torch::NoGradGuard no_grad;
       model->parameters()[0].set_data(torch::zeros({8, 8}));
     }
-    // The replaced one is not paged any more: its unit notices when another of it is used.
+    fsdp(input());  // other values are taken
+    EXPECT_EQ(fsdp.full_state_dict()["0.weight"].abs().sum().item<float>(), 0);
+    {
+      torch::NoGradGuard no_grad;
+      model->parameters()[0].set_data(torch::zeros({8, 8}, at::kDouble));
+    }
     expect_contains(error_of<std::logic_error>([&] { fsdp(input()); }), "parameter '0.weight'");
   });
 }

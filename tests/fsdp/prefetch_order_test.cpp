@@ -69,6 +69,13 @@ TEST(PrefetchOrder, AnEmptyPassForgetsNothing) {
   EXPECT_EQ(order.upcoming(1), Units{5});
 }
 
+TEST(PrefetchOrder, APassThatNobodyEndsDoesNotGrow) {
+  PrefetchOrder order;
+  for (size_t i = 0; i < 3 * PrefetchOrder::kLongestPass; ++i) order.used(static_cast<int>(i % 7));
+  EXPECT_LE(order.seen().size(), PrefetchOrder::kLongestPass);
+  EXPECT_LE(order.expected().size(), PrefetchOrder::kLongestPass);
+}
+
 TEST(PrefetchOrder, TakesAnExpectationForTheFirstPass) {
   PrefetchOrder order;
   order.expect({3, 2, 1});

@@ -80,10 +80,11 @@ TEST(Ddp, CompressionHalvesTheBytes) {
         bytes[compressed] = comm->traffic().sent_bytes - before;
       }
     }
-    const int64_t report_bytes = bytes[0] - 200 * 201 * 4;  // which parameters were used, and in what order
-    EXPECT_GT(report_bytes, 0);
-    EXPECT_LT(report_bytes, 64);
-    EXPECT_EQ(bytes[1], 200 * 201 * 2 + report_bytes);
+    // And alignment, and which parameters were used.
+    EXPECT_GE(bytes[0], 200 * 201 * 4);
+    EXPECT_LT(bytes[0], 200 * 201 * 4 + 64);
+    EXPECT_GE(bytes[1], 200 * 201 * 2);
+    EXPECT_LT(bytes[1], 200 * 201 * 2 + 64);
   });
 }
 
@@ -193,7 +194,7 @@ TEST(Ddp, TakesNoMemoryForBucketsBeforeTheFirstForwardAndRefusesWhatDiffers) {
     torch::nn::Linear sharded(4, 4);
     FullyShardedDataParallel fsdp(sharded, comm);
     expect_contains(error_of<std::invalid_argument>([&] { DistributedDataParallel bad(sharded, comm); }),
-                    "sharded by another");
+                    "sharded already");
   });
 }
 
