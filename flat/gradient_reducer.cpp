@@ -315,6 +315,8 @@ void GradientReducer::finish() {
     if (!static_use_.empty()) {
       require_same_use();
       drain();
+      for (size_t i = 0; i < states_.size(); ++i) states_[i].used = static_use_[i];  // on any rank
+      any_late = static_late_;
     } else {
       const at::Tensor own = own_report();
       at::Tensor reports = at::empty({mesh_.world->size() * own.numel()}, own.options());
@@ -346,8 +348,10 @@ void GradientReducer::finish() {
     for (Flight& flight : std::exchange(undecided_, {}))
       buckets_[bucket].result->accept(flight.reduced, used_in(bucket));
   }
-  if (options_.is_static && static_use_.empty())
+  if (options_.is_static && static_use_.empty()) {
     for (const ParameterState& state : states_) static_use_.push_back(state.used);
+    static_late_ = any_late;
+  }
   reset();
   if (options_.check_finite) check_finite();
 }
@@ -402,6 +406,11 @@ void GradientReducer::check_even_use(const at::Tensor& table) const {
 
 // With a static graph each rank looks for itself.
 void GradientReducer::require_same_use() const {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
+    if (contents_[bucket].late.flat.defined() && !static_late_[bucket])
+      throw std::logic_error(buckets_[bucket].name + " on rank " + std::to_string(mesh_.world->rank()) +
+                             " came in several parts, but in one on every rank in the first backward, and static_graph "
+                             "promises that every iteration is the same");
   for (size_t i = 0; i < states_.size(); ++i)
     if (states_[i].used && !static_use_[i])
       throw std::logic_error("parameter '" + parameters_[i].fqn + "' on rank " + std::to_string(mesh_.world->rank()) +

@@ -64,9 +64,8 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       },
       [this](size_t parameter) {  // module->zero_grad(), or the zero_grad() of an optimizer built before wrapping
         std::lock_guard lock(mutex_);
-        forget(parameter);
-        not_ready_->take_out(parameter, places_[parameter].shard);
-        places_[parameter].shard.mutable_grad().reset();
+        clear(parameter);
+        places_[parameter].is_cleared = true;
       },
       [this](size_t parameter) {
         std::lock_guard lock(mutex_);
@@ -114,6 +113,12 @@ void ShardedGradients::forget(size_t parameter) {
   reducer_.forget(parameter);
 }
 
+void ShardedGradients::clear(size_t parameter) {
+  forget(parameter);
+  not_ready_->take_out(parameter, places_[parameter].shard);
+  places_[parameter].shard.mutable_grad().reset();
+}
+
 void ShardedGradients::expect(const Unit& unit) {
   if (is_expected_[unit.index()]) return;
   is_expected_[unit.index()] = true;
@@ -136,11 +141,8 @@ void ShardedGradients::inspect(const Unit& unit) {
                                ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "
                                "makes no gradient for it: register it on the module's own parameter");
       if (!elsewhere_->is_in(i, parameter)) {
-        // Not told of: the user still holds the guard that was there, or has put another gradient in its place.
-        if (parameter.grad().defined()) {
-          forget(i);
-          place.shard.mutable_grad().reset();
-        }
+        // Not told of: the user still holds the guard that was there.
+        if (!std::exchange(place.is_cleared, false)) clear(i);
         elsewhere_->put(i, binding_.label(i), parameter);
       }
       binding_.hook(i);
@@ -153,13 +155,15 @@ void ShardedGradients::inspect(const Unit& unit) {
 void ShardedGradients::begin() {
   for (size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];
-    if (!elsewhere_->is_in(i, binding_.tensor(i)) && binding_.tensor(i).grad().defined()) inspect(*place.unit);
+    if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(place.is_cleared, false)) clear(i);
     if (not_ready_->is_in(i, place.shard)) {
       if (place.is_lost) continue;  // refused when a gradient for it comes
       not_ready_->take_out(i, place.shard);
       place.shard.mutable_grad() = std::exchange(place.kept, at::Tensor());
     } else if (reducer_.keeps(i)) {
       forget(i);  // cleared by one who still holds the guard
+    } else {
+      place.is_lost = false;  // likewise
     }
   }
   std::vector<size_t> order;
@@ -203,7 +207,10 @@ void ShardedGradients::end_without_reducing() {
 }
 
 void ShardedGradients::settle() {
-  for (size_t i = 0; i < places_.size(); ++i) elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
+  for (size_t i = 0; i < places_.size(); ++i) {
+    places_[i].is_cleared = false;
+    if (!elsewhere_->is_in(i, binding_.tensor(i))) elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
+  }
   first_uses_.clear();
   std::fill(is_expected_.begin(), is_expected_.end(), false);
 }

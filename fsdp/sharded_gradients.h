@@ -60,11 +60,13 @@ class ShardedGradients {
     at::Tensor shard;
     bool shard_requires_grad;  // as it was at the last look
     bool is_lost = false;      // its gradient, by a backward that failed
+    bool is_cleared = false;   // by way of the parameter's, since the last look
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
   };
   void settle();  // guards where they belong, after a pass
   std::string reason(size_t parameter) const;
   void forget(size_t parameter);
+  void clear(size_t parameter);
 
   ShardedModel& model_;
   std::recursive_mutex& mutex_;

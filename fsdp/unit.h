@@ -43,7 +43,7 @@ struct ShardSource {
 //   kResident   and a full buffer, which the module's parameters are views of
 //
 // In a world of one, unless parameters are cast for use or lie in host memory, the shard is the full buffer: the unit
-// is always resident and costs nothing. Used by one thread at a time; who calls what when is FsdpRuntime's business.
+// is always resident and costs nothing. Used by one thread at a time; who calls what when is the Scheduler's business.
 class Unit {
  public:
   enum class State { kSharded, kFetching, kGathering, kResident };

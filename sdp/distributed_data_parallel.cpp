@@ -67,6 +67,7 @@ double DdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_
   if (!(max_norm >= 0) || !(norm_type > 0))
     throw std::invalid_argument("clip_grad_norm_: max_norm is " + std::to_string(max_norm) + " and norm_type " +
                                 std::to_string(norm_type) + ", expected max_norm >= 0 and norm_type > 0");
+  gradients().require_averages();
   return torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type, error_if_nonfinite);
 }
 

@@ -27,7 +27,7 @@ struct DdpOptions {
   bool gradient_as_bucket_view = true;
 
   // The caller promises that every iteration has gradients for the same parameters: which ones, and that the ranks
-  // reduce alike, is exchanged after the first backward only.
+  // reduce alike, is exchanged after the first two backwards only.
   bool static_graph = false;
 
   bool broadcast_buffers = true;   // before each forward that follows a reduced backward, from rank 0

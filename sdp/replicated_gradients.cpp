@@ -220,7 +220,8 @@ void ReplicatedGradients::begin() {
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   reducer_.begin(order);
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum || !states_[i].trainable) continue;
+    if (states_[i].holds == Holds::kOwnSum && !states_[i].trainable) continue;  // frozen since: a step is refused
+    if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum) continue;
     const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
     if (sum.defined()) reducer_.add_kept(i, sum);
   }

@@ -74,7 +74,8 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::sha
   if (options.offload == Offload::kNone)
     return std::make_unique<DistributedModel<torch::optim::AdamW>>(std::move(model), adamw, std::move(comm),
                                                                    std::move(zero));
-  zero.fsdp.offload = zero.oss.offload = {.params = true, .grads = true};
+  zero.fsdp.offload = {.params = true, .grads = true};
+  zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) {
     std::filesystem::create_directories(options.offload_directory);
     zero.fsdp.offload.directory = options.offload_directory.string();
