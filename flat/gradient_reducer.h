@@ -169,7 +169,7 @@ class GradientReducer {
   std::vector<Flight> undecided_;                    // reduced, but perhaps some parameter was used by no rank
   std::vector<bool> reduced_;                        // by bucket: in this pass
   std::vector<size_t> arrivals_;
-  std::vector<bool> static_use_;  // with is_static: by parameter, after the first pass
+  std::vector<bool> static_use_;   // with is_static: by parameter, after the first pass
   std::vector<bool> static_late_;  // and by bucket: it came in several parts
   Observer observer_;
   int64_t borrowed_bytes_ = 0;  // of gradients that travel without being copied

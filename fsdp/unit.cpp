@@ -122,10 +122,9 @@ void Unit::start_fetch() {
 void Unit::return_staging() {
   for (auto& group : groups_) {
     if (!group->staging.defined()) continue;
-    if (group->held.values().defined()) {
-      group->fetching = Copy();
-      group->held.release();
-    }
+    // The handle keeps the staging alive; but to let go of it makes the host wait where a device has streams.
+    if (comm_.device().is_cpu() || group->held.values().defined()) group->fetching = Copy();
+    group->held.release();
     group->staging.reset();
   }
 }

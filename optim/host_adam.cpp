@@ -25,8 +25,7 @@ struct Part {
 };
 
 std::string problem_of(const at::Tensor& parameter) {
-  if (is_paged(parameter) && DiskPager::of(parameter) == nullptr)
-    return "lay on a disk with a wrapper that no longer exists";
+  if (has_lost_its_pager(parameter)) return "lay on a disk with a wrapper that no longer exists";
   if (!parameter.device().is_cpu()) return "is on " + parameter.device().str() + ", expected host memory";
   return "";
 }

@@ -196,6 +196,11 @@ Page* page_of(const at::Tensor& tensor) {
   return state == nullptr || state->pager.load() == nullptr ? nullptr : state->page;
 }
 
+bool has_lost_its_pager(const at::Tensor& tensor) {
+  const Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
+  return state != nullptr && state->pager.load() == nullptr && !state->is_always_there();
+}
+
 void note_write(const at::Tensor& tensor) {
   if (Page* page = page_of(tensor)) page->note_write();
 }

@@ -127,6 +127,8 @@ void require_residency();
 bool is_paged(const at::Tensor& tensor);
 // For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
 void note_write(const at::Tensor& tensor);
+// Whether it is a view of a page whose data nobody can fetch any more.
+bool has_lost_its_pager(const at::Tensor& tensor);
 // That page, or null; also while nobody keeps it filled any more.
 Page* page_of(const at::Tensor& tensor);
 

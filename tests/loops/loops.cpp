@@ -295,7 +295,9 @@ void Trainer::note_state(Trainer& other) {
 void PrintTo(const Setup& setup, std::ostream* out) { *out << setup.name; }
 
 // Sanitizers look at what ranks share, and take ten times as long.
-static std::vector<int> worlds_to_play() { return std::getenv("TESSERA_TEST_TREES") != nullptr ? std::vector<int>{2} : std::vector<int>{1, 2, 3}; }
+static std::vector<int> worlds_to_play() {
+  return std::getenv("TESSERA_TEST_TREES") != nullptr ? std::vector<int>{2} : std::vector<int>{1, 2, 3};
+}
 
 std::vector<Setup> fsdp_setups() {
   const WrapPolicy linears = wrap_modules<torch::nn::LinearImpl>();
