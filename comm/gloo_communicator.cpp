@@ -20,11 +20,11 @@
 #include <sstream>
 #include <unordered_set>
 
+#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/peer_memory.h"
-#include "tessera/comm/process_group.h"
 #include "tessera/comm/rank_order_sum.h"
 #include "tessera/comm/stall_watch.h"
 

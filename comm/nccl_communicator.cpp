@@ -14,9 +14,9 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/process_group.h"
 
 namespace tessera {
 namespace {

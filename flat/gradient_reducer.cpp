@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/comm/process_group.h"
+#include "tessera/comm/backend_all_reduce.h"
 
 namespace tessera {
 namespace {
@@ -60,7 +60,7 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   }
 }
 
-// ---- gradients -----------------------------------------------------------------------------------------------------
+// ---- gradients ----------------------------------------------------------------------------------
 
 void GradientReducer::begin(const std::vector<size_t>& order) {
   arrivals_.clear();
@@ -170,7 +170,7 @@ void GradientReducer::forget(size_t parameter) {
   }
 }
 
-// ---- reductions ----------------------------------------------------------------------------------------------------
+// ---- reductions ---------------------------------------------------------------------------------
 
 void GradientReducer::start_full_ones() {
   while (started_ < queue_.size() && contents_[queue_[started_]].missing == 0) start(queue_[started_++]);
@@ -306,7 +306,7 @@ bool GradientReducer::is_busy(size_t bucket) const {
 
 void GradientReducer::note_bytes() { peak_bytes_ = std::max(peak_bytes_, bucket_bytes()); }
 
-// ---- the end of a pass ---------------------------------------------------------------------------------------------
+// ---- the end of a pass --------------------------------------------------------------------------
 
 void GradientReducer::finish() {
   while (started_ < queue_.size()) start(queue_[started_++]);

@@ -29,11 +29,11 @@ class Scheduler;
 class FullyShardedModule : public ModelShards, public GradientSource {
  public:
   // parameters(): this rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
-  // the communicator's device, in the parameter's dtype, empty where the rank owns none of it.
-  // Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them (under
-  // NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the gradient averaged over ranks;
-  // undefined for a parameter that no rank used; after one under no_sync(), or one that failed, a tensor without data
-  // that any operator refuses by name, until a backward that reduces, or zero_grad().
+  // the communicator's device (in host memory with FsdpOptions::offload), in the parameter's dtype, empty where the
+  // rank owns none of it. Give them to any torch::optim optimizer, after wrapping, in any groups. Writing to them
+  // (under NoGradGuard, or through .data()) changes the model. After backward `.grad()` is the gradient averaged over
+  // ranks; undefined for a parameter that no rank used; after one under no_sync(), or one that failed, a tensor without
+  // data that any operator refuses by name, until a backward that reduces, or zero_grad().
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, as
   // torch::nn::utils::clip_grad_norm_ does, and returns the norm before. norm_type may be
@@ -121,7 +121,8 @@ class FullyShardedModule : public ModelShards, public GradientSource {
 // unit is in use. Any operator that is given such a parameter makes the unit resident first, in
 // forward, in backward and anywhere else, so modules need not be called through the wrapper; only
 // reading a parameter behind the dispatcher (data_ptr) finds null. Changing one outside
-// summon_full_params() throws std::logic_error.
+// summon_full_params() throws std::logic_error; giving it other data of its shape and dtype (set_data()), alike on all
+// ranks, is noticed by the next forward, which takes the values.
 //
 // `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Ranks must run the same
 // operators on the same units in the same order; they may differ in data. The wrapper is used by

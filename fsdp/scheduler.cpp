@@ -41,8 +41,7 @@ void Scheduler::install() {
   gradients_.binding().hook_all();
 }
 
-// ---- events
-// ----------------------------------------------------------------------------------------------------------
+// ---- events -------------------------------------------------------------------------------------
 
 void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
@@ -128,8 +127,7 @@ void Scheduler::begin_forward() {
     if (unit->state() == Unit::State::kGathering || unit->state() == Unit::State::kFetching) release(*unit);
 }
 
-// ---- backward
-// --------------------------------------------------------------------------------------------------------
+// ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::enter_backward() {
   if (!pass_->enter()) return;
@@ -180,8 +178,7 @@ void Scheduler::recover() {
   release_all();
 }
 
-// ---- residency
-// -------------------------------------------------------------------------------------------------------
+// ---- residency ----------------------------------------------------------------------------------
 
 void Scheduler::make_resident(const std::vector<Unit*>& needed) {
   for (Unit* unit : needed)
@@ -226,8 +223,7 @@ void Scheduler::release_all() {
   std::fill(versions_.begin(), versions_.end(), std::nullopt);
 }
 
-// ---- scopes
-// ----------------------------------------------------------------------------------------------------------
+// ---- scopes -------------------------------------------------------------------------------------
 
 void Scheduler::require_outside_backward(const char* call) const {
   if (inside_backward()) throw std::logic_error(std::string(call) + " inside a backward pass");
@@ -311,8 +307,7 @@ void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
                          "fsdp.parameters()");
 }
 
-// ---- what users ask for
-// ----------------------------------------------------------------------------------------------
+// ---- what users ask for -------------------------------------------------------------------------
 
 double Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
@@ -381,8 +376,7 @@ std::string Scheduler::describe() const {
   return text.str();
 }
 
-// ---- trace
-// -----------------------------------------------------------------------------------------------------------
+// ---- trace --------------------------------------------------------------------------------------
 
 // A unit computes from its use on until another's, or the end of the pass; waits for gradients of
 // others lie within.

@@ -61,7 +61,7 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
 
 }  // namespace
 
-// ---- construction ------------------------------------------------------------------------------------------------
+// ---- construction -------------------------------------------------------------------------------
 
 ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options,
                            Pager* pager)
@@ -217,7 +217,7 @@ void ShardedModel::name_shards() {
   }
 }
 
-// ---- state -------------------------------------------------------------------------------------------------------
+// ---- state --------------------------------------------------------------------------------------
 
 void ShardedModel::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
   const bool keep = !options.rank0_only || mesh_.world->rank() == 0;
@@ -274,7 +274,7 @@ torch::OrderedDict<std::string, at::Tensor> ShardedModel::named_buffers() const 
   return buffers;
 }
 
-// ---- reports -----------------------------------------------------------------------------------------------------
+// ---- reports ------------------------------------------------------------------------------------
 
 MemoryReport ShardedModel::memory() const {
   MemoryReport report;

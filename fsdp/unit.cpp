@@ -195,7 +195,7 @@ uint32_t Unit::version() const {
   return version;
 }
 
-// ---- pinned units --------------------------------------------------------------------------------------------------
+// ---- pinned units -------------------------------------------------------------------------------
 
 void Unit::pin(bool writeback) {
   at::NoGradGuard no_grad;

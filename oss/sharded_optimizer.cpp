@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
@@ -221,7 +222,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     at::AutoGradMode recording(true);
     loss = closure();
   }
-  std::erase_if(checks_, [](const std::function<bool()>& check) { return !check(); });
+  require_ready_gradients(all_parameters());
   copy_options(*local_);
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
@@ -249,8 +250,6 @@ void ShardedOptimizer::require_same_order(const OrderLog& log) const {
 
 int64_t ShardedOptimizer::host_bytes() const { return host_ ? host_->host_bytes() : 0; }
 int64_t ShardedOptimizer::pinned_bytes() const { return options_.offload.pin_memory ? host_bytes() : 0; }
-
-void ShardedOptimizer::check_before_step(std::function<bool()> check) { checks_.push_back(std::move(check)); }
 
 std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
   std::vector<at::Tensor> gradients;

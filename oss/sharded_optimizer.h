@@ -44,8 +44,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   // One step with the gradients that the owners have, then the exchange of parameters. Collective.
   // `closure`, if any, computes the gradients again, once, and its loss is returned. Options of the
   // groups (learning rates) are those of param_groups() now. Throws std::logic_error, before
-  // anything is changed, where the gradients cannot be meant for a step (ShardedDataParallel says
-  // when); CommError.
+  // anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
+  // backward that failed); CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Collective, as construction. The parameters of earlier groups keep their owners.
@@ -88,10 +88,6 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   torch::optim::Optimizer& local() override { return *local_; }
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
 
-  // `check` is called before each step changes anything, after its closure, until it returns false;
-  // it may throw. For wrappers that know whether gradients are ready.
-  void check_before_step(std::function<bool()> check);
-
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
@@ -121,7 +117,6 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   std::unique_ptr<HostStep> host_;                          // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;
-  std::vector<std::function<bool()>> checks_;
 };
 
 }  // namespace tessera

@@ -37,7 +37,7 @@ void throw_offload_error(const FileFailure& failure) {
   throw std::runtime_error(where + ": " + operation + ": " + failure.reason());
 }
 
-// Direct access wants memory aligned to blocks, which the pool's is not.
+// Direct access wants memory aligned to blocks, which a buffer's is not.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
 at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {

@@ -7,12 +7,13 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/quiet.h"
 #include "tessera/memory/memory_cache.h"
 
 namespace tessera {
 
-// ---- plan ----------------------------------------------------------------------------------------------------------
+// ---- plan ---------------------------------------------------------------------------------------
 
 std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<torch::nn::Module> module,
                                                                std::vector<PlannedParameter> parameters,
@@ -59,6 +60,11 @@ void ReplicatedGradients::install() {
   binding_.set_take([weak = weak_from_this()](size_t parameter, const at::Tensor& gradient) {
     const auto self = weak.lock();
     return self ? self->take(parameter, gradient) : gradient;  // the wrapper is gone
+  });
+  std::vector<at::Tensor> tensors;
+  for (const PlannedParameter& parameter : binding_.parameters()) tensors.push_back(parameter.tensor);
+  keep_gradients_of(tensors, [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->require_averages();
   });
   refresh_trainable();
 }
@@ -128,7 +134,7 @@ std::string ReplicatedGradients::label(const std::vector<size_t>& members) const
          "' to '" + parameters[members.back()].fqn + "'";
 }
 
-// ---- gradients -----------------------------------------------------------------------------------------------------
+// ---- gradients ----------------------------------------------------------------------------------
 
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
@@ -168,7 +174,7 @@ std::string ReplicatedGradients::reason(size_t parameter) const {
          "again";
 }
 
-// ---- passes --------------------------------------------------------------------------------------------------------
+// ---- passes -------------------------------------------------------------------------------------
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
@@ -282,7 +288,7 @@ void ReplicatedGradients::agree_on_order() {
   order_agreed_ = true;
 }
 
-// ---- what wrappers ask for -----------------------------------------------------------------------------------------
+// ---- what wrappers ask for ----------------------------------------------------------------------
 
 void ReplicatedGradients::set_sync(bool sync) {
   std::lock_guard lock(mutex_);

@@ -44,7 +44,7 @@ Scope ReplicatedModule::no_sync() {
 
 void ReplicatedModule::set_gradient_divide_factor(double factor) { gradients_->set_divisor(factor); }
 
-// ---- forward -------------------------------------------------------------------------------------------------------
+// ---- forward ------------------------------------------------------------------------------------
 
 void ReplicatedModule::begin_forward() {
   if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
@@ -59,7 +59,7 @@ void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
   gradients_->end_forward(outputs);
 }
 
-// ---- what users ask for --------------------------------------------------------------------------------------------
+// ---- what users ask for -------------------------------------------------------------------------
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
   torch::OrderedDict<std::string, at::Tensor> buffers;

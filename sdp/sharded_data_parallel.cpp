@@ -49,12 +49,6 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   replicated.limits.bucket_numel = options.reduce_buffer_size;
   replicated.wire_dtype = options.reduce_dtype;
   reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
-  for (ShardedOptimizer* optimizer : optimizers_)
-    optimizer->check_before_step([weak = std::weak_ptr(shared_gradients())] {
-      const auto gradients = weak.lock();
-      if (gradients) gradients->require_averages();
-      return gradients != nullptr;
-    });
 }
 
 int SdpModule::owner_of(const PlannedParameter& parameter) const {

@@ -5,8 +5,8 @@
 #include <barrier>
 #include <csignal>
 
+#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/process_group.h"
 #include "tessera/launch/launch.h"
 
 namespace tessera::collectives_test {

@@ -1,19 +1,11 @@
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
-#include <memory>
+#include <string>
 #include <string_view>
 
 #include "tessera/comm/communicator.h"
 
 namespace tessera {
-
-// c10d's interface to the ranks of a communicator, for code of c10d's that wants one (its Reducer).
-// Broadcasts and all-reduces (sum, average, min, max) of one tensor are the communicator's own:
-// counted, in rank order on gloo, with its errors. Everything else throws. The process group
-// shares the communicator; use both from one thread at a time. Not collective.
-c10::intrusive_ptr<c10d::ProcessGroup> process_group_over(std::shared_ptr<Communicator> comm);
 
 // tensor <- sum over ranks of tensor, by the backend's own algorithm, whatever order it adds in:
 // ProcessGroupGloo's ring, NCCL's. For comparison with Communicator::all_reduce(), whose contract
