@@ -61,12 +61,16 @@ void ReplicatedGradients::install() {
     const auto self = weak.lock();
     return self ? self->take(parameter, gradient) : gradient;  // the wrapper is gone
   });
+  refresh_trainable();
+}
+
+// Again and again, since a change of a parameter's data takes the note away.
+void ReplicatedGradients::keep_gradients() {
   std::vector<at::Tensor> tensors;
   for (const PlannedParameter& parameter : binding_.parameters()) tensors.push_back(parameter.tensor);
   keep_gradients_of(tensors, [weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->require_averages();
   });
-  refresh_trainable();
 }
 
 void ReplicatedGradients::refresh_trainable() {
@@ -186,6 +190,7 @@ void ReplicatedGradients::begin_forward() {
   if (options_.must_use_all && any_backward_) require_all_used();
   any_backward_ = false;
   refresh_trainable();
+  keep_gradients();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
 

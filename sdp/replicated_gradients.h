@@ -72,6 +72,7 @@ class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradie
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
                       std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
   void install();
+  void keep_gradients();
   void plan(const std::vector<size_t>& order);
   std::string label(const std::vector<size_t>& members) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
