@@ -100,7 +100,7 @@ void require(const std::string& what, int64_t got, int64_t expected) {
 // What FSDP has in flight on the device, in units; and the check of everything else.
 Need check_small() {
   constexpr int kRanks = 2;
-  const tessera::FlatLayout unit({kUnitNumel}, kRanks, 16);
+  const auto unit = tessera::FlatLayout::evenly({kUnitNumel}, kRanks, 16);
   const int64_t all = 4 * kLayers * kUnitNumel, part = 4 * kLayers * unit.shard_numel();
   const std::string folder = std::filesystem::temp_directory_path().string();
   Need flight;
