@@ -2,10 +2,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
+#include <utility>
 
 namespace tessera {
 
@@ -21,18 +25,32 @@ struct CountedBuffers::Counts {
   }
 };
 
-CountedBuffers::CountedBuffers(at::Device device) : device_(device), counts_(std::make_shared<Counts>()) {}
+static void order_behind_current(const c10::Stream& stream) {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device());
+  if (current == stream) return;
+  c10::Event event(stream.device_type());
+  event.record(current);
+  event.block(stream);
+}
+
+CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory)
+    : device_(device), kind_(kind), memory_(std::move(memory)), counts_(std::make_shared<Counts>()) {}
 
 at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
   // Buffers outlive an evaluation under InferenceMode, whose tensors could not be written later.
   c10::InferenceMode ordinary(false);
-  at::Tensor memory = at::empty({numel}, options);
+  const MemoryKindScope kind(kind_);
+  at::Tensor memory = memory_ ? memory_(numel, dtype) : at::empty({numel}, options);
   if (numel == 0) return memory;
   const auto bytes = static_cast<int64_t>(memory.nbytes());
   counts_->add(bytes);
   void* data = memory.mutable_data_ptr();
-  auto give_back = [counts = counts_, memory = std::move(memory), bytes](void*) mutable {
+  // libtorch's allocator lends it next to the stream that made it, which need not be the one that is through with it.
+  std::optional<c10::Stream> made_on;
+  if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
+  auto give_back = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {
+    if (made_on) order_behind_current(*made_on);
     memory.reset();
     counts->add(-bytes);
   };

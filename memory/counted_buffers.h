@@ -3,7 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+
+#include "tessera/memory/memory_kind.h"
 
 namespace tessera {
 
@@ -12,11 +15,13 @@ namespace tessera {
 // Thread-safe; buffers may outlive it.
 class CountedBuffers {
  public:
-  explicit CountedBuffers(at::Device device);
+  // Makes a tensor [numel] on the device.
+  using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
+  // `kind` of all that it lends, which is made by `memory`; empty: by libtorch.
+  CountedBuffers(at::Device device, MemoryKind kind, Memory memory = nullptr);
 
-  // A buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage goes, on whichever
-  // thread; on a device with streams, let go of it only when the stream that allocates next is ordered after the
-  // last use.
+  // A buffer [numel], 64-byte aligned. Its bytes count until the last reference to its storage goes, on any thread; on
+  // a device with streams, let go of it where the current stream is ordered after the last use.
   at::Tensor take(int64_t numel, at::ScalarType dtype);
 
   int64_t lent_bytes() const;
@@ -26,6 +31,8 @@ class CountedBuffers {
  private:
   struct Counts;
   const at::Device device_;
+  const MemoryKind kind_;
+  const Memory memory_;
   const std::shared_ptr<Counts> counts_;  // shared with the buffers
 };
 

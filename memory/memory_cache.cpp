@@ -2,17 +2,16 @@
 
 #include <ATen/ceil_div.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/env.h>
+#include <malloc.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 #include <vector>
-#if __has_include(<malloc.h>)
-#include <malloc.h>
-#endif
-
-#include "tessera/memory/switches.h"
 
 namespace tessera {
 namespace {
@@ -35,9 +34,7 @@ void* map_pages(size_t bytes) {
   const size_t after_bytes = reserved_bytes - before_bytes - bytes;
   if (before_bytes > 0) ::munmap(begin, before_bytes);
   if (after_bytes > 0) ::munmap(begin + before_bytes + bytes, after_bytes);
-#ifdef MADV_HUGEPAGE
   if (alignment == kHugePageBytes) ::madvise(begin + before_bytes, bytes, MADV_HUGEPAGE);
-#endif
   return begin + before_bytes;
 }
 
@@ -55,12 +52,19 @@ void* MemoryCache::take(size_t bytes) {
   std::vector<Block> unused;
   {
     std::lock_guard lock(mutex_);
-    if (void* const block = reuse(bytes)) return block;
+    const auto fit = idle_by_bytes_.lower_bound({bytes, INT64_MIN});
+    if (fit != idle_by_bytes_.end() && fit->first <= bytes + bytes / 8) {
+      const Block block = take_idle(idle_.find(fit->second));
+      count_live(block.bytes);
+      live_.emplace(block.memory, block.bytes);
+      ++stats_.reused;
+      return block.memory;
+    }
     if (live_.size() >= kMostBlocks) return nullptr;
-    live_bytes_ += bytes;
-    peak_live_bytes_ = std::max(peak_live_bytes_, live_bytes_);
-    const size_t most_bytes = peak_live_bytes_ + peak_live_bytes_ / 8;
-    while (!idle_.empty() && (live_bytes_ + idle_bytes_ > most_bytes || live_.size() + idle_.size() >= kMostBlocks))
+    count_live(bytes);
+    const int64_t most_bytes = stats_.peak_live_bytes + stats_.peak_live_bytes / 8;
+    while (!idle_.empty() &&
+           (stats_.live_bytes + stats_.idle_bytes > most_bytes || live_.size() + idle_.size() >= kMostBlocks))
       unused.push_back(take_idle(std::prev(idle_.end())));
   }
   unmap(unused);
@@ -71,46 +75,67 @@ void* MemoryCache::take(size_t bytes) {
   }
   std::lock_guard lock(mutex_);
   if (block == nullptr) {
-    live_bytes_ -= bytes;
-    peak_live_bytes_ = live_bytes_;  // as release() does
+    stats_.live_bytes -= static_cast<int64_t>(bytes);
+    stats_.peak_live_bytes = stats_.live_bytes;  // as release() does
     return nullptr;
   }
   live_.emplace(block, bytes);
-  ++mapped_;
+  ++stats_.mapped;
   return block;
 }
 
-void* MemoryCache::reuse(size_t bytes) {
-  const auto fit = idle_by_bytes_.lower_bound({bytes, INT64_MIN});
-  if (fit == idle_by_bytes_.end() || fit->first > bytes + bytes / 8) return nullptr;
-  const Block block = take_idle(idle_.find(fit->second));
-  live_bytes_ += block.bytes;
-  peak_live_bytes_ = std::max(peak_live_bytes_, live_bytes_);
-  live_.emplace(block.memory, block.bytes);
-  ++reused_;
-  return block.memory;
+void MemoryCache::count_live(size_t bytes) {
+  stats_.live_bytes += static_cast<int64_t>(bytes);
+  stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
 }
 
 MemoryCache::Block MemoryCache::take_idle(std::map<Stamp, Block>::iterator idle) {
   const auto [stamp, block] = *idle;
-  idle_bytes_ -= block.bytes;
+  stats_.idle_bytes -= static_cast<int64_t>(block.bytes);
+  if (block.is_on_call) on_call_bytes_ -= static_cast<int64_t>(block.bytes);
   idle_by_bytes_.erase({block.bytes, stamp});
   idle_.erase(idle);
   return block;
 }
 
-bool MemoryCache::give(void* block) {
-  std::lock_guard lock(mutex_);
-  const auto live = live_.find(block);
-  if (live == live_.end()) return false;
-  const size_t bytes = live->second;
-  live_.erase(live);
-  live_bytes_ -= bytes;
-  idle_bytes_ += bytes;
-  const Stamp stamp = --last_stamp_;
-  idle_.emplace(stamp, Block{block, bytes});
-  idle_by_bytes_.emplace(bytes, stamp);
+bool MemoryCache::give(void* memory) {
+  Block block{memory, 0, is_tight_.load(std::memory_order_relaxed)};
+  bool looks = false;
+  {
+    std::lock_guard lock(mutex_);
+    const auto live = live_.extract(memory);
+    if (live.empty()) return false;
+    block.bytes = live.mapped();
+    stats_.live_bytes -= static_cast<int64_t>(block.bytes);
+    given_bytes_ += block.bytes;
+    looks = limit_ && given_bytes_ >= kLookEveryBytes;
+    if (looks) given_bytes_ = 0;
+  }
+  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is nobody's
+  {
+    std::lock_guard lock(mutex_);
+    stats_.idle_bytes += static_cast<int64_t>(block.bytes);
+    if (block.is_on_call) on_call_bytes_ += static_cast<int64_t>(block.bytes);
+    const Stamp stamp = --last_stamp_;
+    idle_.emplace(stamp, block);
+    idle_by_bytes_.emplace(block.bytes, stamp);
+  }
+  if (looks) look_at_limit();
   return true;
+}
+
+// For a while each block that becomes idle is the system's to take, or none; marking costs about as much as writing a
+// tenth of it, in small pages as much as writing all of it.
+void MemoryCache::look_at_limit() {
+  const int64_t needed_bytes = limit_->needed_bytes();
+  std::lock_guard lock(mutex_);
+  const bool is_tight = needed_bytes + on_call_bytes_ > limit_->limit_bytes / 2;  // as if none were marked
+  if (is_tight_.exchange(is_tight) == is_tight || !is_tight) return;
+  for (auto& [stamp, block] : idle_) {
+    if (std::exchange(block.is_on_call, true)) continue;
+    ::madvise(block.memory, block.bytes, MADV_FREE);
+    on_call_bytes_ += static_cast<int64_t>(block.bytes);
+  }
 }
 
 void MemoryCache::release() {
@@ -118,26 +143,39 @@ void MemoryCache::release() {
   {
     std::lock_guard lock(mutex_);
     while (!idle_.empty()) unused.push_back(take_idle(idle_.begin()));
-    peak_live_bytes_ = live_bytes_;
+    stats_.peak_live_bytes = stats_.live_bytes;
   }
   unmap(unused);
 }
 
 MemoryCache::Stats MemoryCache::stats() const {
   std::lock_guard lock(mutex_);
-  return {static_cast<int64_t>(live_bytes_), static_cast<int64_t>(idle_bytes_), static_cast<int64_t>(peak_live_bytes_),
-          mapped_, reused_};
+  return stats_;
 }
-
-// ---- the process's -----------------------------------------------------------------------------
 
 namespace {
 
+// The process's.
 std::atomic<bool> is_on{false};
+
+std::mutex trimming;  // held by the one thread that trims malloc's memory
 
 // Never destroyed: tensors outlive everything.
 MemoryCache& process_cache() {
-  static auto* const cache = new MemoryCache;
+  static auto* const cache = [] {
+    static auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
+    const auto after = [] {
+      made->after_fork();
+      trimming.unlock();
+    };
+    ::pthread_atfork(
+        [] {
+          trimming.lock();
+          made->before_fork();
+        },
+        after, after);
+    return made;
+  }();
   return *cache;
 }
 
@@ -165,14 +203,6 @@ class CachingAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-bool is_wanted() {
-#ifdef __SANITIZE_ADDRESS__
-  return false;
-#else
-  return !is_switched_off("TESSERA_MEMORY_CACHE");
-#endif
-}
-
 }  // namespace
 
 c10::Allocator* memory_cache_allocator() {
@@ -181,9 +211,11 @@ c10::Allocator* memory_cache_allocator() {
 }
 
 void cache_memory() {
-  if (!is_wanted()) return;
+#ifndef __SANITIZE_ADDRESS__
+  if (c10::utils::check_env("TESSERA_MEMORY_CACHE") == false) return;
   is_on = true;
   if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(memory_cache_allocator());
+#endif
 }
 
 MemoryCache::Stats memory_cache_stats() { return process_cache().stats(); }
@@ -193,7 +225,6 @@ void release_freed_memory() {
 #ifdef __GLIBC__
   // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
   // One thread at a time: where another allocator serves malloc, glibc's has yet to set itself up, unlocked.
-  static std::mutex trimming;
   std::lock_guard lock(trimming);
   ::malloc_trim(0);
 #endif

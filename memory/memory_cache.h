@@ -2,41 +2,48 @@
 
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "tessera/memory/container_limits.h"
+
 namespace tessera {
 
 // Keeps the memory of large CPU tensors for the next ones of their size, as libtorch does on devices
-// (CUDACachingAllocator). A training step asks for the same blocks each time. glibc serves them badly:
-// a hole that a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks
-// for, and what it gives back to the system comes again as 4,000 page faults.
+// (CUDACachingAllocator). A training step asks for the same blocks each time, and glibc serves them badly: a hole that
+// a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks for, and what it gives
+// back to the system comes again as 4,000 page faults.
 //
-// A block is a mapping of its own, in huge pages where the system grants them (transparent_hugepage:
-// madvise or always). One is used again for a request of up to 1/8 less, the one freed last first,
-// while it may still be in a processor's cache. What is live and idle together stays below 9/8 of the
-// most that was live at one time: before it maps a new block, it unmaps those that were idle longest.
-//
-// Thread-safe. docs/launch.md has what it is worth.
+// A block is a mapping of its own, in huge pages where the system grants them (transparent_hugepage: madvise or
+// always). It is used again for a request of up to 1/8 less, the one freed last first, while it may still be in a
+// processor's cache. Live and idle blocks together stay below 9/8 of the most that was live at one time: before a new
+// block is mapped, those that were idle longest are unmapped. Where a control group limits memory, and the processes in
+// it need more than half of that, the system may take the pages of idle blocks whenever it is short of any
+// (MADV_FREE), rather than end the process. Thread-safe. docs/launch.md has what it is worth.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
   static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
 
+  // Bytes and numbers of blocks.
   struct Stats {
-    int64_t live_bytes = 0;          // in blocks, which are whole pages
-    int64_t idle_bytes = 0;          // kept for what comes
-    int64_t peak_live_bytes = 0;     // since the start or the last release()
-    int64_t mapped = 0, reused = 0;  // how many blocks, since the start
+    int64_t live_bytes = 0;       // in blocks, which are whole pages
+    int64_t idle_bytes = 0;       // kept for what comes
+    int64_t peak_live_bytes = 0;  // since the start or the last release()
+    int64_t mapped = 0;           // how many blocks, since the start
+    int64_t reused = 0;           // how often one was used again, since the start
   };
 
-  MemoryCache() = default;
+  // `limit`: of the control group, whose share idle blocks yield; empty: none.
+  explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : limit_(std::move(limit)) {}
   ~MemoryCache();  // nothing may be live
   MemoryCache(const MemoryCache&) = delete;
   MemoryCache& operator=(const MemoryCache&) = delete;
@@ -48,17 +55,26 @@ class MemoryCache {
   bool give(void* block);
   // Gives what is idle back to the system. The bound starts again from what is live.
   void release();
+  // As of now.
   Stats stats() const;
+
+  // Around fork(): the child would wait for ever for a lock that a thread had which it does not have.
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }  // in parent and child
 
  private:
   struct Block {
     void* memory;
     size_t bytes;
+    bool is_on_call = false;  // idle, and the system may take its pages
   };
   // Counts down, so that of equal sizes the one freed last comes first.
   using Stamp = int64_t;
 
-  void* reuse(size_t bytes);
+  static constexpr size_t kLookEveryBytes = size_t{32} << 20;
+
+  void count_live(size_t bytes);
+  void look_at_limit();
   Block take_idle(std::map<Stamp, Block>::iterator idle);
   static void unmap(const std::vector<Block>& blocks);
 
@@ -67,18 +83,21 @@ class MemoryCache {
   std::map<Stamp, Block> idle_;
   std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
   Stamp last_stamp_ = 0;
-  size_t live_bytes_ = 0, idle_bytes_ = 0, peak_live_bytes_ = 0;
-  int64_t mapped_ = 0, reused_ = 0;
+  size_t given_bytes_ = 0;     // since the last look at the limit
+  int64_t on_call_bytes_ = 0;  // idle, and the system's to take
+  const std::optional<MemoryLimit> limit_;
+  std::atomic<bool> is_tight_ = false;
+  Stats stats_;
 };
 
-// From now on CPU tensors of MemoryCache::kSmallestBytes or more, whatever makes them, have their memory
-// from one MemoryCache of the process; those that are there keep theirs. What init() and run_ranks() do
-// unless InitOptions::cache_memory is false. Nothing happens if TESSERA_MEMORY_CACHE=0 is in the
-// environment, if the program has set an allocator of its own (c10::SetCPUAllocator), or in a build with
-// AddressSanitizer, which has to see each tensor come and go. While no other thread makes tensors: so
-// libtorch asks.
+// From now on CPU tensors of MemoryCache::kSmallestBytes or more, whatever makes them, have their memory from one
+// MemoryCache of the process; older ones keep theirs. What init() and run_ranks() do unless InitOptions::cache_memory
+// is false. Nothing happens if TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of
+// its own (c10::SetCPUAllocator), or in a build with AddressSanitizer, which has to see each tensor come and go.
+// To be called while no other thread makes tensors: so libtorch asks.
 void cache_memory();
 
+// Of the process's cache; zeros where there is none. Any thread.
 MemoryCache::Stats memory_cache_stats();
 
 // Gives back to the system what was freed: the cache's idle blocks and what malloc keeps. For when what

@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <mutex>
@@ -14,14 +15,20 @@
 
 namespace tessera {
 
+namespace {
+
+// Over all accounts and the ledger: one, so that fork() can wait for it. Else a child could find it held by a thread
+// that it does not have.
+std::mutex accounts_mutex;
+
+}  // namespace
+
 // Written by the thread that allocates and by those that free what it allocated.
 struct PeakMemory::Account {
-  std::mutex mutex;
   int64_t current_bytes = 0;
   std::vector<int64_t*> peaks;  // of the PeakMemory objects that are alive
 
   void add(int64_t bytes) {
-    std::lock_guard lock(mutex);
     current_bytes += bytes;
     for (int64_t* peak : peaks) *peak = std::max(*peak, current_bytes);
   }
@@ -31,25 +38,19 @@ namespace {
 
 thread_local std::shared_ptr<PeakMemory::Account> account_of_thread;
 
-// What counted threads have allocated, by address. (Kernels of oneDNN allocate by raw_allocate(), which has room for
-// nothing beside the address, and free by raw_deleter().)
+// What counted threads have allocated, by address: all that is known of what kernels of oneDNN free by raw_deleter().
 class Ledger {
  public:
   void enter(void* memory, int64_t bytes, std::shared_ptr<PeakMemory::Account> account) {
+    std::lock_guard lock(accounts_mutex);
     account->add(bytes);
-    std::lock_guard lock(mutex_);
     entries_[memory] = {bytes, std::move(account)};
   }
   void strike(void* memory) {
-    Entry entry;
-    {
-      std::lock_guard lock(mutex_);
-      const auto found = entries_.find(memory);
-      if (found == entries_.end()) return;
-      entry = std::move(found->second);
-      entries_.erase(found);
-    }
-    entry.account->add(-entry.bytes);
+    std::unique_lock lock(accounts_mutex);
+    const auto found = entries_.extract(memory);  // destroyed without the lock
+    if (!found.empty()) found.mapped().account->add(-found.mapped().bytes);
+    lock.unlock();
   }
 
  private:
@@ -57,7 +58,6 @@ class Ledger {
     int64_t bytes = 0;
     std::shared_ptr<PeakMemory::Account> account;
   };
-  std::mutex mutex_;
   std::unordered_map<void*, Entry> entries_;
 };
 
@@ -86,18 +86,16 @@ class CountingAllocator : public c10::Allocator {
   }
 };
 
-// libtorch keeps a plain pointer to its allocator, and tensors outlive everything.
 void install_counting_allocator() {
-  static auto* const counting = [] {
+  static std::once_flag is_installed;
+  std::call_once(is_installed, [] {
     constexpr uint8_t kAnyPriority = 255;
-    c10::Allocator* next = c10::GetCPUAllocator();
-    if (next == c10::GetDefaultCPUAllocator()) next = memory_cache_allocator();  // init() may come later
-    counted_allocator = next;
-    auto* allocator = new CountingAllocator;
-    c10::SetCPUAllocator(allocator, kAnyPriority);
-    return allocator;
-  }();
-  (void)counting;
+    ::pthread_atfork([] { accounts_mutex.lock(); }, [] { accounts_mutex.unlock(); }, [] { accounts_mutex.unlock(); });
+    counted_allocator = c10::GetCPUAllocator();
+    const bool is_libtorchs_own = counted_allocator == c10::GetDefaultCPUAllocator();
+    if (is_libtorchs_own) counted_allocator = memory_cache_allocator();  // init() may come later
+    c10::SetCPUAllocator(new CountingAllocator, kAnyPriority);           // of which libtorch keeps a plain pointer
+  });
 }
 
 c10::CachingDeviceAllocator::DeviceStats stats_of(c10::Device device) {
@@ -113,7 +111,7 @@ PeakMemory::PeakMemory(c10::Device device) : device_(device) {
     install_counting_allocator();
     if (!account_of_thread) account_of_thread = std::make_shared<Account>();
     account_ = account_of_thread;
-    std::lock_guard lock(account_->mutex);
+    std::lock_guard lock(accounts_mutex);
     account_->peaks.push_back(&peak_bytes_);
     peak_bytes_ = account_->current_bytes;
     return;
@@ -127,25 +125,25 @@ PeakMemory::PeakMemory(c10::Device device) : device_(device) {
 
 PeakMemory::~PeakMemory() {
   if (!account_) return;
-  std::lock_guard lock(account_->mutex);
+  std::lock_guard lock(accounts_mutex);
   std::erase(account_->peaks, &peak_bytes_);
 }
 
 int64_t PeakMemory::current_bytes() const {
   if (!account_) return stats_of(device_).allocated_bytes[kAggregate].current;
-  std::lock_guard lock(account_->mutex);
+  std::lock_guard lock(accounts_mutex);
   return account_->current_bytes;
 }
 
 int64_t PeakMemory::peak_bytes() const {
   if (!account_) return stats_of(device_).allocated_bytes[kAggregate].peak;
-  std::lock_guard lock(account_->mutex);
+  std::lock_guard lock(accounts_mutex);
   return peak_bytes_;
 }
 
 void PeakMemory::reset() {
   if (!account_) return c10::getDeviceAllocator(device_.type())->resetPeakStats(device_.index());
-  std::lock_guard lock(account_->mutex);
+  std::lock_guard lock(accounts_mutex);
   peak_bytes_ = account_->current_bytes;
 }
 

@@ -13,15 +13,13 @@ namespace tessera {
 //   auto model = Gpt(config);
 //   std::cout << memory.current_bytes() << " now, " << memory.peak_bytes() << " at most\n";
 //
-// On the CPU: what this thread has allocated since its first PeakMemory was made and what, of that,
-// has been freed since, on whichever thread. Ranks that are threads are thus counted apart. The
-// first PeakMemory of the process puts a counting allocator before libtorch's; tensors that are
-// older are not known, so make one at the start. On an accelerator: what the device's caching
-// allocator says it has handed out, by all threads, with the peak since construction or reset()
-// (which resets the allocator's own).
+// On the CPU: what this thread has allocated since its first PeakMemory was made, less what of that has been freed
+// since, on any thread. So ranks that are threads are counted apart. The first PeakMemory of the process puts a
+// counting allocator before libtorch's; older tensors are not known, so make one at the start. On an accelerator: what
+// the device's caching allocator says it has handed out, by all threads; reset() resets its peak.
 //
-// Not only tensors' data, but all that kernels take from libtorch's allocator for a moment. Used by
-// the thread that made it. (torch.cuda.max_memory_allocated, for the CPU too.)
+// It counts all that kernels take from libtorch's allocator for a moment, not tensors' data alone. Used by the thread
+// that made it. (torch.cuda.max_memory_allocated, for the CPU too.)
 class PeakMemory {
  public:
   // Throws std::invalid_argument for a device whose allocator does not count.

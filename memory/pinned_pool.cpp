@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <map>
@@ -10,6 +11,9 @@
 #include <stdexcept>
 #include <utility>
 #include <vector>
+
+#include "tessera/memory/memory_kind.h"
+#include "tessera/memory/page_locked.h"
 
 namespace tessera {
 
@@ -23,17 +27,11 @@ struct PinnedPool::State {
 
   explicit State(PinnedPoolOptions chosen) : options(chosen) {}
 
-  at::Tensor allocate(int64_t bytes) const {
-    c10::InferenceMode ordinary(false);
-    const bool lock = options.pin && !options.device.is_cpu();
-    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(lock));
-  }
-
   at::Tensor take(int64_t bytes, const std::string& what) {
     std::lock_guard lock(mutex);
     if (options.limit_bytes > 0 && lent_bytes + bytes > options.limit_bytes)
-      throw std::runtime_error("host memory for " + what + ": " + std::to_string(bytes) + " bytes asked for, " +
-                               std::to_string(lent_bytes) + " lent, of at most " + std::to_string(options.limit_bytes));
+      throw std::runtime_error(c10::str("host memory for ", what, ": ", bytes, " bytes asked for, ", lent_bytes,
+                                        " lent, of at most ", options.limit_bytes));
     at::Tensor memory;
     if (auto same = idle.find(bytes); same != idle.end()) {
       memory = std::move(same->second.back());
@@ -41,7 +39,8 @@ struct PinnedPool::State {
     } else {
       const int64_t bound = std::max(peak_lent_bytes, lent_bytes + bytes);
       while (!idle.empty() && lent_bytes + bytes + idle_bytes > bound) drop_last(std::prev(idle.end()));
-      memory = allocate(bytes);
+      const bool lock_pages = options.pin && !options.device.is_cpu();
+      memory = lock_pages ? page_locked(bytes) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
     }
     lent_bytes += bytes;
     peak_lent_bytes = std::max(peak_lent_bytes, lent_bytes);
@@ -64,14 +63,15 @@ struct PinnedPool::State {
 
 PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<State>(options)) {
   if (options.limit_bytes < 0)
-    throw std::invalid_argument("PinnedPoolOptions::limit_bytes is " + std::to_string(options.limit_bytes) +
-                                ", expected 0 or more");
+    throw std::invalid_argument(
+        c10::str("PinnedPoolOptions::limit_bytes is ", options.limit_bytes, ", expected 0 or more"));
 }
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const auto options = at::TensorOptions().dtype(dtype);
   c10::InferenceMode ordinary(false);
+  const MemoryKindScope kind(MemoryKind::kHost);
   if (bytes == 0) return at::empty({0}, options);
   at::Tensor memory = state_->take(bytes, what);
   void* data = memory.mutable_data_ptr();

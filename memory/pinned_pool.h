@@ -11,8 +11,8 @@ namespace tessera {
 struct PinnedPoolOptions {
   // The device that copies from and to this memory.
   at::Device device = at::kCPU;
-  // Page-locked, so that copies run beside the host and the device. On a CPU, which has nothing to lock
-  // pages for, the memory is ordinary and counted as if it were locked.
+  // Page-locked, so that copies run beside host and device. On a CPU, which needs no locked pages, the memory is
+  // ordinary and counted as if it were locked.
   bool pin = true;
   // The most that the pool may own, lent or idle. 0: no bound.
   int64_t limit_bytes = 0;
@@ -20,18 +20,17 @@ struct PinnedPoolOptions {
 
 // Host memory that a device exchanges data with: lent as tensors, reused when they die.
 //
-// Page-locking costs system calls and stalls, so that memory once locked is kept for the next
-// borrower of the same number of bytes. The pool owns at most what was lent at one time, and frees
-// idle memory of other sizes before it asks for more. Counts are exact: bytes asked for. (An
-// accelerator's own allocator of locked memory may round up below.) Thread-safe; tensors may outlive
-// the pool.
+// Page-locking costs system calls and stalls, so memory once locked is kept for the next tensor of the same number of
+// bytes. The pool owns at most what was lent at one time, and frees idle memory of other sizes before it asks for more.
+// Counts are exact: bytes asked for, of which locked memory takes whole pages (page_locked.h) and no more.
+// Thread-safe; tensors may outlive the pool.
 class PinnedPool {
  public:
   explicit PinnedPool(PinnedPoolOptions options);
 
-  // An uninitialised tensor [numel] in host memory; its memory comes back when the last reference to
-  // its storage goes, on whichever thread. `what` is for the error: throws std::runtime_error, with
-  // nothing changed, if the pool would own more than its limit.
+  // An uninitialised tensor [numel] in host memory, which comes back when the last reference to its storage goes, on
+  // any thread. Throws std::runtime_error that names `what`, with nothing changed, if the pool would own more than its
+  // limit.
   at::Tensor take(int64_t numel, at::ScalarType dtype, const std::string& what);
 
   bool is_pinned() const;
