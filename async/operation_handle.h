@@ -5,8 +5,8 @@
 
 namespace tessera {
 
-// Something that goes on while its caller does something else, as whoever does it implements it: a collective, a copy.
-// Destroyed before finish(), it keeps what it uses alive as long as it must.
+// What goes on while its caller does something else, implemented by whoever does it: a collective, a copy. Destroyed
+// before finish(), it keeps what it uses alive as long as it must.
 class AsyncOperation {
  public:
   AsyncOperation() = default;
@@ -17,8 +17,8 @@ class AsyncOperation {
   virtual void finish() = 0;
 };
 
-// What a caller holds of an operation that is under way; handles say under which names it waits. Move-only; used from
-// the thread that started the operation.
+// A caller's handle of an operation that is under way; derived handles name the wait. Move-only; used from the thread
+// that started the operation.
 template <class OperationType>
 class [[nodiscard]] OperationHandle {
  public:
