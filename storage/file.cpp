@@ -1,11 +1,13 @@
 #include "tessera/storage/file.h"
 
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <system_error>
@@ -95,28 +97,22 @@ int64_t File::bytes() const {
 
 void File::write(const void* data, int64_t bytes, int64_t position) const {
   const char* from = static_cast<const char*>(data);
-  while (bytes > 0) {
-    const ssize_t written = ::pwrite(descriptor_, from, static_cast<size_t>(bytes), position);
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) throw_failure(FileAction::kWrite, errno);
-    from += written;
-    bytes -= written;
-    position += written;
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t written = ::pwrite(descriptor_, from + done, static_cast<size_t>(bytes - done), position + done);
+    if (written < 0 && errno != EINTR) throw_failure(FileAction::kWrite, errno);
+    done += std::max<ssize_t>(written, 0);
   }
 }
 
 void File::read(void* data, int64_t bytes, int64_t position) const {
   char* to = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t got = ::pread(descriptor_, to, static_cast<size_t>(bytes), position);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw_failure(FileAction::kRead, errno);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t got = ::pread(descriptor_, to + done, static_cast<size_t>(bytes - done), position + done);
+    if (got < 0 && errno != EINTR) throw_failure(FileAction::kRead, errno);
     if (got == 0)
       throw_failure(FileAction::kRead, EIO,
-                    "ends at byte " + std::to_string(position) + ", " + std::to_string(bytes) + " bytes early");
-    to += got;
-    bytes -= got;
-    position += got;
+                    c10::str("ends at byte ", position + done, ", ", bytes - done, " bytes early"));
+    done += std::max<ssize_t>(got, 0);
   }
 }
 
@@ -137,15 +133,13 @@ void File::resize(int64_t bytes) const {
 }
 
 int64_t File::extend(int64_t bytes) {
-  if (bytes % kBlockBytes != 0)
-    throw std::logic_error("File::extend: " + std::to_string(bytes) + " bytes are no whole blocks");
+  if (bytes % kBlockBytes != 0) throw std::logic_error(c10::str("File::extend: ", bytes, " bytes are no whole blocks"));
   const int64_t begin = this->bytes();
   if (bytes == 0) return begin;
   struct statvfs room {};
   const int64_t free_bytes =
       ::fstatvfs(descriptor_, &room) == 0 ? static_cast<int64_t>(room.f_bavail * room.f_frsize) : INT64_MAX;
-  // The free space is asked for first: what cannot be had in full is claimed as far as it goes, and others would
-  // miss it.
+  // Asked first, since what cannot be had in full is claimed as far as it goes, and others would miss it.
   int error = ENOSPC;
   if (free_bytes >= bytes) do {
       error = ::posix_fallocate(descriptor_, begin, bytes);
@@ -153,9 +147,8 @@ int64_t File::extend(int64_t bytes) {
   if (error == ENOSPC || error == EFBIG || error == EDQUOT) {
     (void)!::ftruncate(descriptor_, begin);
     throw_failure(FileAction::kClaim, error,
-                  "has no room: " + std::to_string(bytes) + " bytes more asked for, " + std::to_string(begin) +
-                      " in use, " + std::to_string(free_bytes) + " free (" + std::generic_category().message(error) +
-                      ")");
+                  c10::str("has no room: ", bytes, " bytes more asked for, ", begin, " in use, ", free_bytes, " free (",
+                           std::generic_category().message(error), ")"));
   }
   if (error != 0) throw_failure(FileAction::kClaim, error);
   return begin;

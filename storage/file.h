@@ -30,9 +30,8 @@ class File {
   static File open(const std::filesystem::path& path, ThrowFailure fail);
   // The same for writing parts of one that is there.
   static File open_to_write(const std::filesystem::path& path, ThrowFailure fail);
-  // A new file in `directory` without a name: it is gone when it is closed, however the process ends. Reads and
-  // writes go past the page cache (O_DIRECT) where the file system allows it: positions, lengths and addresses are
-  // whole blocks.
+  // A new file in `directory` without a name: gone when it is closed, however the process ends. Reads and writes go
+  // past the page cache (O_DIRECT) where the file system allows it: positions, lengths and addresses are whole blocks.
   static File create_unnamed(const std::filesystem::path& directory, ThrowFailure fail);
 
   static constexpr int64_t kBlockBytes = 4096;
@@ -54,8 +53,8 @@ class File {
   void start_writing_out(int64_t position, int64_t bytes) const;
   void sync() const;
   void resize(int64_t bytes) const;
-  // Claims `bytes` (whole blocks) more at the end, on the disk and not only in name, and returns where they begin.
-  // Fails, with the file as it was, if the disk has no room: says how much was asked for and how much is free.
+  // Claims `bytes` (whole blocks) more at the end, on the disk itself, and returns where they begin. Fails, with the
+  // file as it was, if the disk has no room: says how much was asked for and how much is free.
   int64_t extend(int64_t bytes);
 
  private:
