@@ -25,9 +25,13 @@ struct GlooOptions {
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
-// The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws
-// std::invalid_argument.
+struct NcclOptions {
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  bool registered_memory = false;  // see InitOptions
+};
+
+// The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.
 std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                     at::Device device, std::chrono::milliseconds timeout);
+                                                     at::Device device, NcclOptions options);
 
 }  // namespace tessera

@@ -1,44 +1,60 @@
 #include "tessera/comm/communicator.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <numeric>
-#include <sstream>
 #include <stdexcept>
 
+#include "tessera/comm/backend_all_reduce.h"
+#include "tessera/memory/memory_kind.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
 namespace {
 
+struct KindTraits {
+  const char* name;
+  SpanKind span;
+  bool has_shards, reduces;
+};
+// By Communicator::Collective::Kind.
+constexpr KindTraits kTraits[] = {
+    {"all-gather", SpanKind::kGather, true, false},
+    {"reduce-scatter", SpanKind::kReduce, true, true},
+    {"all-reduce", SpanKind::kReduce, false, true},
+    {"broadcast", SpanKind::kGather, false, false},
+    {"reduce", SpanKind::kReduce, false, true},
+    {"scatter", SpanKind::kGather, true, false},
+    {"backend all-reduce", SpanKind::kReduce, false, true},
+    {"all-to-all", SpanKind::kGather, false, false},
+};
+
 // An operation with a span of its own, from here until it is waited for, and one for the wait.
 class TracedOperation : public Pending::Operation {
  public:
-  TracedOperation(SpanKind kind, const char* operation, std::string_view what, Pending pending)
-      : kind_(kind), operation_(operation), what_(what.empty() ? operation : what), pending_(std::move(pending)) {}
+  TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
+      : traits_(traits), what_(what.empty() ? traits.name : what), pending_(std::move(pending)) {}
   void finish() override {
     const auto waits = Trace::Clock::now();
     pending_.wait();
     const auto end = Trace::Clock::now();
-    Trace::active()->add(SpanKind::kWait, what_, operation_, waits, end);
-    Trace::active()->add(kind_, what_, operation_, began_, end);
+    Trace::active()->add(SpanKind::kWait, what_, traits_.name, waits, end);
+    Trace::active()->add(traits_.span, what_, traits_.name, began_, end);
   }
 
  private:
-  const SpanKind kind_;
-  const char* const operation_;
+  const KindTraits& traits_;
   const std::string what_;
   const Trace::Clock::time_point began_ = Trace::Clock::now();
   Pending pending_;
 };
 
-Pending traced(SpanKind kind, const char* operation, std::string_view what, Pending pending) {
-  if (Trace::active() == nullptr || pending.done()) return pending;
-  return Pending(std::make_unique<TracedOperation>(kind, operation, what, std::move(pending)));
-}
+thread_local uint64_t begun_here = 0;
 
 // The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
 // nothing here may be recorded by autograd.
@@ -47,161 +63,179 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
 }
 
-template <class... Parts>
-[[noreturn]] void refuse(Parts&&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+bool is_reducible(at::ScalarType dtype, ReduceOp op) {
+  const bool is_floating = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  const bool is_integral =
+      dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
+  return is_floating || (is_integral && op != ReduceOp::kAverage);
 }
 
 }  // namespace
 
 Communicator::~Communicator() = default;
 
-at::Tensor Communicator::checked(const at::Tensor& tensor, const char* operation, const char* argument) const {
-  if (!tensor.defined()) refuse(operation, " on rank ", rank_, ": ", argument, " is undefined");
-  if (tensor.device() != device_)
-    refuse(operation, " on rank ", rank_, ": ", argument, " is on ", tensor.device(), ", expected ", device_);
-  if (!tensor.is_contiguous())
-    refuse(operation, " on rank ", rank_, ": ", argument, " is not contiguous; shape ", tensor.sizes());
-  return tensor.detach().view({-1});
+std::string Communicator::Collective::description() const {
+  return c10::str(kTraits[kind].name, what.empty() ? "" : " of ", what);
 }
 
-void Communicator::check_reducible(const at::Tensor& tensor, ReduceOp op, const char* operation,
-                                   std::string_view what) const {
-  const at::ScalarType dtype = tensor.scalar_type();
-  const bool is_integral =
-      dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
-  const bool is_floating = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+void Communicator::check(Collective& collective) const {
+  const KindTraits& traits = kTraits[collective.kind];
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const auto require = [&](bool holds, const auto&... otherwise) {
+    if (!holds) throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank_, ": ", otherwise...));
+  };
+  const auto flatten = [&](at::Tensor& tensor, const char* name) {
+    require(tensor.defined(), name, " is undefined");
+    require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
+    require(tensor.is_contiguous(), name, " is not contiguous; shape ", tensor.sizes());
+    tensor = tensor.detach().view({-1});
+  };
+  require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);
+  if (kind == Collective::kScatter && rank_ != root) {
+    full.reset();
+  } else {
+    flatten(full, traits.has_shards ? "the full tensor" : "the tensor");
+    numel = full.numel();
+  }
+  if (traits.has_shards) {
+    flatten(shard, "the shard");
+    if (counts.empty()) counts.assign(size_, shard.numel());
+    require(static_cast<int>(counts.size()) == size_, counts.size(), " counts, expected one per rank: ", size_);
+    for (int64_t count : counts) require(count >= 0, "a count of ", count);
+    require(shard.numel() == counts[rank_], "the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
+    numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    if (full.defined()) {
+      require(full.numel() == numel, "the full tensor has ", full.numel(), " elements, expected ", numel);
+      require(full.scalar_type() == shard.scalar_type(), "the full tensor is ", full.scalar_type(), " and the shard ",
+              shard.scalar_type(), ", expected one dtype");
+    }
+  }
+  if (kind == Collective::kAllToAll) {
+    flatten(shard, "the tensor to send");
+    const auto require_counts = [&](const std::vector<int64_t>& own, const at::Tensor& tensor, const char* name) {
+      require(static_cast<int>(own.size()) == size_, own.size(), " counts of what is ", name,
+              ", expected one per rank: ", size_);
+      for (int64_t count : own) require(count >= 0, "a count of ", count);
+      const int64_t sum = std::accumulate(own.begin(), own.end(), int64_t{0});
+      require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
+    };
+    require_counts(counts, full, "received");
+    require_counts(send_counts, shard, "sent");
+    require(counts[rank_] == send_counts[rank_], "sends itself ", send_counts[rank_], " elements, receives ",
+            counts[rank_]);
+    require(full.scalar_type() == shard.scalar_type(), "receives ", full.scalar_type(), " and sends ",
+            shard.scalar_type(), ", expected one dtype");
+    numel = 0;  // ranks differ in it
+  }
   const bool is_average = op == ReduceOp::kAverage;
-  if (is_floating || (is_integral && !is_average)) return;
-  refuse(operation, what.empty() ? "" : " of ", what, " on rank ", rank_, ": the tensor is ", dtype, ", expected ",
-         is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
-         is_average ? " for an average" : "");
+  if (traits.reduces)
+    require(is_reducible(full.scalar_type(), op), "the tensor is ", full.scalar_type(), ", expected ",
+            is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
+            is_average ? " for an average" : "");
 }
 
-Communicator::Counts Communicator::checked(Counts counts, const at::Tensor& full, const at::Tensor& shard,
-                                           const char* operation) const {
-  if (counts.empty()) counts.assign(size_, shard.numel());
-  if (static_cast<int>(counts.size()) != size_)
-    refuse(operation, " on rank ", rank_, ": ", counts.size(), " counts, expected one per rank: ", size_);
-  for (int64_t count : counts)
-    if (count < 0) refuse(operation, " on rank ", rank_, ": a count of ", count);
-  if (shard.numel() != counts[rank_])
-    refuse(operation, " on rank ", rank_, ": the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
-  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  if (full.defined() && full.numel() != total)
-    refuse(operation, " on rank ", rank_, ": the full tensor has ", full.numel(), " elements, expected ", total);
-  if (full.defined() && full.scalar_type() != shard.scalar_type())
-    refuse(operation, " on rank ", rank_, ": the full tensor is ", full.scalar_type(), " and the shard ",
-           shard.scalar_type(), ", expected one dtype");
-  return counts;
+at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
 }
 
-void Communicator::check_root(int root, const char* operation) const {
-  if (root < 0 || root >= size_) refuse(operation, " on rank ", rank_, ": root ", root, ", expected 0 to ", size_ - 1);
+uint64_t Communicator::begun_by_this_thread() { return begun_here; }
+
+Pending Communicator::begin(Collective collective) {
+  check(collective);
+  count(&Counters::collectives, 1);
+  ++begun_here;
+  const KindTraits& traits = kTraits[collective.kind];
+  if (size_ > 1) {
+    const std::string what = Trace::active() == nullptr ? "" : collective.what;
+    const MemoryKindScope kind(MemoryKind::kTransport);
+    Pending pending = start(std::move(collective));
+    if (Trace::active() == nullptr || pending.done()) return pending;
+    return Pending(std::make_unique<TracedOperation>(traits, what, std::move(pending)));
+  }
+  const bool gathers = collective.kind == Collective::kAllGather || collective.kind == Collective::kAllToAll;
+  if (collective.shard.defined())
+    copy_bytes(gathers ? collective.full : collective.shard, gathers ? collective.shard : collective.full);
+  return {};
 }
 
 Pending Communicator::all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts,
                                  std::string_view what) {
-  full = checked(full, "all-gather", "the full tensor");
-  shard = checked(shard, "all-gather", "the shard");
-  counts = checked(std::move(counts), full, shard, "all-gather");
-  count(&Counters::collectives, 1);
-  if (size_ > 1)
-    return traced(SpanKind::kGather, "all-gather", what,
-                  start_all_gather(std::move(full), std::move(shard), std::move(counts), std::string(what)));
-  copy_bytes(full, shard);
-  return {};
+  return begin({Collective::kAllGather, std::move(full), std::move(shard), std::string(what), std::move(counts)});
 }
 
 Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, std::vector<int64_t> counts,
                                      std::string_view what) {
-  full = checked(full, "reduce-scatter", "the full tensor");
-  shard = checked(shard, "reduce-scatter", "the shard");
-  counts = checked(std::move(counts), full, shard, "reduce-scatter");
-  check_reducible(full, op, "reduce-scatter", what);
-  count(&Counters::collectives, 1);
-  if (size_ > 1)
-    return traced(SpanKind::kReduce, "reduce-scatter", what,
-                  start_reduce_scatter(std::move(shard), std::move(full), op, std::move(counts), std::string(what)));
-  copy_bytes(shard, full);
-  return {};
+  return begin(
+      {Collective::kReduceScatter, std::move(full), std::move(shard), std::string(what), std::move(counts), op});
 }
 
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
-  tensor = checked(tensor, "all-reduce", "the tensor");
-  check_reducible(tensor, op, "all-reduce", what);
-  count(&Counters::collectives, 1);
-  if (size_ == 1) return {};
-  return traced(SpanKind::kReduce, "all-reduce", what, start_all_reduce(std::move(tensor), op, std::string(what)));
+  return begin({Collective::kAllReduce, std::move(tensor), {}, std::string(what), {}, op});
+}
+
+Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
+  return comm.begin({Communicator::Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }
 
 Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
-  check_root(root, "broadcast");
-  tensor = checked(tensor, "broadcast", "the tensor");
-  count(&Counters::collectives, 1);
-  if (size_ == 1) return {};
-  return traced(SpanKind::kGather, "broadcast", what, start_broadcast(std::move(tensor), root, std::string(what)));
+  return begin({Collective::kBroadcast, std::move(tensor), {}, std::string(what), {}, ReduceOp::kSum, root});
 }
 
 Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
-  check_root(root, "reduce");
-  tensor = checked(tensor, "reduce", "the tensor");
-  check_reducible(tensor, op, "reduce", what);
-  count(&Counters::collectives, 1);
-  if (size_ == 1) return {};
-  return traced(SpanKind::kReduce, "reduce", what, start_reduce(std::move(tensor), root, op, std::string(what)));
+  return begin({Collective::kReduce, std::move(tensor), {}, std::string(what), {}, op, root});
 }
 
 Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::vector<int64_t> counts,
                               std::string_view what) {
-  check_root(root, "scatter");
-  shard = checked(shard, "scatter", "the shard");
-  full = rank_ == root ? checked(full, "scatter", "the full tensor") : at::Tensor();
-  counts = checked(std::move(counts), full, shard, "scatter");
-  count(&Counters::collectives, 1);
-  if (size_ > 1)
-    return traced(SpanKind::kGather, "scatter", what,
-                  start_scatter(std::move(shard), std::move(full), root, std::move(counts), std::string(what)));
-  copy_bytes(shard, full);
-  return {};
+  return begin({Collective::kScatter, std::move(full), std::move(shard), std::string(what), std::move(counts),
+                ReduceOp::kSum, root});
+}
+
+Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
+                                 std::vector<int64_t> send_counts, std::string_view what) {
+  return begin({Collective::kAllToAll, std::move(receive), std::move(send), std::string(what),
+                std::move(receive_counts), ReduceOp::kSum, 0, std::move(send_counts)});
 }
 
 void Communicator::barrier(std::string_view what) {
   c10::InferenceMode quiet;
   at::Tensor arrived = at::zeros({size_}, at::TensorOptions().dtype(at::kByte).device(device_));
-  at::Tensor self = arrived.narrow(0, rank_, 1);
-  all_gather(arrived, self, {}, what.empty() ? "barrier" : what).wait();
+  all_gather(arrived, arrived.narrow(0, rank_, 1), {}, what.empty() ? "barrier" : what).wait();
   if (device_.is_cuda()) arrived.cpu();  // the host, too, must not pass before the others arrive
 }
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  if (size_ > 1) require_other_ranks("the colors of a split");
   c10::InferenceMode quiet;
-  at::Tensor own = at::empty({2}, at::kLong);
-  own.data_ptr<int64_t>()[0] = color;
-  own.data_ptr<int64_t>()[1] = key;
-  own = own.to(device_);
-  at::Tensor all = at::empty({2 * size_}, own.options());
+  const at::Tensor own = at::tensor({color, key}, at::kLong).to(device_);
+  at::Tensor all = at::empty({size_, 2}, own.options());
   all_gather(all, own, {}, "the colors of a split").wait();
   all = all.cpu();
-  const auto* pairs = all.const_data_ptr<int64_t>();
+  const auto pairs = all.accessor<int64_t, 2>();
   std::vector<int> members;
   for (int rank = 0; rank < size_; ++rank)
-    if (pairs[2 * rank] == color) members.push_back(rank);
-  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return pairs[2 * a + 1] < pairs[2 * b + 1]; });
+    if (color >= 0 && pairs[rank][0] == color) members.push_back(rank);
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return pairs[a][1] < pairs[b][1]; });
+  return group_of(members, color);
+}
 
+std::shared_ptr<Communicator> Communicator::split_by(const std::function<int(int rank)>& color_of) {
+  std::vector<int> members;
+  const int color = color_of(rank_);
+  for (int rank = 0; rank < size_; ++rank)
+    if (color_of(rank) == color) members.push_back(rank);
+  return group_of(members, color);
+}
+
+std::shared_ptr<Communicator> Communicator::group_of(const std::vector<int>& members, int color) {
   std::unique_lock lock(parts_mutex_);
   const int64_t number = splits_++;
   lock.unlock();
-  if (color < 0) return nullptr;
-  const auto self = static_cast<int>(std::find(members.begin(), members.end(), rank_) - members.begin());
-  auto part =
-      make_part("split" + std::to_string(number) + "/" + std::to_string(color), self, static_cast<int>(members.size()));
-  std::ostringstream label;
-  for (int member : members) label << (label.str().empty() ? "ranks " : ", ") << member;
-  label << " of " << size_ << (label_.empty() ? "" : ", in ") << label_;
-  part->label_ = label.str();
+  const auto self = std::find(members.begin(), members.end(), rank_);
+  const int position = self == members.end() ? -1 : static_cast<int>(self - members.begin());
+  auto part = make_part(c10::str("split", number, "/", color), members, position);
+  if (!part) return nullptr;
+  part->label_ = c10::str("ranks ", c10::Join(", ", members), " of ", size_, label_.empty() ? "" : ", in ", label_);
   part->counters_.insert(part->counters_.end(), counters_.begin(), counters_.end());
   lock.lock();
   parts_.push_back(part);
@@ -210,11 +244,9 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
 
 void Communicator::abort(const std::string& reason) noexcept {
   abort_this(reason);
-  std::vector<std::shared_ptr<Communicator>> parts;
-  {
-    std::lock_guard lock(parts_mutex_);
-    parts = parts_;
-  }
+  std::unique_lock lock(parts_mutex_);
+  const auto parts = parts_;
+  lock.unlock();
   for (const auto& part : parts) part->abort(reason);
 }
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,7 @@
 
 namespace tessera {
 
+// What becomes of the ranks' numbers; an average is the sum divided by the number of ranks.
 enum class ReduceOp { kSum, kAverage, kMax, kMin };
 
 // What one rank has moved since the group was made.
@@ -27,34 +29,31 @@ struct Traffic {
 
 // A group of ranks that train together, seen from one of them.
 //
-// Every operation is collective: all ranks call it in the same order with the same counts. It
-// starts the exchange and returns; Pending::wait() ends it, at most timeout() later. Tensors are
-// contiguous, on device(); their contents must not change, and results not be read, before wait().
-// What only moves data takes any dtype; reductions take integers of 8 to 64 bits, Half, BFloat16, Float
-// and Double, averages the floating ones of these. (For a bool, reduce a uint8; for a complex tensor, its
-// view_as_real.) `what` says what the operation is for ("unit 'blocks.3'") and appears in errors; it is the
-// same on all ranks.
+// Every operation is collective: all ranks call it in the same order with the same counts. It starts the exchange and
+// returns; Pending::wait() ends it, at most timeout() later. Tensors are contiguous, on device(); their contents must
+// not change, and results not be read, before wait(). What only moves data takes any dtype; reductions take integers of
+// 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of these. (For a bool, reduce a uint8; for
+// a complex tensor, its view_as_real.) `what` says what the operation is for ("unit 'blocks.3'"), the same on all
+// ranks, and appears in errors. Counts, where taken, are numbers of elements per rank in rank order; empty means even,
+// full = size() * shard. Counts of 0 are fine, and so are tensors of 0 elements.
 //
-// Counts, where taken, are numbers of elements per rank in rank order; empty means even, full =
-// size() * shard. Counts of 0 are fine, and so are tensors of 0 elements.
+// On gloo every operation is a set of direct exchanges between pairs of ranks, and reductions add the ranks'
+// contributions in rank order, so that results are the same on every run and in every operation (a reduce-scatter and
+// an all-reduce of the same numbers agree bit for bit). 16-bit types are added in fp32 and rounded once. An average is
+// the sum divided by size(). On NCCL the operations are NCCL's own.
 //
-// On gloo every operation is a set of direct exchanges between pairs of ranks, and reductions add
-// the ranks' contributions in rank order, so that results are the same on every run and in every
-// operation (a reduce-scatter and an all-reduce of the same numbers agree bit for bit). 16-bit
-// types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the
-// operations are NCCL's own.
-//
-// One thread at a time calls a communicator. All operations throw std::invalid_argument for
-// arguments that cannot be meant, and CommError for a group that is broken.
+// One thread at a time calls a communicator. All operations throw std::invalid_argument for arguments that cannot be
+// meant, and CommError for a group that is broken.
 class Communicator {
  public:
   virtual ~Communicator();
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  int rank() const noexcept { return rank_; }
+  int rank() const noexcept { return rank_; }             // which of them this is: 0 to size() - 1
   int size() const noexcept { return size_; }             // the world size
   at::Device device() const noexcept { return device_; }  // where tensors must be
+  // The longest that an operation waits for the other ranks.
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
 
   // full <- shard of rank 0, shard of rank 1, ... ; `shard` may be this rank's part of `full`.
@@ -77,55 +76,83 @@ class Communicator {
   Pending scatter(at::Tensor shard, at::Tensor full, int root = 0, std::vector<int64_t> counts = {},
                   std::string_view what = {});
 
+  // receive <- from each rank, in rank order, its part for this one; send: this rank's part for each. What rank a sends
+  // to b, and b receives from a, are of one number of elements; both tensors of one dtype.
+  Pending all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
+                     std::vector<int64_t> send_counts, std::string_view what = {});
+
   // Returns when all ranks have called it.
   void barrier(std::string_view what = {});
 
-  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank
-  // here (MPI_Comm_split): what hybrid sharding is made of. It has this group's backend, device and
-  // timeout, lives as long as this one (so that a rank that fails can still say why to those who
-  // wait for it there), and what it moves counts in this group's traffic() too.
-  // Its errors number ranks as the new group does, and list who they are here. Null where color
-  // is negative. Collective over this group; throws as the operations do.
+  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank here
+  // (MPI_Comm_split): what hybrid sharding is made of. It has this group's backend, device and timeout, lives as long
+  // as this one (so that a rank that fails can still say why to those who wait for it there), and what it moves counts
+  // in this group's traffic() too. Its errors number ranks as the new group does, and list who they are here. Null
+  // where color is negative. Collective over this group; throws as the operations do.
   std::shared_ptr<Communicator> split(int color, int key = 0);
+
+  // The same where every rank knows the color of all (0 or more): nothing travels, and members are numbered in rank
+  // order.
+  std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // "" for the group of all ranks, else who its members are: "ranks 0, 2 of 4".
   const std::string& label() const noexcept { return label_; }
 
-  // Ends the group because this rank cannot go on: every operation of every rank then fails soon,
-  // with `reason` in its error. So do the groups split from it. Not collective; safe from any
-  // thread, and more than once.
+  // Ends the group because this rank cannot go on: every operation of every rank then fails soon, with `reason` in its
+  // error. So do the groups split from it. Not collective; safe from any thread, and more than once.
   void abort(const std::string& reason) noexcept;
 
+  // What this rank has moved so far. Any thread.
   Traffic traffic() const noexcept;
+
+  // Uninitialised memory [numel] on device() for tensors of operations, which the backend may know beforehand:
+  // InitOptions::registered_memory. Goes to the current stream as any tensor's. Not collective.
+  virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
+
+  // How many operations of any group this thread has begun.
+  static uint64_t begun_by_this_thread();
 
  protected:
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
       : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 
-  // What backends implement: the same operations, checked, with counts always of size() entries
-  // and tensors flat. A world of one never gets here.
-  using Counts = std::vector<int64_t>;
-  virtual Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) = 0;
-  virtual Pending start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, Counts counts,
-                                       std::string what) = 0;
-  virtual Pending start_all_reduce(at::Tensor tensor, ReduceOp op, std::string what) = 0;
-  virtual Pending start_broadcast(at::Tensor tensor, int root, std::string what) = 0;
-  virtual Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) = 0;
-  virtual Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) = 0;
+  // One operation. Backends get it checked: tensors flat, counts always of size() entries.
+  struct Collective {
+    enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
+    Kind kind;
+    at::Tensor full;  // the only tensor of operations without shards; undefined where scatter() takes no `full`
+    at::Tensor
+        shard;  // undefined in operations without shards. Of kAllToAll: what is sent, and `full` what is received
+    std::string what;
+    std::vector<int64_t> counts{};
+    ReduceOp op = ReduceOp::kSum;
+    int root = 0;
+    std::vector<int64_t> send_counts{};  // of kAllToAll, whose `counts` are those of what is received
+    int64_t numel = 0;                   // of `full`, wherever that is
 
-  // abort(), and split() once it is known who is in the group: `name` is the same on its ranks and
-  // no other group's.
+    std::string description() const;  // "all-gather of unit 'blocks.3'"
+  };
+  // What backends implement. A world of one never gets here.
+  virtual Pending start(Collective collective) = 0;
+
+  // abort(), and split() once it is known who is in the group: these ranks of this one, `position` being this rank's
+  // among them. `name` is the same on them and no other group's. Called on ranks that are in no group too, with none
+  // and -1, which return null.
   virtual void abort_this(const std::string& reason) noexcept = 0;
-  virtual std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) = 0;
+  virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                                  int position) = 0;
+
+  // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
+  virtual void require_other_ranks(std::string_view /*what*/) const {}
 
   void count_sent(int64_t bytes) noexcept { count(&Counters::sent_bytes, bytes); }
   void count_wait(std::chrono::nanoseconds duration) noexcept { count(&Counters::wait_ns, duration.count()); }
 
  private:
-  at::Tensor checked(const at::Tensor& tensor, const char* operation, const char* argument) const;
-  Counts checked(Counts counts, const at::Tensor& full, const at::Tensor& shard, const char* operation) const;
-  void check_root(int root, const char* operation) const;
-  void check_reducible(const at::Tensor& tensor, ReduceOp op, const char* operation, std::string_view what) const;
+  friend Pending backend_all_reduce(Communicator&, at::Tensor, std::string_view);
+  Pending begin(Collective collective);
+  std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
+  void check(Collective& collective) const;
 
   struct Counters {
     std::atomic<int64_t> sent_bytes = 0;

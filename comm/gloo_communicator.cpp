@@ -1,31 +1,32 @@
 // The gloo backend: the only file that includes ProcessGroupGloo.hpp.
 //
-// gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its
-// all-gather is a ring of copies. Here every operation is a set of sends and receives between
-// pairs of ranks, all at once, straight out of and into the caller's tensors; sums are taken in
-// rank order when the operation is waited for. Ranks of one host read and write each other's memory
-// (PeerMemory), others use gloo's TCP. Each message carries a tag made of the operation's
-// number and a hash of what it is for, so that ranks which have diverged never mix up data: they
-// stall, and StallWatch says why.
+// gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its all-gather is a ring of
+// copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
+// into the caller's tensors; sums are taken in rank order: when the operation is waited for where ranks of one host
+// read and write each other's memory (PeerMemory), else chunk by chunk as gloo's TCP brings them (ReductionPipeline).
+// Each message carries a tag made of the operation's number and a hash of what it is for, so that ranks which have
+// diverged never mix up data: they stall, and StallWatch says why.
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <csignal>
 
 #include <chrono>
+#include <functional>
 #include <iterator>
 #include <mutex>
-#include <numeric>
 #include <optional>
-#include <sstream>
+#include <thread>
 #include <unordered_set>
 
-#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/rank_order_sum.h"
+#include "tessera/comm/reduction_pipeline.h"
 #include "tessera/comm/stall_watch.h"
 
 namespace tessera {
@@ -33,10 +34,15 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// Up to here an all-reduce sends whole tensors in one step; above, it is a reduce-scatter and an
-// all-gather, which send less where there are more than two ranks. The same for a broadcast,
-// which above this shares the root's work out.
+// Up to here an all-reduce sends whole tensors in one step; above, it is a reduce-scatter and an all-gather, which send
+// less where there are more than two ranks. The same for a broadcast, which above this shares the root's work out.
 constexpr int64_t kOneStepBytes = 1 << 16;
+// Between two ranks both ways send the same, and one step waits once: until adding up twice as much takes longer.
+constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
+
+// What PeerMemory's outcomes, in their order, say of an operation that failed; "" where the watch knows more.
+constexpr const char* kCauses[] = {
+    "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
 
 class GlooCommunicator;
 
@@ -48,44 +54,53 @@ struct Message {
   bool is_send;
 };
 
+void keep_memory(const std::vector<Message>& messages, std::vector<at::Tensor>& keeper) {
+  for (const Message& message : messages)
+    if (message.announced) keeper.push_back(message.tensor);
+}
+
 // One operation under way. Its messages belong to one step at a time.
 class GlooOperation : public Pending::Operation {
  public:
-  GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what, int64_t numel);
+  GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description);
   ~GlooOperation() override;
 
   void send(const at::Tensor& tensor, int peer);
-  void receive(const at::Tensor& tensor, int peer);
+  void receive(const at::Tensor& tensor, int peer) { start_message(tensor, peer, /*is_send=*/false); }
+  // Into a tensor [numel] that is kept until the operation is over.
+  at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer);
   void all_reduce_by_gloo(const at::Tensor& tensor);
-  at::Tensor staging(int64_t numel, at::ScalarType dtype);  // lent until the operation is over
+  // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own` and what the
+  // others send in this step, into `out`. `publish`: and to all others, in the next step.
+  void reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish);
+  void start_pipeline();
   void wait_for_messages();
   void next_step() { ++step_; }
-  void drop_messages() noexcept;
+  void drop_messages(std::vector<at::Tensor>* keeper) noexcept;
   void finish() override;
 
   std::function<void()> complete;  // what is left to do once the first step's messages are through
-  std::string description() const;
+  const std::string& description() const { return description_; }
 
  private:
   void start_message(const at::Tensor& tensor, int peer, bool is_send);
-  bool wait_for(const Message& message, std::string* cause);
-  int tag() const;
+  bool wait_for(const Message& message, std::string* cause) const;
+  void wait_for_pipeline();
+  int tag(int peer, bool is_send, int step) const;
   uint64_t memory_tag() const;
 
   const std::shared_ptr<GlooCommunicator> comm_;
-  const char* const name_;
-  const std::string what_;
-  const int64_t numel_;
-  uint64_t sequence_;
-  uint32_t fingerprint_;
+  const std::string description_;
+  const uint32_t fingerprint_;
+  const uint64_t sequence_;
   int step_ = 0;
+  steady_clock::time_point deadline_;  // once it is waited for
   std::vector<Message> messages_;
-  std::vector<at::Tensor> lent_;
+  std::vector<at::Tensor> staging_;
+  std::shared_ptr<ReductionPipeline> pipeline_;
 };
 
-class GlooCommunicator : public Communicator,
-                         public BackendCollectives,
-                         public std::enable_shared_from_this<GlooCommunicator> {
+class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::ProcessGroupGloo> group, std::unique_ptr<PeerMemory> memory,
                    c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options)
@@ -94,55 +109,65 @@ class GlooCommunicator : public Communicator,
         options_(std::move(options)),
         memory_(std::move(memory)),
         group_(std::move(group)),
-        watch_(store_, rank, size, [this] { interrupt(); }) {}
+        watch_(store_, rank, size, [this] {
+          std::lock_guard lock(mutex_);
+          interrupt_locked();
+        }) {}
 
-  ~GlooCommunicator() override { close(); }
+  ~GlooCommunicator() override {
+    pipelines_.stop();
+    std::lock_guard lock(mutex_);
+    close_locked();
+  }
+
+  const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
 
   void abort_this(const std::string& reason) noexcept override {
     watch_.publish_failure(reason);
+    {
+      std::lock_guard lock(mutex_);
+      if (!broken_) broken_ = "this rank left the group: " + reason;
+      // Where another thread waits, it closes the connections when it wakes up.
+      if (interrupt_locked()) return;
+    }
+    pipelines_.stop();
     std::lock_guard lock(mutex_);
-    if (!broken_) broken_ = "this rank left the group: " + reason;
-    // Where another thread waits, it closes the connections when it wakes up.
-    if (!interrupt_locked()) close_locked();
-  }
-
-  Pending start_backend_all_reduce(at::Tensor tensor, std::string what) override {
-    auto op = start("gloo all-reduce", std::move(what), tensor.numel());
-    op->all_reduce_by_gloo(tensor);
-    return Pending(std::move(op));
+    close_locked();
   }
 
  protected:
-  std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
-    return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, options_);
+  std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                          int position) override {
+    if (position < 0) return nullptr;
+    return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), position,
+                                  static_cast<int>(members.size()), options_);
   }
-  Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override;
-  Pending start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, Counts counts,
-                               std::string what) override;
-  Pending start_all_reduce(at::Tensor tensor, ReduceOp op, std::string what) override;
-  Pending start_broadcast(at::Tensor tensor, int root, std::string what) override;
-  Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) override;
-  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) override;
+  Pending start(Collective collective) override;
 
  private:
   friend class GlooOperation;
 
-  std::unique_ptr<GlooOperation> start(const char* name, std::string what, int64_t numel) {
-    return std::make_unique<GlooOperation>(shared_from_this(), name, std::move(what), numel);
-  }
-  // Messages of the parts of an operation; `op` outlives them.
-  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard, const Counts& counts);
-  std::vector<at::Tensor> exchange_parts(GlooOperation& op, const at::Tensor& full, const Counts& counts);
+  void reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+                      const std::vector<int64_t>& counts, ReduceOp reduce);
+  void all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
+  void reduce_to_root(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce, int root);
+  void broadcast(GlooOperation& op, const at::Tensor& tensor, int root);
 
-  void interrupt() {
-    std::lock_guard lock(mutex_);
-    interrupt_locked();
+  // Messages of the parts of an operation; `op` outlives them.
+  template <class Send, class Receive>
+  void exchange(Send send, Receive receive);
+  void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+                       const std::vector<int64_t>& counts);
+  std::vector<at::Tensor> exchange_parts(GlooOperation& op, const at::Tensor& full, const std::vector<int64_t>& counts);
+  void send_parts(GlooOperation& op, const std::vector<at::Tensor>& parts, const at::Tensor& own, int root);
+
+  // What comes from memory is there when it is waited for, and small sums are done sooner than a thread wakes up.
+  bool reduces_in_background(const at::Tensor& tensor) const {
+    return memory_ == nullptr && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
   }
+  c10::intrusive_ptr<c10d::Work> post(const at::Tensor& tensor, int peer, bool is_send, int tag);
+  std::optional<MessageFailure> wait_for(const ReductionPipeline& pipeline, PipelineThread::Deadline until);
   bool interrupt_locked();
-  void close() noexcept {
-    std::lock_guard lock(mutex_);
-    close_locked();
-  }
   void close_locked() noexcept;
   c10::intrusive_ptr<c10d::ProcessGroupGloo> connections();
   bool begin_wait_for(const Message& message);
@@ -152,23 +177,31 @@ class GlooCommunicator : public Communicator,
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
   const std::unique_ptr<PeerMemory> memory_;          // null: no other rank on this host, or none that can be reached
-  std::mutex mutex_;                                  // guards the next seven
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null once the group is broken
+  std::mutex mutex_;                                  // guards the next nine
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null until it is needed, and once this is closed
+  bool is_closed_ = false;
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;
-  c10::intrusive_ptr<c10d::Work> current_;  // what this rank's thread waits for
-  bool waits_for_memory_ = false;           // or that
-  std::vector<Message> orphans_;            // of operations that were dropped, with their buffers
-  std::vector<at::Tensor> orphan_buffers_;
+  const Message* waits_for_ = nullptr;  // of an operation that is under way
+  bool waits_for_pipeline_ = false;
+  std::vector<Message> orphans_;  // of operations that were dropped, with their tensors
+  std::vector<at::Tensor> orphan_staging_;
+  std::vector<std::shared_ptr<ReductionPipeline>> orphan_pipelines_;
+  std::mutex posting_;  // of messages: c10d's group is for one thread at a time
 
   uint64_t sequence_ = 0;
+  PipelineThread pipelines_;
   StallWatch watch_;
 };
 
-std::vector<int64_t> offsets_of(const std::vector<int64_t>& counts) {
-  std::vector<int64_t> offsets(counts.size());
-  std::exclusive_scan(counts.begin(), counts.end(), offsets.begin(), int64_t{0});
-  return offsets;
+// `connections` of each pair of ranks, all served by one thread: [Note: one way].
+c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                          int size, const GlooOptions& options, int connections) {
+  auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
+  gloo->timeout = options.timeout;
+  gloo->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
+  gloo->devices.assign(connections, c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
+  return c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
 }
 
 std::vector<int64_t> even_counts(int64_t numel, int size) {
@@ -179,14 +212,14 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
 
 // ---------------------------------------------------------------------------------------------
 
-GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, const char* name, std::string what, int64_t numel)
-    : comm_(std::move(comm)), name_(name), what_(std::move(what)), numel_(numel) {
-  const std::string text = description();
-  fingerprint_ = static_cast<uint32_t>(Fingerprint().add(text).value());
-  sequence_ = comm_->sequence_++;
-  comm_->watch_.started(sequence_, text);
+GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description)
+    : comm_(std::move(comm)),
+      description_(std::move(description)),
+      fingerprint_(static_cast<uint32_t>(Fingerprint().add(description_).value())),
+      sequence_(comm_->sequence_++) {
+  comm_->watch_.started(sequence_, description_);
   std::lock_guard lock(comm_->mutex_);
-  if (comm_->broken_) throw CommError(text + " on rank " + std::to_string(comm_->rank()) + ": " + *comm_->broken_);
+  if (comm_->broken_) throw CommError(c10::str(description_, " on rank ", comm_->rank(), ": ", *comm_->broken_));
   comm_->operations_.insert(this);
 }
 
@@ -194,24 +227,19 @@ GlooOperation::~GlooOperation() {
   std::lock_guard lock(comm_->mutex_);
   comm_->operations_.erase(this);
   // Never waited for: the peers still count on the messages, so they and their tensors live on.
-  if (comm_->group_ && !messages_.empty()) {
+  if (!comm_->is_closed_ && !messages_.empty()) {
     std::move(messages_.begin(), messages_.end(), std::back_inserter(comm_->orphans_));
-    std::move(lent_.begin(), lent_.end(), std::back_inserter(comm_->orphan_buffers_));
+    std::move(staging_.begin(), staging_.end(), std::back_inserter(comm_->orphan_staging_));
   }
+  if (!comm_->is_closed_ && pipeline_) comm_->orphan_pipelines_.push_back(std::move(pipeline_));
 }
 
-std::string GlooOperation::description() const {
-  std::ostringstream text;
-  text << name_;
-  if (!what_.empty()) text << " of " << what_;
-  text << " (" << numel_ << " elements)";
-  if (!comm_->label().empty()) text << " in the group of " << comm_->label();
-  return text.str();
-}
-
-// 14 bits of number keep operations apart that are in flight together, 2 of step, 15 of hash.
-int GlooOperation::tag() const {
-  return static_cast<int>((sequence_ & 0x3fff) << 17 | (step_ & 0x3) << 15 | (fingerprint_ & 0x7fff));
+// 14 bits of number keep operations apart that are in flight together, 2 of step, 14 of hash, and the last says which
+// way: see [Note: one way].
+int GlooOperation::tag(int peer, bool is_send, int step) const {
+  const bool is_upwards = is_send == (comm_->rank() < peer);
+  return static_cast<int>((sequence_ & 0x3fff) << 17 | (step & 0x3) << 15 | (fingerprint_ & 0x3fff) << 1 |
+                          static_cast<uint64_t>(is_upwards));
 }
 
 uint64_t GlooOperation::memory_tag() const {
@@ -223,7 +251,11 @@ void GlooOperation::send(const at::Tensor& tensor, int peer) {
   comm_->count_sent(static_cast<int64_t>(tensor.nbytes()));
 }
 
-void GlooOperation::receive(const at::Tensor& tensor, int peer) { start_message(tensor, peer, /*is_send=*/false); }
+at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer) {
+  staging_.push_back(at::empty({numel}, at::TensorOptions().dtype(dtype)));
+  receive(staging_.back(), peer);
+  return staging_.back();
+}
 
 void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_send) {
   if (tensor.numel() == 0) return;
@@ -233,10 +265,8 @@ void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_se
       if (announced) messages_.push_back({nullptr, std::move(announced), tensor, peer, is_send});
       return;
     }
-    std::vector<at::Tensor> tensors{tensor};
-    const auto group = comm_->connections();
-    messages_.push_back(
-        {is_send ? group->send(tensors, peer, tag()) : group->recv(tensors, peer, tag()), nullptr, {}, peer, is_send});
+    for (const at::Tensor& chunk : chunks_of(tensor))
+      messages_.push_back({comm_->post(chunk, peer, is_send, tag(peer, is_send, step_)), nullptr, {}, peer, is_send});
   } catch (const std::exception& error) {
     comm_->fail(*this, peer, is_send, error.what());
   }
@@ -249,30 +279,59 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   // (recordWithResetEnabled, in FlightRecorderDetail.hpp): ranks that are threads would do so at once.
   static std::mutex recording;
   try {
+    const auto group = comm_->connections();  // which waits for the other ranks
     std::lock_guard lock(recording);
-    messages_.push_back({comm_->connections()->allreduce(tensors), nullptr, {}, -1, true});
+    messages_.push_back({group->allreduce(tensors), nullptr, {}, -1, true});
   } catch (const std::exception& error) {
     comm_->fail(*this, -1, true, error.what());
   }
   comm_->count_sent(2 * static_cast<int64_t>(tensor.nbytes()) * (comm_->size() - 1) / comm_->size());
 }
 
-at::Tensor GlooOperation::staging(int64_t numel, at::ScalarType dtype) {
-  lent_.push_back(at::empty({numel}, at::TensorOptions().dtype(dtype)));
-  return lent_.back();
+void GlooOperation::reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish) {
+  // Tags are of the step, so they are made here; the communicator outlives its pipelines.
+  std::vector<int> receive_tags, publish_tags;
+  for (int peer = 0; peer < comm_->size(); ++peer) {
+    receive_tags.push_back(tag(peer, /*is_send=*/false, step_));
+    publish_tags.push_back(tag(peer, /*is_send=*/true, step_ + 1));
+  }
+  ReductionPipeline::Transport transport;
+  transport.receive = [comm = comm_.get(), tags = std::move(receive_tags)](const at::Tensor& chunk, int peer) {
+    return comm->post(chunk, peer, /*is_send=*/false, tags[peer]);
+  };
+  if (publish)
+    transport.publish = [comm = comm_.get(), tags = std::move(publish_tags)](const at::Tensor& chunk, int peer) {
+      comm->count_sent(static_cast<int64_t>(chunk.nbytes()));
+      return comm->post(chunk, peer, /*is_send=*/true, tags[peer]);
+    };
+  try {
+    pipeline_ =
+        std::make_shared<ReductionPipeline>(comm_->rank(), comm_->size(), own, out, reduce, std::move(transport));
+  } catch (const std::exception& error) {
+    comm_->fail(*this, -1, /*is_send=*/false, error.what());
+  }
 }
 
-void GlooOperation::drop_messages() noexcept { messages_.clear(); }
+void GlooOperation::start_pipeline() { comm_->pipelines_.add(pipeline_); }
+
+void GlooOperation::wait_for_pipeline() {
+  const auto began = steady_clock::now();
+  comm_->watch_.begin_wait();
+  auto failure = comm_->wait_for(*pipeline_, deadline_);
+  comm_->watch_.end_wait();
+  if (failure) comm_->fail(*this, failure->peer, failure->is_send, failure->cause);
+  for (auto& [work, peer] : PipelineThread::published(*pipeline_))
+    messages_.push_back({std::move(work), nullptr, {}, peer, /*is_send=*/true});
+  comm_->count_wait(steady_clock::now() - began);
+}
 
 void GlooOperation::wait_for_messages() {
   if (messages_.empty()) return;
   const auto began = steady_clock::now();
   comm_->watch_.begin_wait();
   for (const Message& message : messages_) {
-    bool arrived = comm_->begin_wait_for(message);
     std::string cause;
-    if (arrived) arrived = wait_for(message, &cause);
-    if (arrived) continue;
+    if (comm_->begin_wait_for(message) && wait_for(message, &cause)) continue;
     comm_->watch_.end_wait();
     comm_->fail(*this, message.peer, message.is_send, cause);  // clears messages_, so the loop ends here
   }
@@ -282,245 +341,301 @@ void GlooOperation::wait_for_messages() {
   comm_->count_wait(steady_clock::now() - began);
 }
 
-bool GlooOperation::wait_for(const Message& message, std::string* cause) {
-  if (message.work) {
-    try {
-      return message.work->wait(comm_->timeout());
-    } catch (const std::exception& error) {
-      *cause = error.what();
-      return false;
-    }
+bool GlooOperation::wait_for(const Message& message, std::string* cause) const {
+  if (!message.work) {
+    const auto outcome = comm_->memory_->wait(message.announced, deadline_);
+    *cause = kCauses[static_cast<size_t>(outcome)];
+    return outcome == PeerMemory::Outcome::kDone;
   }
-  switch (comm_->memory_->wait(message.announced)) {
-    case PeerMemory::Outcome::kDone:
-      return true;
-    case PeerMemory::Outcome::kInterrupted:
-      return false;
-    case PeerMemory::Outcome::kTimedOut:
-      *cause = "timed out";
-      return false;
-    case PeerMemory::Outcome::kPeerLeft:
-      *cause = "it has left the group";
-      return false;
-    case PeerMemory::Outcome::kPeerDied:
-      *cause = "its process is gone";
-      return false;
-    case PeerMemory::Outcome::kOtherBytes:
-      *cause = "it has another number of bytes for it";
-      return false;
+  try {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - steady_clock::now());
+    return message.work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 would mean no timeout to c10d
+  } catch (const std::exception& error) {
+    *cause = error.what();
+    return false;
   }
-  return false;
+}
+
+void GlooOperation::drop_messages(std::vector<at::Tensor>* keeper) noexcept {
+  if (keeper != nullptr) keep_memory(messages_, *keeper);
+  messages_.clear();
+  if (pipeline_) PipelineThread::drop(*pipeline_);
 }
 
 void GlooOperation::finish() {
+  deadline_ = steady_clock::now() + comm_->timeout();
+  if (pipeline_) wait_for_pipeline();
   wait_for_messages();
   if (complete) complete();
-  lent_.clear();
+  staging_.clear();
+  pipeline_.reset();
 }
 
 // ---------------------------------------------------------------------------------------------
 
+// Where all ranks share memory, they are made by the first operation that needs them, on every rank.
 c10::intrusive_ptr<c10d::ProcessGroupGloo> GlooCommunicator::connections() {
+  const auto known = [this]() -> c10::intrusive_ptr<c10d::ProcessGroupGloo> {
+    if (is_closed_) throw std::runtime_error(broken_.value_or("the group is closed"));
+    return group_;
+  };
+  {
+    std::lock_guard lock(mutex_);
+    if (auto group = known()) return group;
+  }
+  auto made = connect_by_tcp(store_, rank(), size(), options_, /*connections=*/1);
   std::lock_guard lock(mutex_);
-  if (!group_) throw std::runtime_error(broken_.value_or("the group is closed"));
+  if (!known()) group_ = std::move(made);
   return group_;
+}
+
+c10::intrusive_ptr<c10d::Work> GlooCommunicator::post(const at::Tensor& tensor, int peer, bool is_send, int tag) {
+  std::vector<at::Tensor> tensors{tensor};
+  const auto group = connections();
+  std::lock_guard lock(posting_);
+  return is_send ? group->send(tensors, peer, tag) : group->recv(tensors, peer, tag);
+}
+
+std::optional<MessageFailure> GlooCommunicator::wait_for(const ReductionPipeline& pipeline,
+                                                         PipelineThread::Deadline until) {
+  const auto waits = [this](bool begins) {
+    std::lock_guard lock(mutex_);
+    waits_for_pipeline_ = begins;
+    return !broken_;
+  };
+  if (!waits(true)) {
+    waits(false);
+    return MessageFailure{-1, false, ""};
+  }
+  auto failure = pipelines_.wait(pipeline, until);
+  waits(false);
+  return failure;
 }
 
 // False where the group is broken, and there is nothing to wait for.
 bool GlooCommunicator::begin_wait_for(const Message& message) {
   std::lock_guard lock(mutex_);
-  current_ = message.work;
-  waits_for_memory_ = message.announced != nullptr;
-  if (waits_for_memory_ && !broken_) memory_->clear_interrupt();
+  waits_for_ = &message;
+  if (!message.work && !broken_) memory_->clear_interrupt();
   return !broken_;
 }
 
 void GlooCommunicator::end_waits() {
   std::lock_guard lock(mutex_);
-  current_.reset();
-  waits_for_memory_ = false;
+  waits_for_ = nullptr;
 }
 
 // Whether there was a wait to interrupt.
 bool GlooCommunicator::interrupt_locked() {
-  if (current_) current_->abort();
-  if (waits_for_memory_) memory_->interrupt();
-  return current_ || waits_for_memory_;
+  if (waits_for_pipeline_) pipelines_.interrupt();
+  if (waits_for_ == nullptr) return waits_for_pipeline_;
+  waits_for_->work ? waits_for_->work->abort() : memory_->interrupt();
+  return true;
 }
 
+// Once the pipelines are stopped.
 void GlooCommunicator::close_locked() noexcept {
-  if (memory_) memory_->close();  // first: the tensors below are then nobody's but ours
-  waits_for_memory_ = false;
-  current_.reset();
-  for (GlooOperation* operation : operations_) operation->drop_messages();
+  // First: the tensors below are then nobody's but ours. Unless a peer has stopped on its way to them: then their
+  // memory must never be anything else's.
+  static auto* const kept = new std::vector<at::Tensor>;
+  static std::mutex keeping;
+  const bool is_ours = !memory_ || memory_->close();
+  waits_for_ = nullptr;
+  is_closed_ = true;
+  {
+    std::lock_guard lock(keeping);
+    for (GlooOperation* operation : operations_) operation->drop_messages(is_ours ? nullptr : kept);
+    if (!is_ours) keep_memory(orphans_, *kept);
+  }
   orphans_.clear();
-  group_.reset();  // closes the connections: the peers' waits end now
+  orphan_pipelines_.clear();
+  // Closes the connections: the peers' waits end now. Without the lock: gloo waits for its thread to come by, up to 10
+  // ms for each of them, and ranks that are threads would do so one after the other.
+  group_.reset();
 }
 
 void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause) {
-  std::ostringstream text;
-  text << op.description() << " failed on rank " << rank() << " of " << size();
-  const std::string explanation = watch_.explanation();
-  {
-    std::lock_guard lock(mutex_);
-    if (broken_ && explanation.empty() && cause.empty()) text << ": " << *broken_;
-  }
-  if (!explanation.empty()) {
-    text << ": " << explanation;
+  std::string text = c10::str(op.description(), " failed on rank ", rank(), " of ", size());
+  bool is_timeout = false;
+  if (const std::string explanation = watch_.explanation(); !explanation.empty()) {
+    text += ": " + explanation;
   } else if (cause.find("imed out") != std::string::npos) {
-    text << ": timed out after " << static_cast<double>(timeout().count()) * 1e-3 << " s "
-         << (peer < 0 ? "with all ranks" : (is_send ? "sending to rank " : "waiting for rank ") + std::to_string(peer))
-         << "; " << watch_.who_waits();
+    text += c10::str(": timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s ",
+                     peer < 0 ? "with all ranks" : c10::str(is_send ? "sending to" : "waiting for", " rank ", peer));
+    if (const std::string others = watch_.who_waits(); !others.empty()) text += "; " + others;
+    is_timeout = true;
   } else if (!cause.empty()) {
-    text << ": " << (peer < 0 ? "a connection" : "the connection to rank " + std::to_string(peer))
-         << " is closed, so that rank has ended or failed (" << cause.substr(0, cause.find('\n')) << ")";
+    text += c10::str(": ", peer < 0 ? "a connection" : c10::str("the connection to rank ", peer),
+                     " is closed, so that rank has ended or failed (", cause.substr(0, cause.find('\n')), ")");
+  } else {
+    std::lock_guard lock(mutex_);
+    if (broken_) text += ": " + *broken_;
   }
-  watch_.publish_failure(text.str());
+  if (const std::string failure = watch_.store_failure(); !failure.empty()) text += "; " + failure;
+  watch_.publish_failure(text);
+  // The store goes with rank 0's process: others that wait get the time to read there why.
+  if (is_timeout && rank() == 0) std::this_thread::sleep_for(StallWatch::kLookEvery * 2);
+  pipelines_.stop();
   {
     std::lock_guard lock(mutex_);
-    if (!broken_) broken_ = "the group is broken since: " + text.str();
+    if (!broken_) broken_ = "the group is broken since: " + text;
     close_locked();
   }
-  throw CommError(text.str());
+  throw CommError(text);
 }
 
-// [Note: sends first]
-// gloo sends a message when both sides have announced it. Where the receiver was first, send()
-// itself writes the data, holding the connection's lock; if data comes in meanwhile, gloo's I/O
-// thread cannot take the lock and spins on the readable socket, on two cores in the writer's way
-// for whole time slices. That is why small exchanges could take 4 ms. So each rank announces its
-// sends before its receives: the data is then written by the I/O threads, or by a rank that comes
-// late and has nothing to read yet, and the rank's own thread goes on computing.
+Pending GlooCommunicator::start(Collective collective) {
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const std::string to_root = kind == Collective::kReduce ? c10::str(" to rank ", root) : "";
+  auto op = std::make_unique<GlooOperation>(shared_from_this(),
+                                            c10::str(collective.description(), to_root, " (", numel, " elements)",
+                                                     label().empty() ? "" : " in the group of ", label()));
+  switch (kind) {
+    case Collective::kAllGather:
+      exchange_shards(*op, full, shard, counts);
+      break;
+    case Collective::kReduceScatter:
+      reduce_scatter(*op, full, shard, counts, reduce);
+      break;
+    case Collective::kAllReduce:
+      all_reduce(*op, full, reduce);
+      break;
+    case Collective::kBroadcast:
+      broadcast(*op, full, root);
+      break;
+    case Collective::kReduce:
+      reduce_to_root(*op, full, reduce, root);
+      break;
+    case Collective::kScatter: {
+      const auto parts = rank() == root ? full.split_with_sizes(counts) : std::vector<at::Tensor>();
+      send_parts(*op, parts, shard, root);
+      if (rank() == root && parts[root].const_data_ptr() != shard.const_data_ptr()) shard.copy_(parts[root]);
+      break;
+    }
+    case Collective::kBackendAllReduce:
+      op->all_reduce_by_gloo(full);
+      break;
+    case Collective::kAllToAll: {
+      const auto to = shard.split_with_sizes(send_counts), from = full.split_with_sizes(counts);
+      exchange([&](int peer) { op->send(to[peer], peer); }, [&](int peer) { op->receive(from[peer], peer); });
+      if (from[rank()].numel() > 0) from[rank()].copy_(to[rank()]);
+      break;
+    }
+  }
+  return Pending(std::move(op));
+}
+
+// [Note: one way]
+// Two connections join each pair of ranks, and data goes one way on each: on one from the lower rank, on the other to
+// it. What comes the other way is small: announcements, without which gloo sends nothing. On one connection they would
+// queue behind the data, so that of two ranks that are not in step one would begin to receive when it has sent
+// everything; and while send() writes, holding the connection's lock, gloo's I/O thread would spin on what comes in.
+//
+// In memory each rank announces its sends first, so that what waits is read by whoever comes second.
+//
+// Peers in turn from the next rank on, so that not everybody sends to rank 0 first.
+template <class Send, class Receive>
+void GlooCommunicator::exchange(Send send, Receive receive) {
+  const auto receive_all = [&] {
+    for (int step = 1; step < size(); ++step) receive((rank() - step + size()) % size());
+  };
+  if (!memory_) receive_all();
+  for (int step = 1; step < size(); ++step) send((rank() + step) % size());
+  if (memory_) receive_all();
+}
 
 // Every rank's shard into every rank's full tensor.
 void GlooCommunicator::exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
-                                       const Counts& counts) {
-  const auto offsets = offsets_of(counts);
-  // Peers in turn from the next rank on, so that not everybody sends to rank 0 first.
-  for (int step = 1; step < size(); ++step) op.send(shard, (rank() + step) % size());
-  for (int step = 1; step < size(); ++step) {
-    const int from = (rank() - step + size()) % size();
-    op.receive(full.narrow(0, offsets[from], counts[from]), from);
-  }
-  const at::Tensor own = full.narrow(0, offsets[rank()], counts[rank()]);
+                                       const std::vector<int64_t>& counts) {
+  const auto parts = full.split_with_sizes(counts);
+  exchange([&](int to) { op.send(shard, to); }, [&](int from) { op.receive(parts[from], from); });
+  const at::Tensor& own = parts[rank()];
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
 // Each rank's part of everybody's full tensor, in rank order; this rank's own is a view of `full`.
 std::vector<at::Tensor> GlooCommunicator::exchange_parts(GlooOperation& op, const at::Tensor& full,
-                                                         const Counts& counts) {
-  const auto offsets = offsets_of(counts);
-  std::vector<at::Tensor> parts(size());
-  parts[rank()] = full.narrow(0, offsets[rank()], counts[rank()]);
-  for (int step = 1; step < size(); ++step) {
-    const int to = (rank() + step) % size();
-    op.send(full.narrow(0, offsets[to], counts[to]), to);
-  }
-  for (int step = 1; step < size(); ++step) {
-    const int from = (rank() - step + size()) % size();
-    parts[from] = op.staging(counts[rank()], full.scalar_type());
-    op.receive(parts[from], from);
-  }
+                                                         const std::vector<int64_t>& counts) {
+  const auto sent = full.split_with_sizes(counts);
+  auto parts = sent;
+  exchange([&](int to) { op.send(sent[to], to); },
+           [&](int from) { parts[from] = op.receive_new(counts[rank()], full.scalar_type(), from); });
   return parts;
 }
 
-Pending GlooCommunicator::start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) {
-  auto op = start("all-gather", std::move(what), full.numel());
-  exchange_shards(*op, full, shard, counts);
-  return Pending(std::move(op));
+// Root's parts[i] into rank i's `own`, for the others; these need no parts.
+void GlooCommunicator::send_parts(GlooOperation& op, const std::vector<at::Tensor>& parts, const at::Tensor& own,
+                                  int root) {
+  if (rank() != root) return op.receive(own, root);
+  exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
 }
 
-Pending GlooCommunicator::start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp reduce, Counts counts,
-                                               std::string what) {
-  auto op = start("reduce-scatter", std::move(what), full.numel());
-  auto parts = exchange_parts(*op, full, counts);
-  op->complete = [shard, parts, reduce] { reduce_in_rank_order(shard, parts, reduce); };
-  return Pending(std::move(op));
-}
-
-Pending GlooCommunicator::start_all_reduce(at::Tensor tensor, ReduceOp reduce, std::string what) {
-  auto op = start("all-reduce", std::move(what), tensor.numel());
-  if (static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes) {
-    const Counts everything(size(), tensor.numel());
-    std::vector<at::Tensor> parts(size());
-    parts[rank()] = tensor;
-    for (int step = 1; step < size(); ++step) op->send(tensor, (rank() + step) % size());
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank()) continue;
-      parts[peer] = op->staging(tensor.numel(), tensor.scalar_type());
-      op->receive(parts[peer], peer);
-    }
-    op->complete = [tensor, parts, reduce] { reduce_in_rank_order(tensor, parts, reduce); };
-    return Pending(std::move(op));
+void GlooCommunicator::reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+                                      const std::vector<int64_t>& counts, ReduceOp reduce) {
+  const at::Tensor own = full.split_with_sizes(counts)[rank()];
+  // A sum that comes before all is sent must not come where something is sent from.
+  const bool is_apart = !shard.is_alias_of(full) || shard.const_data_ptr() == own.const_data_ptr();
+  if (!reduces_in_background(shard) || !is_apart) {
+    op.complete = [shard, reduce, parts = exchange_parts(op, full, counts)] {
+      reduce_in_rank_order(shard, parts, reduce);
+    };
+    return;
   }
-  const Counts counts = even_counts(tensor.numel(), size());
-  auto parts = exchange_parts(*op, tensor, counts);
-  op->complete = [this, op = op.get(), tensor, parts, reduce, counts] {
+  const auto parts = full.split_with_sizes(counts);
+  op.reduce_in_background(own, shard, reduce, /*publish=*/false);
+  exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
+  op.start_pipeline();
+}
+
+void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce) {
+  if (static_cast<int64_t>(tensor.nbytes()) <= (size() == 2 ? kOneStepBytesOfTwo : kOneStepBytes)) {
+    std::vector<at::Tensor> parts(size(), tensor);
+    exchange([&](int to) { op.send(tensor, to); },
+             [&](int from) { parts[from] = op.receive_new(tensor.numel(), tensor.scalar_type(), from); });
+    op.complete = [tensor, parts, reduce] { reduce_in_rank_order(tensor, parts, reduce); };
+    return;
+  }
+  const auto counts = even_counts(tensor.numel(), size());
+  if (reduces_in_background(tensor)) {
+    const auto parts = tensor.split_with_sizes(counts);
+    op.reduce_in_background(parts[rank()], parts[rank()], reduce, /*publish=*/true);
+    exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
+    op.next_step();
+    exchange([](int) {}, [&](int from) { op.receive(parts[from], from); });
+    return op.start_pipeline();
+  }
+  op.complete = [this, &op, tensor, parts = exchange_parts(op, tensor, counts), reduce, counts] {
     reduce_in_rank_order(parts[rank()], parts, reduce);
-    op->next_step();
-    exchange_shards(*op, tensor, parts[rank()], counts);
-    op->wait_for_messages();
+    op.next_step();
+    exchange_shards(op, tensor, parts[rank()], counts);
+    op.wait_for_messages();
   };
-  return Pending(std::move(op));
 }
 
-Pending GlooCommunicator::start_broadcast(at::Tensor tensor, int root, std::string what) {
-  auto op = start("broadcast", std::move(what), tensor.numel());
-  if (size() == 2 || static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes) {
-    if (rank() != root) op->receive(tensor, root);
-    for (int peer = 0; peer < size(); ++peer)
-      if (rank() == root && peer != root) op->send(tensor, peer);
-    return Pending(std::move(op));
+void GlooCommunicator::reduce_to_root(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce, int root) {
+  if (rank() != root) return op.send(tensor, root);
+  if (reduces_in_background(tensor)) {
+    op.reduce_in_background(tensor, tensor, reduce, /*publish=*/false);
+    return op.start_pipeline();
   }
-  // Scatter, then all-gather (van de Geijn): the root sends each element once, not size() times.
-  const Counts counts = even_counts(tensor.numel(), size());
-  const auto offsets = offsets_of(counts);
-  const at::Tensor own = tensor.narrow(0, offsets[rank()], counts[rank()]);
-  if (rank() != root) op->receive(own, root);
+  std::vector<at::Tensor> parts(size(), tensor);
   for (int peer = 0; peer < size(); ++peer)
-    if (rank() == root && peer != root) op->send(tensor.narrow(0, offsets[peer], counts[peer]), peer);
-  op->complete = [this, op = op.get(), tensor, own, counts] {
-    op->next_step();
-    exchange_shards(*op, tensor, own, counts);
-    op->wait_for_messages();
+    if (peer != root) parts[peer] = op.receive_new(tensor.numel(), tensor.scalar_type(), peer);
+  op.complete = [tensor, parts, reduce] { reduce_in_rank_order(tensor, parts, reduce); };
+}
+
+void GlooCommunicator::broadcast(GlooOperation& op, const at::Tensor& tensor, int root) {
+  if (size() == 2 || static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes)
+    return send_parts(op, std::vector<at::Tensor>(size(), tensor), tensor, root);
+  // Scatter, then all-gather (van de Geijn): the root sends each element once, not size() times.
+  const auto counts = even_counts(tensor.numel(), size());
+  const auto parts = tensor.split_with_sizes(counts);
+  send_parts(op, parts, parts[rank()], root);
+  op.complete = [this, &op, tensor, own = parts[rank()], counts] {
+    op.next_step();
+    exchange_shards(op, tensor, own, counts);
+    op.wait_for_messages();
   };
-  return Pending(std::move(op));
-}
-
-Pending GlooCommunicator::start_reduce(at::Tensor tensor, int root, ReduceOp reduce, std::string what) {
-  auto op = start("reduce", std::move(what) + " to rank " + std::to_string(root), tensor.numel());
-  if (rank() != root) {
-    op->send(tensor, root);
-    return Pending(std::move(op));
-  }
-  std::vector<at::Tensor> parts(size());
-  parts[root] = tensor;
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == root) continue;
-    parts[peer] = op->staging(tensor.numel(), tensor.scalar_type());
-    op->receive(parts[peer], peer);
-  }
-  op->complete = [tensor, parts, reduce] { reduce_in_rank_order(tensor, parts, reduce); };
-  return Pending(std::move(op));
-}
-
-Pending GlooCommunicator::start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) {
-  const int64_t numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
-  auto op = start("scatter", std::move(what), numel);
-  if (rank() != root) {
-    op->receive(shard, root);
-    return Pending(std::move(op));
-  }
-  const auto offsets = offsets_of(counts);
-  for (int peer = 0; peer < size(); ++peer) {
-    const at::Tensor part = full.narrow(0, offsets[peer], counts[peer]);
-    if (peer != root) {
-      op->send(part, peer);
-    } else if (part.const_data_ptr() != shard.const_data_ptr()) {
-      shard.copy_(part);
-    }
-  }
-  return Pending(std::move(op));
 }
 
 // gloo writes to its sockets without MSG_NOSIGNAL, so a peer that dies would end this process by
@@ -541,22 +656,17 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
   if (size > 1) {
     ignore_broken_pipes();
     try {
-      auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
-      gloo->timeout = options.timeout;
-      gloo->threads = 1;  // only sends and receives are used, which gloo's I/O thread runs
-      gloo->devices.push_back(c10d::ProcessGroupGloo::createDeviceForHostname(options.address));
-      group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(gloo));
       memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
+      // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
+      if (!memory || !memory->reaches_all()) group = connect_by_tcp(store, rank, size, options, /*connections=*/2);
       // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
       // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
       if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
       store->wait({"tessera/all_connected"}, options.timeout);
     } catch (const std::exception& error) {
-      std::ostringstream text;
-      text << "rank " << rank << " of " << size << " (address " << options.address
-           << ") could not join the group within " << static_cast<double>(options.timeout.count()) * 1e-3
-           << " s: " << error.what();
-      throw CommError(text.str());
+      throw CommError(c10::str("rank ", rank, " of ", size, " (address ", options.address,
+                               ") could not join the group within ",
+                               static_cast<double>(options.timeout.count()) * 1e-3, " s: ", error.what()));
     }
   }
   return std::make_shared<GlooCommunicator>(std::move(group), std::move(memory), std::move(store), rank, size,

@@ -1,203 +1,374 @@
-// The NCCL backend: the only file that includes ProcessGroupNCCL.hpp, built with TESSERA_CUDA.
+// The NCCL backend, on any c10d::Backend that behaves as ProcessGroupNCCL does.
 //
-// NCCL runs operations in the order in which they were started on a communicator, and all ranks
-// must agree on it. Gathers and reductions need not keep step with each other (a rank may reduce a
-// unit late that it did not use), so each kind has a communicator and a stream of its own.
-// Waiting orders the current stream after the operation; it does not block the host. A peer that
-// does not come is found by ProcessGroupNCCL's watchdog after the group's timeout, which ends the
-// process, as torch does by default (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+// A group is one communicator, on which operations run in the order in which they were started. So gathers and
+// reductions never wait for each other in different orders on two ranks, which would be a deadlock on a GPU that runs
+// one kernel of NCCL's at a time; gloo numbers the operations of a group in the same way. Waiting orders the current
+// stream after the operation and does not stop the host. What is under way is looked after by a thread: a peer that
+// failed, has gone another way or does not come ends it by abort(), after which each call throws the reason.
+#include "tessera/comm/nccl_communicator.h"
+
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <algorithm>
-#include <sstream>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <stop_token>
+#include <thread>
 
-#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/backends.h"
-#include "tessera/comm/communicator.h"
+#include "tessera/comm/notes.h"
+#include "tessera/comm/stall_watch.h"
 
 namespace tessera {
 namespace {
 
-c10d::ReduceOp nccl_op(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return c10d::ReduceOp::SUM;
-    case ReduceOp::kAverage:
-      return c10d::ReduceOp::AVG;
-    case ReduceOp::kMax:
-      return c10d::ReduceOp::MAX;
-    case ReduceOp::kMin:
-      return c10d::ReduceOp::MIN;
+using std::chrono::steady_clock;
+
+constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
+// By ReduceOp.
+constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
+                                                  c10d::ReduceOp::MIN};
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
+ public:
+  NcclCommunicator(std::shared_ptr<NcclBackends> backends, c10::intrusive_ptr<c10d::Backend> group,
+                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, at::Device device, NcclOptions options)
+      : Communicator(rank, size, device, options.timeout),
+        options_(options),
+        backends_(std::move(backends)),
+        store_(std::move(store)),
+        group_(std::move(group)),
+        watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size, [this] { end("", false); }) {
+    if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
-  throw std::invalid_argument("unknown ReduceOp");
-}
+
+  // What is under way must end before the group does: c10d aborts a group that is destroyed, and with it the kernels
+  // that the peers count on. Where an exception unwinds, the peers' operations would wait for ones that never come.
+  ~NcclCommunicator() override {
+    if (std::uncaught_exceptions() > 0) {
+      abort_this("an exception ended its use of the group");
+    } else {
+      wait_for_operations();
+    }
+    looks_ = {};  // ends the thread
+    std::lock_guard lock(mutex_);
+    if (broken_) return;
+    try {
+      group_->shutdown();
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has gone by itself
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
+
+  // Of a pool that c10d keeps for the group: made by ncclMemAlloc(), and known to the communicator.
+  at::Tensor buffer(int64_t numel, at::ScalarType dtype) override {
+    if (!options_.registered_memory || size() == 1 || numel == 0) return Communicator::buffer(numel, dtype);
+    return group_->allocateTensor(numel, at::TensorOptions().dtype(dtype).device(device()));
+  }
+
+  void abort_this(const std::string& reason) noexcept override {
+    watch_.publish_failure(reason);
+    end("this rank left the group: " + reason, true);
+  }
+
+  // Throws if the group has ended.
+  void wait_for(const Work& work, const std::string& description) {
+    const auto began = steady_clock::now();
+    require_whole(description);
+    try {
+      work->wait();
+    } catch (const std::exception& error) {
+      require_whole(description);
+      throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
+    }
+    count_wait(steady_clock::now() - began);
+  }
+
+ protected:
+  std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                          int position) override {
+    auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
+    c10::DeviceGuard guard(device());
+    auto group = backends_->split(*group_, store, members, timeout());
+    if (position < 0) return nullptr;
+    return std::make_shared<NcclCommunicator>(backends_, std::move(group), std::move(store), position,
+                                              static_cast<int>(members.size()), device(), options_);
+  }
+  Pending start(Collective collective) override;
+
+ private:
+  struct UnderWay {
+    Work work;
+    std::string description;
+    steady_clock::time_point began;
+  };
+
+  int64_t sent_bytes(const Collective& collective) const;
+  void make_sendable(Collective& collective) const;
+  Work launch(Collective& collective);
+  Work launch_scatter(Collective& collective);
+  void require_whole(const std::string& description);
+  void look_after_operations(const std::stop_token& stop);
+  void wait_for_operations();
+  void end(std::string reason, bool is_complete) noexcept;
+
+  const NcclOptions options_;
+  const std::shared_ptr<NcclBackends> backends_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<c10d::Backend> group_;
+  std::mutex mutex_;  // guards the next three
+  std::condition_variable_any changed_;
+  std::optional<std::string> broken_;
+  std::deque<UnderWay> under_way_;  // the oldest first
+  uint64_t sequence_ = 0;
+  StallWatch watch_;
+  std::jthread looks_;  // last: it uses the rest
+};
 
 class NcclOperation : public Pending::Operation {
  public:
-  NcclOperation(c10::intrusive_ptr<c10d::Work> work, std::string description, std::vector<at::Tensor> tensors)
-      : work_(std::move(work)), description_(std::move(description)), tensors_(std::move(tensors)) {}
+  NcclOperation(std::shared_ptr<NcclCommunicator> comm, Work work, std::string description,
+                std::vector<at::Tensor> tensors)
+      : comm_(std::move(comm)),
+        work_(std::move(work)),
+        description_(std::move(description)),
+        tensors_(std::move(tensors)) {}
 
   void finish() override {
-    try {
-      work_->wait();
-    } catch (const std::exception& error) {
-      throw CommError(description_ + " failed: " + error.what());
-    }
+    comm_->wait_for(work_, description_);
     tensors_.clear();  // the current stream is ordered after their last use
   }
 
  private:
-  const c10::intrusive_ptr<c10d::Work> work_;
+  const std::shared_ptr<NcclCommunicator> comm_;
+  const Work work_;
   const std::string description_;
   std::vector<at::Tensor> tensors_;
 };
 
-class NcclCommunicator : public Communicator, public BackendCollectives {
- public:
-  using Group = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+// What only moves travels as bytes where NCCL has no type for it; sums need a type.
+void NcclCommunicator::make_sendable(Collective& collective) const {
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
+  constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar,     at::kInt,   at::kLong,
+                                       at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+  if (std::ranges::find(kTypes, dtype) != std::end(kTypes)) return;
+  if (kind == Collective::kAllReduce || kind == Collective::kReduce || kind == Collective::kReduceScatter ||
+      kind == Collective::kBackendAllReduce)
+    throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank(), ": the tensor is ",
+                                         dtype == at::kShort ? "int16" : c10::toString(dtype),
+                                         ", which NCCL cannot add: convert it, to int32 say"));
+  for (at::Tensor* tensor : {&full, &shard})
+    if (tensor->defined()) *tensor = tensor->view(at::kByte);
+  for (auto* elements : {&counts, &send_counts})
+    for (int64_t& count : *elements) count *= static_cast<int64_t>(c10::elementSize(dtype));
+}
 
-  NcclCommunicator(c10::intrusive_ptr<c10d::Store> store, Group gathers, Group reductions, int rank, int size,
-                   at::Device device, std::chrono::milliseconds timeout)
-      : Communicator(rank, size, device, timeout),
-        store_(std::move(store)),
-        gathers_(std::move(gathers)),
-        reductions_(std::move(reductions)) {}
-
-  void abort_this(const std::string&) noexcept override {
-    try {
-      gathers_->abort();
-      reductions_->abort();
-    } catch (const std::exception&) {
-      // It is broken already, which is what was asked for.
-    }
-  }
-
-  Pending start_backend_all_reduce(at::Tensor tensor, std::string what) override {
-    return start_all_reduce(std::move(tensor), ReduceOp::kSum, std::move(what));
-  }
-
- protected:
-  // Tessera starts operations of the group and of its parts in one order on all ranks, which NCCL
-  // needs of communicators that are used at the same time.
-  std::shared_ptr<Communicator> make_part(const std::string& name, int rank, int size) override {
-    return make_nccl_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), rank, size, device(),
-                                  timeout());
-  }
-
-  Pending start_all_gather(at::Tensor full, at::Tensor shard, Counts counts, std::string what) override {
-    count_sent(static_cast<int64_t>(shard.nbytes()) * (size() - 1));
-    return start("all-gather", what, {full, shard}, [&] {
-      if (is_even(counts)) return gathers_->_allgather_base(full, shard);
-      std::vector<std::vector<at::Tensor>> parts{full.split_with_sizes(counts)};
-      std::vector<at::Tensor> own{shard};
-      return gathers_->allgather(parts, own);
-    });
-  }
-
-  Pending start_reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, Counts counts,
-                               std::string what) override {
-    count_sent(static_cast<int64_t>(full.nbytes() - shard.nbytes()));
-    return start("reduce-scatter", what, {full, shard}, [&] {
-      c10d::ReduceScatterOptions options;
-      options.reduceOp = nccl_op(op);
-      if (is_even(counts)) return reductions_->_reduce_scatter_base(shard, full, options);
-      std::vector<std::vector<at::Tensor>> parts{full.split_with_sizes(counts)};
-      std::vector<at::Tensor> own{shard};
-      return reductions_->reduce_scatter(own, parts, options);
-    });
-  }
-
-  Pending start_all_reduce(at::Tensor tensor, ReduceOp op, std::string what) override {
-    count_sent(2 * static_cast<int64_t>(tensor.nbytes()) * (size() - 1) / size());
-    return start("all-reduce", what, {tensor}, [&] {
-      c10d::AllreduceOptions options;
-      options.reduceOp = nccl_op(op);
-      std::vector<at::Tensor> tensors{tensor};
-      return reductions_->allreduce(tensors, options);
-    });
-  }
-
-  Pending start_broadcast(at::Tensor tensor, int root, std::string what) override {
-    if (rank() == root) count_sent(static_cast<int64_t>(tensor.nbytes()));
-    return start("broadcast", what, {tensor}, [&] {
-      c10d::BroadcastOptions options;
-      options.rootRank = root;
-      std::vector<at::Tensor> tensors{tensor};
-      return reductions_->broadcast(tensors, options);
-    });
-  }
-
-  // NCCL writes to the root's tensor alone; the others' are inputs.
-  Pending start_reduce(at::Tensor tensor, int root, ReduceOp op, std::string what) override {
-    if (rank() != root) count_sent(static_cast<int64_t>(tensor.nbytes()));
-    return start("reduce", what, {tensor}, [&] {
-      c10d::ReduceOptions options;
-      options.rootRank = root;
-      options.reduceOp = nccl_op(op);
-      std::vector<at::Tensor> tensors{tensor};
-      return reductions_->reduce(tensors, options);
-    });
-  }
-
-  Pending start_scatter(at::Tensor shard, at::Tensor full, int root, Counts counts, std::string what) override {
-    if (rank() == root) count_sent(static_cast<int64_t>(full.nbytes() - shard.nbytes()));
-    return start("scatter", what, {shard, full}, [&] {
-      c10d::ScatterOptions options;
-      options.rootRank = root;
-      std::vector<at::Tensor> own{shard};
-      std::vector<std::vector<at::Tensor>> parts;
-      if (rank() == root) parts.push_back(full.split_with_sizes(counts));
-      return reductions_->scatter(own, parts, options);
-    });
-  }
-
- private:
-  static bool is_even(const Counts& counts) {
-    return std::all_of(counts.begin(), counts.end(), [&](int64_t count) { return count == counts[0]; });
-  }
-
-  template <class Launch>
-  Pending start(const char* name, const std::string& what, std::vector<at::Tensor> tensors, Launch launch) {
-    std::ostringstream description;
-    description << name << (what.empty() ? "" : " of ") << what << " on rank " << rank() << " of " << size()
-                << (label().empty() ? "" : " in the group of ") << label();
+Pending NcclCommunicator::start(Collective collective) {
+  make_sendable(collective);
+  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const std::string description =
+      c10::str(collective.description(), kind == Collective::kReduce ? c10::str(" to rank ", root) : "", " (", numel,
+               " elements)", label().empty() ? "" : " in the group of ", label());
+  require_whole(description);
+  std::vector<at::Tensor> tensors;
+  for (const at::Tensor& tensor : {full, shard})
+    if (tensor.defined()) tensors.push_back(tensor);
+  Work work;
+  try {
     c10::DeviceGuard guard(device());
-    try {
-      return Pending(std::make_unique<NcclOperation>(launch(), description.str(), std::move(tensors)));
-    } catch (const std::exception& error) {
-      throw CommError(description.str() + " could not be started: " + error.what());
-    }
+    work = launch(collective);
+  } catch (const std::exception& error) {
+    require_whole(description);
+    throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
   }
+  count_sent(sent_bytes(collective));
+  {
+    std::lock_guard lock(mutex_);
+    watch_.started(sequence_++, description);
+    under_way_.push_back({work, description, steady_clock::now()});
+  }
+  return Pending(std::make_unique<NcclOperation>(shared_from_this(), std::move(work), description, std::move(tensors)));
+}
 
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const Group gathers_;
-  const Group reductions_;
-};
+int64_t NcclCommunicator::sent_bytes(const Collective& collective) const {
+  const auto full_bytes = static_cast<int64_t>(collective.full.defined() ? collective.full.nbytes() : 0);
+  const auto shard_bytes = static_cast<int64_t>(collective.shard.defined() ? collective.shard.nbytes() : 0);
+  const bool is_root = rank() == collective.root;
+  switch (collective.kind) {
+    case Collective::kAllGather:
+      return shard_bytes * (size() - 1);
+    case Collective::kReduceScatter:
+      return full_bytes - shard_bytes;
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+      return 2 * full_bytes * (size() - 1) / size();
+    case Collective::kBroadcast:
+      return is_root ? full_bytes : 0;
+    case Collective::kReduce:
+      return is_root ? 0 : full_bytes;
+    case Collective::kScatter:
+      return is_root ? full_bytes - shard_bytes : 0;
+    case Collective::kAllToAll:
+      return shard_bytes - collective.send_counts[rank()] * collective.shard.element_size();
+  }
+  return 0;
+}
+
+Work NcclCommunicator::launch(Collective& collective) {
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(op)];
+  const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+  std::vector<std::vector<at::Tensor>> parts;  // of `full`, where it is not one tensor to NCCL
+  if (!is_even && kind != Collective::kScatter && kind != Collective::kAllToAll)
+    parts.push_back(full.split_with_sizes(counts));
+  std::vector<at::Tensor> own{shard.defined() ? shard : full};
+  switch (kind) {
+    case Collective::kAllGather:
+      return is_even ? group_->_allgather_base(full, shard) : group_->allgather(parts, own);
+    case Collective::kReduceScatter:
+      return is_even ? group_->_reduce_scatter_base(shard, full, {.reduceOp = nccl_op})
+                     : group_->reduce_scatter(own, parts, {.reduceOp = nccl_op});
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+      return group_->allreduce(own, {.reduceOp = nccl_op});
+    case Collective::kBroadcast:
+      return group_->broadcast(own, {.rootRank = root});
+    case Collective::kReduce:  // NCCL writes to the root's tensor alone; the others' are inputs
+      return group_->reduce(own, {.reduceOp = nccl_op, .rootRank = root});
+    case Collective::kScatter:
+      return launch_scatter(collective);
+    case Collective::kAllToAll:
+      return group_->alltoall_base(full, shard, counts, send_counts);
+  }
+  throw std::invalid_argument("unknown operation");
+}
+
+// ProcessGroupNCCL::scatter() wants even parts; an all-to-all in which only the root sends does not.
+Work NcclCommunicator::launch_scatter(Collective& collective) {
+  at::Tensor from = collective.full.defined() ? collective.full : at::empty({0}, collective.shard.options());
+  std::vector<int64_t> sent(size(), 0), received(size(), 0);
+  if (rank() == collective.root) sent = collective.counts;
+  received[collective.root] = collective.shard.numel();
+  return group_->alltoall_base(collective.shard, from, received, sent);
+}
+
+// ---- failures -----------------------------------------------------------------------------------
+
+void NcclCommunicator::require_whole(const std::string& description) {
+  std::lock_guard lock(mutex_);
+  if (broken_) throw CommError(c10::str(description, " on rank ", rank(), ": ", *broken_));
+}
+
+void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
+  std::unique_lock lock(mutex_);
+  uint64_t ended = 0, waits_for = static_cast<uint64_t>(-1);
+  while (!changed_.wait_for(lock, stop, kLookAfterEvery, [&] { return stop.stop_requested(); })) {
+    std::deque<UnderWay> over;  // let go without the lock
+    while (!under_way_.empty() && under_way_.front().work->isCompleted()) {
+      over.push_back(std::move(under_way_.front()));
+      under_way_.pop_front();
+      ++ended;
+    }
+    const bool waits = !under_way_.empty() && !broken_;
+    const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
+    const bool is_new = waits && waits_for != ended;
+    if (waits) waits_for = ended;
+    lock.unlock();
+    over.clear();
+    if (is_late) {
+      end(c10::str("timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s; ", watch_.who_waits()),
+          false);
+    } else if (is_new) {
+      watch_.begin_wait();
+    } else if (!waits) {
+      watch_.end_wait();
+    }
+    lock.lock();
+    changed_.notify_all();
+  }
+}
+
+void NcclCommunicator::wait_for_operations() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return size() == 1 || under_way_.empty() || broken_; });
+}
+
+// The first reason counts. Called by the thread of the watch too, which then knows the reason.
+void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
+  {
+    if (reason.empty()) reason = watch_.explanation();
+    std::lock_guard lock(mutex_);
+    if (broken_) return;
+    if (!is_complete)
+      reason = c10::str(under_way_.empty() ? "an operation" : under_way_.front().description, " failed on rank ",
+                        rank(), " of ", size(), ": ", reason);
+    broken_ = is_complete ? reason : "the group is broken since: " + reason;
+    changed_.notify_all();
+  }
+  watch_.publish_failure(reason);
+  try {
+    group_->abort();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it is broken already, which is what was asked for
+  }
+}
 
 }  // namespace
 
-std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                                     at::Device device, std::chrono::milliseconds timeout) {
+std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackends> backends,
+                                                     c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                     at::Device device, NcclOptions options) {
   if (!device.is_cuda() || !device.has_index())
-    throw std::invalid_argument("rank " + std::to_string(rank) + ": the NCCL backend was given device " + device.str() +
-                                ", expected a CUDA device with an index");
+    throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend was given device ", device,
+                                         ", expected a CUDA device with an index"));
   c10::DeviceGuard guard(device);
-  auto make = [&](const char* name) {
-    auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = timeout;
-    return c10::make_intrusive<c10d::ProcessGroupNCCL>(c10::make_intrusive<c10d::PrefixStore>(name, store), rank, size,
-                                                       options);
-  };
+  c10::intrusive_ptr<c10d::Backend> group;
   try {
-    return std::make_shared<NcclCommunicator>(store, make("gathers"), make("reductions"), rank, size, device, timeout);
+    group = backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
   } catch (const std::exception& error) {
-    std::ostringstream text;
-    text << "rank " << rank << " of " << size << " on " << device << " could not join the NCCL group: " << error.what();
-    throw CommError(text.str());
+    throw CommError(
+        c10::str("rank ", rank, " of ", size, " on ", device, " could not join the NCCL group: ", error.what()));
   }
+  auto comm =
+      std::make_shared<NcclCommunicator>(std::move(backends), group, std::move(store), rank, size, device, options);
+  if (options.registered_memory && size > 1 && !group->supportsTensorAlloc(device.index()))
+    throw std::invalid_argument(c10::str("rank ", rank, ": InitOptions::registered_memory on ", device,
+                                         ": its driver, or this NCCL, has no memory that is registered with a group "
+                                         "(ncclMemAlloc since 2.19, and multicast): leave it off"));
+  return comm;
+}
+
+static std::mutex chosen_backends_mutex;
+static std::shared_ptr<NcclBackends> chosen_backends;
+
+void set_nccl_backends(std::shared_ptr<NcclBackends> backends) {
+  std::lock_guard lock(chosen_backends_mutex);
+  chosen_backends = std::move(backends);
+}
+
+std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                                                     at::Device device, NcclOptions options) {
+  std::shared_ptr<NcclBackends> backends;
+  {
+    std::lock_guard lock(chosen_backends_mutex);
+    backends = chosen_backends;
+  }
+  if (!backends) backends = nccl_backends();
+  if (!backends)
+    throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend for ", device,
+                                         " is not in this build of Tessera: configure with -DTESSERA_CUDA=ON (preset "
+                                         "cuda)"));
+  return make_nccl_communicator(std::move(backends), std::move(store), rank, size, device, options);
 }
 
 }  // namespace tessera

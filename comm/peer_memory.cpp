@@ -1,6 +1,11 @@
 #include "tessera/comm/peer_memory.h"
 
-#include <sys/prctl.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -14,8 +19,9 @@
 #include <stdexcept>
 #include <system_error>
 #include <thread>
+#include <utility>
 
-#include "tessera/memory/switches.h"
+#include "tessera/memory/container_limits.h"
 
 namespace tessera {
 namespace {
@@ -29,7 +35,18 @@ constexpr auto kSpin = std::chrono::microseconds(30);
 
 const std::string kNone = "none";
 
-uint64_t magic = SharedBoard::kMagic;  // what the others look for; never written
+// How long close() gives a peer that is copying; too short for a large message costs memory, not correctness.
+constexpr auto kCopyGrace = std::chrono::seconds(1);
+
+// What the others look for, to find out whether they reach this process: a number of its own, or it could be another
+// one that has got its process id.
+const uint64_t& magic() {
+  static const uint64_t number = [] {
+    uint64_t random = 0;
+    return ::getrandom(&random, sizeof(random), 0) == sizeof(random) ? random : uint64_t{1};
+  }();
+  return number;
+}
 
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
@@ -45,54 +62,37 @@ std::string host_identity() {
   char name[64] = {};
   if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
   const std::string boot = first_line("/proc/sys/kernel/random/boot_id");
-  return boot.empty() ? kNone : boot + "/" + name + "/" + std::to_string(::geteuid());
+  return boot.empty() ? kNone : c10::str(boot, "/", name, "/", ::geteuid());
 }
 
-// Texts that ranks show each other, each under a key of its own.
-class Notices {
- public:
-  Notices(c10d::Store& store, int rank) : store_(store), rank_(rank) {}
-  void put(const std::string& kind, const std::string& text) { store_.set(key(kind, rank_), text); }
+// Texts that ranks show each other through the store, each under a key of its own.
+struct Notices {
+  c10d::Store& store;
+  const int rank;
+
+  void put(const std::string& kind, const std::string& text) { store.set(key(kind, rank), text); }
   std::vector<std::string> of(const std::string& kind, const std::vector<int>& ranks) {
     std::vector<std::string> keys, texts;
-    for (int rank : ranks) keys.push_back(key(kind, rank));
-    for (const auto& bytes : store_.multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
+    for (int peer : ranks) keys.push_back(key(kind, peer));
+    for (const auto& bytes : store.multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
     return texts;
   }
-
- private:
-  static std::string key(const std::string& kind, int rank) {
-    return "tessera/memory/" + kind + "/" + std::to_string(rank);
-  }
-
-  c10d::Store& store_;
-  const int rank_;
+  static std::string key(const std::string& kind, int rank) { return c10::str("tessera/memory/", kind, "/", rank); }
 };
 
-bool reads_magic(pid_t pid, uint64_t address) {
-  if (pid == ::getpid()) return true;
+bool reads_magic(const SharedBoard::Member& member) {
+  if (member.pid == ::getpid()) return true;
   uint64_t word = 0;
   iovec own{&word, sizeof(word)};
-  iovec theirs{reinterpret_cast<void*>(address), sizeof(word)};
-  return ::process_vm_readv(pid, &own, 1, &theirs, 1, 0) == static_cast<ssize_t>(sizeof(word)) &&
-         word == SharedBoard::kMagic;
-}
-
-// The host's first rank makes the board; threads of its process share its mapping of it, since what they
-// do there is ordered for those who watch (ThreadSanitizer) only under one address.
-std::shared_ptr<SharedBoard> open_board(const std::string& notice, int ranks) {
-  std::istringstream text(notice);
-  pid_t pid = 0;
-  int fd = -1;
-  uintptr_t address = 0;
-  if (!(text >> pid >> fd >> address)) throw std::runtime_error("no board");
-  if (pid == ::getpid()) return *reinterpret_cast<std::shared_ptr<SharedBoard>*>(address);
-  return SharedBoard::open(pid, fd, ranks);
+  iovec theirs{reinterpret_cast<void*>(member.magic_address), sizeof(word)};
+  return ::process_vm_readv(member.pid, &own, 1, &theirs, 1, 0) == static_cast<ssize_t>(sizeof(word)) &&
+         word == member.magic;
 }
 
 // In their order; none where this rank is not to take part.
 std::vector<int> ranks_of_host(Notices& notices, int size, bool is_wanted) {
-  const std::string identity = is_wanted && !is_switched_off("TESSERA_PEER_MEMORY") ? host_identity() : kNone;
+  const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
+  const std::string identity = is_wanted && !is_switched_off ? host_identity() : kNone;
   notices.put("host", identity);
   std::vector<int> everyone(size), host;
   std::iota(everyone.begin(), everyone.end(), 0);
@@ -117,52 +117,91 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
   try {
     if (self == 0) {
       board = SharedBoard::create(ranks);
-      std::ostringstream notice;
-      notice << ::getpid() << ' ' << board->fd() << ' ' << as_integer(&board);
-      notices.put("board", notice.str());
+      notices.put("board", board->notice());
     } else {
-      board = open_board(notices.of("board", {host.front()})[0], ranks);
+      board = SharedBoard::open(notices.of("board", {host.front()})[0], ranks);
     }
     SharedBoard::Member& member = board->member(static_cast<int>(self));
     member.pid = ::getpid();
-    member.magic_address = as_integer(&magic);
+    member.magic = magic();
+    member.magic_address = as_integer(&magic());
   } catch (const std::runtime_error&) {  // not allowed here
     if (self == 0) notices.put("board", kNone);
   }
   bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
-  for (int peer = 0; reaches_all && peer < ranks; ++peer)
-    reaches_all = reads_magic(board->member(peer).pid, board->member(peer).magic_address);
+  for (int peer = 0; reaches_all && peer < ranks; ++peer) reaches_all = reads_magic(board->member(peer));
   if (!all_agree(notices, "reaches", host, reaches_all)) return nullptr;
   if (self == 0) board->close_fd();
   return board;
 }
 
+// What lets the ranks of a host read this process's memory; null if all of them are threads of it.
+std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host) {
+  notices.put("lineage", c10::Join(" ", lineage()));
+  std::vector<std::vector<pid_t>> lineages;
+  for (const std::string& text : notices.of("lineage", host)) {
+    std::istringstream pids(text);
+    lineages.emplace_back(std::istream_iterator<pid_t>(pids), std::istream_iterator<pid_t>());
+  }
+  const bool is_alone = std::all_of(lineages.begin(), lineages.end(),
+                                    [](const auto& pids) { return !pids.empty() && pids.front() == ::getpid(); });
+  return is_alone ? nullptr : std::make_unique<TracerPermission>(common_ancestor(lineages));
+}
+
 }  // namespace
+
+// The other rank's process by a descriptor, which never means another one, as its number may once it has ended; without
+// one (-1) where the kernel has none to give, and for the process itself.
+struct PeerMemory::Peer {
+  explicit Peer(const SharedBoard::Member& member) {
+    if (member.pid == ::getpid()) return;
+    descriptor = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
+    if (descriptor >= 0 && !reads_magic(member)) ::close(std::exchange(descriptor, -1));  // it has just ended
+  }
+  Peer(Peer&& other) noexcept : descriptor(std::exchange(other.descriptor, -1)) {}
+  ~Peer() {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+
+  int descriptor = -1;
+};
 
 std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
                                                 std::chrono::milliseconds timeout, bool is_wanted) {
-  Notices notices(store, rank);
+  Notices notices{store, rank};
   const auto host = ranks_of_host(notices, size, is_wanted);
   if (host.size() < 2) return nullptr;
-  if (first_line("/proc/sys/kernel/yama/ptrace_scope") == "1") ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  auto permission = permit(notices, host);
   auto board = share_board(notices, rank, host);
   if (!board) return nullptr;
   std::vector<int> local(size, -1);
-  for (size_t i = 0; i < host.size(); ++i) local[host[i]] = static_cast<int>(i);
-  return std::unique_ptr<PeerMemory>(new PeerMemory(rank, std::move(local), std::move(board), timeout));
+  std::vector<Peer> peers;
+  for (int i = 0; i < board->ranks(); ++i) {
+    local[host[i]] = i;
+    peers.emplace_back(board->member(i));
+  }
+  return std::unique_ptr<PeerMemory>(
+      new PeerMemory(rank, std::move(local), std::move(board), std::move(peers), std::move(permission), timeout));
 }
 
-PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board,
-                       std::chrono::milliseconds timeout)
+PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::vector<Peer> peers,
+                       std::unique_ptr<TracerPermission> permission, std::chrono::milliseconds timeout)
     : rank_(rank),
       local_(std::move(local)),
       board_(std::move(board)),
+      peers_(std::move(peers)),
+      permission_(std::move(permission)),
       timeout_(timeout),
-      may_spin_(board_->ranks() <= static_cast<int>(std::thread::hardware_concurrency())) {}
+      may_spin_(board_->ranks() <= available_cores()) {}
 
 PeerMemory::~PeerMemory() { close(); }
 
-bool PeerMemory::is_alive(int peer) const { return reads_magic(member(peer).pid, member(peer).magic_address); }
+bool PeerMemory::is_alive(int peer) const {
+  const int descriptor = peers_[local_[peer]].descriptor;
+  if (descriptor < 0) return reads_magic(member(peer));
+  pollfd ends{descriptor, POLLIN, 0};
+  return ::poll(&ends, 1, 0) == 0;  // readable as soon as it has ended, reaped or not
+}
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
   const pid_t pid = member(peer).pid;
@@ -171,6 +210,7 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
   }
+  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // and its number may be another one's
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
@@ -185,77 +225,67 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
   }
 }
 
-PeerMemory::Announced PeerMemory::send(const at::Tensor& tensor, int peer, uint64_t tag) {
-  return announce(SharedBoard::kSend, tensor, peer, tag);
-}
-
-PeerMemory::Announced PeerMemory::receive(const at::Tensor& tensor, int peer, uint64_t tag) {
-  return announce(SharedBoard::kReceive, tensor, peer, tag);
-}
-
 PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag) {
   const bool is_send = kind == SharedBoard::kSend;
   void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
   const int self = local_[rank_], other = local_[peer];
   SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
-  SharedBoard::Announcement announcement;
+  const auto until = steady_clock::now() + timeout_;
+  SharedBoard::Announced slots;
   const auto try_to_announce = [&] {
     if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
-    announcement = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes());
-    return announcement.met != nullptr || announcement.announced != nullptr;
+    slots = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes(), until);
+    return slots.matched != nullptr || slots.own != nullptr;
   };
   if (!try_to_announce()) {
-    // Full, of what this rank's peer has yet to meet, and of what either has yet to free.
-    const auto outcome = watch(peer, [&] {
+    // Full, of what this rank's peer has yet to match, and of what either has yet to free.
+    const auto outcome = watch(peer, until, [&] {
       if (reap()) SharedBoard::notify(member(peer));
       return try_to_announce();
     });
     if (outcome != Outcome::kDone)
-      throw std::runtime_error("it is " + std::to_string(SharedBoard::Channel::kSlots) + " messages behind");
+      throw std::runtime_error(c10::str("it is ", size_t{SharedBoard::Channel::kSlots}, " messages behind"));
   }
-  if (announcement.met != nullptr) {
-    fulfil(*announcement.met, is_send, data, peer);
+  if (slots.matched != nullptr) {
+    fulfil(*slots.matched, is_send, data, peer);
     return nullptr;
   }
   if (announced_.size() >= reap_at_) reap();
-  announced_.push_back(std::make_shared<Ticket>(announcement.announced, peer));
+  announced_.push_back(std::make_shared<Announcement>(slots.own, peer));
   return announced_.back();
 }
 
 void PeerMemory::fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer) {
-  const bool fits = slot.bytes == slot.other_bytes;
-  const std::string misfit =
-      "it has " + std::to_string(slot.bytes) + " bytes where this rank has " + std::to_string(slot.other_bytes);
+  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(peer)); });
+  if (slot.bytes != slot.other_bytes)
+    throw std::runtime_error(c10::str("it has ", slot.bytes, " bytes where this rank has ", slot.other_bytes));
   try {
-    if (!fits) throw std::runtime_error(misfit);
     copy(is_send, own, slot.address, slot.bytes, peer);
   } catch (...) {
-    if (fits) slot.state.store(SharedBoard::kBroken, std::memory_order_release);
-    SharedBoard::notify(member(peer));
+    slot.state.store(SharedBoard::kBroken, std::memory_order_release);
     throw;
   }
   slot.state.store(SharedBoard::kDone, std::memory_order_release);
-  SharedBoard::notify(member(peer));
 }
 
 // Frees the slots of messages that are over, and forgets those. Whether there were any.
 bool PeerMemory::reap() {
   bool freed = false;
-  std::erase_if(announced_, [&](const Announced& ticket) {
-    if (ticket->slot != nullptr && ticket->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
-      std::exchange(ticket->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
+  std::erase_if(announced_, [&](const Announced& message) {
+    if (message->slot != nullptr && message->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
+      std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
       freed = true;
     }
-    return ticket->slot == nullptr;
+    return message->slot == nullptr;
   });
   reap_at_ = 2 * announced_.size() + 64;
   return freed;
 }
 
-PeerMemory::Outcome PeerMemory::wait(const Announced& message) {
+PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
   if (!message || message->slot == nullptr) return Outcome::kDone;
   uint32_t state = SharedBoard::kFree;
-  const Outcome outcome = watch(message->peer, [&] {
+  const Outcome outcome = watch(message->peer, until, [&] {
     state = message->slot->state.load(std::memory_order_acquire);
     return state == SharedBoard::kDone || state == SharedBoard::kOtherBytes || state == SharedBoard::kBroken;
   });
@@ -267,7 +297,7 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message) {
 }
 
 template <class IsOver>
-PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
+PeerMemory::Outcome PeerMemory::watch(int peer, Deadline until, IsOver is_over) {
   SharedBoard::Member& self = member(rank_);
   if (is_over()) return Outcome::kDone;
   const auto began = steady_clock::now();
@@ -281,12 +311,12 @@ PeerMemory::Outcome PeerMemory::watch(int peer, IsOver is_over) {
     if (has_left) return Outcome::kPeerLeft;
     const auto now = steady_clock::now();
     if (may_spin_ && now - began < kSpin) continue;
-    if (now - began >= timeout_) return Outcome::kTimedOut;
+    if (now >= until) return Outcome::kTimedOut;
     if (now - asked >= kAskEvery) {
       asked = now;
       if (!is_alive(peer)) return Outcome::kPeerDied;
     }
-    SharedBoard::sleep(self, seen, std::min<std::chrono::nanoseconds>(kAskEvery, began + timeout_ - now));
+    SharedBoard::sleep(self, seen, std::min<std::chrono::nanoseconds>(kAskEvery, until - now));
   }
 }
 
@@ -295,9 +325,10 @@ void PeerMemory::interrupt() {
   SharedBoard::notify(member(rank_));
 }
 
-void PeerMemory::close() noexcept {
-  if (member(rank_).has_left.exchange(1) != 0) return;
+bool PeerMemory::close() noexcept {
+  if (member(rank_).has_left.exchange(1) != 0) return !may_be_touched_.load();
   const int self = local_[rank_];
+  const auto until = steady_clock::now() + kCopyGrace;
   for (size_t rank = 0; rank < local_.size(); ++rank) {
     const int other = local_[rank];
     if (other < 0 || other == self) continue;
@@ -305,14 +336,20 @@ void PeerMemory::close() noexcept {
       std::this_thread::yield();
       return is_alive(static_cast<int>(rank));
     };
-    try {
-      SharedBoard::take_back(board_->channel(self, other), SharedBoard::kSend, while_copying);
-      SharedBoard::take_back(board_->channel(other, self), SharedBoard::kReceive, while_copying);
-    } catch (const std::exception&) {
-      // The peer died, and touches nothing any more.
-    }
+    const auto take_back = [&](SharedBoard::Channel& channel, SharedBoard::State kind) {
+      try {
+        return SharedBoard::take_back(channel, kind, until, while_copying);
+      } catch (const std::exception&) {
+        return !is_alive(static_cast<int>(rank));  // it died, and touches nothing any more; or has stopped in there
+      }
+    };
+    const bool gives = take_back(board_->channel(self, other), SharedBoard::kSend);
+    const bool takes = take_back(board_->channel(other, self), SharedBoard::kReceive);
+    if (!gives || !takes) may_be_touched_ = true;
     SharedBoard::notify(board_->member(other));
   }
+  permission_.reset();
+  return !may_be_touched_;
 }
 
 }  // namespace tessera

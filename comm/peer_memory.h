@@ -10,64 +10,78 @@
 #include <vector>
 
 #include "tessera/comm/shared_board.h"
+#include "tessera/comm/tracer_permission.h"
 
 namespace tessera {
 
-// Messages between ranks of one host that go straight from one's memory into the other's: one copy, no
-// socket, no thread, no staging.
+// Messages between ranks of one host that go straight from one's memory into the other's: one copy, no socket, no
+// thread, no staging.
 //
-// A message is announced on a board that the ranks share (shared_board.h): where the tensor lies, and a
-// tag. Who comes second, the sender or the receiver, copies, then and there, by process_vm_writev or
-// process_vm_readv, or memcpy where ranks are threads of one process. So whoever announces a message that
-// its peer waits for finds it done. (Cross-memory attach, as Open MPI and UCX move messages within a host.)
+// A message is announced on a board that the ranks share (shared_board.h): where the tensor lies, and a tag. Who comes
+// second, the sender or the receiver, copies, then and there, by process_vm_writev or process_vm_readv, or memcpy where
+// ranks are threads of one process. So whoever announces a message that its peer waits for finds it done.
+// (Cross-memory attach, as Open MPI and UCX move messages within a host.)
 //
-// Linux alone has the calls; a kernel or a container may forbid them. connect() tries them and leaves out
-// what does not work. Under Yama's ptrace_scope 1 it lets processes of the same user attach to this one
-// (prctl PR_SET_PTRACER), as those libraries do.
+// Linux alone has the calls; a kernel or a container may forbid them. connect() tries them and leaves out what does not
+// work. Under Yama's ptrace_scope 1 it lets processes that descend from the ranks' nearest common ancestor, the
+// launcher, attach to this one for as long as the group lives (tracer_permission.h).
 class PeerMemory {
  public:
   // A message that this rank announced; without a slot it is over.
-  struct Ticket {
+  struct Announcement {
     SharedBoard::Slot* slot;
     const int peer;
   };
-  using Announced = std::shared_ptr<Ticket>;  // null: over at once
+  using Announced = std::shared_ptr<Announcement>;  // null: over at once
 
   enum class Outcome { kDone, kInterrupted, kTimedOut, kPeerLeft, kPeerDied, kOtherBytes };
 
-  // Finds out through the store which ranks share a host and whether they reach each other's memory; all
-  // or none of a host's ranks do. Null if nobody is reached. Collective; `is_wanted` may differ.
+  // Finds out through the store which ranks share a host and whether they reach each other's memory; all or none of a
+  // host's ranks do. Null if nobody is reached. Collective; `is_wanted` may differ.
   static std::unique_ptr<PeerMemory> connect(c10d::Store& store, int rank, int size, std::chrono::milliseconds timeout,
                                              bool is_wanted);
   ~PeerMemory();
 
   bool reaches(int peer) const { return local_[peer] >= 0; }
+  // Every rank of the group: then all ranks do.
+  bool reaches_all() const { return board_->ranks() == static_cast<int>(local_.size()); }
 
-  // The peer's message with the same tag gets, or gives, the tensor's bytes. The tensor is contiguous, on
-  // the CPU, and stays alive and as it is until wait() or close(). Throws std::runtime_error if the peer's
-  // memory cannot be reached any more, or has another number of bytes for this tag. A rank that is a
-  // thousand messages ahead of its peer waits for it here, at most the timeout.
-  Announced send(const at::Tensor& tensor, int peer, uint64_t tag);
-  Announced receive(const at::Tensor& tensor, int peer, uint64_t tag);
+  // The peer's message with the same tag gets, or gives, the tensor's bytes. The tensor is contiguous, on the CPU, and
+  // stays alive and as it is until wait() or close(). Throws std::runtime_error if the peer's memory cannot be reached
+  // any more, or has another number of bytes for this tag. A rank that is a thousand messages ahead of its peer waits
+  // for it here, at most the timeout.
+  Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
+    return announce(SharedBoard::kSend, tensor, peer, tag);
+  }
+  Announced receive(const at::Tensor& tensor, int peer, uint64_t tag) {
+    return announce(SharedBoard::kReceive, tensor, peer, tag);
+  }
 
-  // Returns when the message is over. After anything but kDone it is still announced: close() follows.
-  Outcome wait(const Announced& message);
+  using Deadline = SharedBoard::Deadline;
+
+  // Returns when the message is over, or then. After anything but kDone it is still announced: close() follows.
+  Outcome wait(const Announced& message, Deadline until);
+  Outcome wait(const Announced& message) { return wait(message, std::chrono::steady_clock::now() + timeout_); }
 
   // Makes a wait() of another thread return kInterrupted, or the next one. Thread-safe.
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 
-  // Takes back what was announced and not met, so that no peer touches this rank's memory once this has
-  // returned; waits of peers for it end. Thread-safe, and more than once.
-  void close() noexcept;
+  // Takes back what was announced and not matched, so that no peer touches this rank's memory once this has returned;
+  // waits of peers for it end. False if a peer that has announced itself as the one who copies has not ended within a
+  // second: it is stopped, and goes on when it is continued, so what was announced has to stay where it is for as long
+  // as the process lives. Thread-safe, and more than once.
+  bool close() noexcept;
 
  private:
-  PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::chrono::milliseconds timeout);
+  struct Peer;  // what is known of another rank's process
+  PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::vector<Peer> peers,
+             std::unique_ptr<TracerPermission> permission, std::chrono::milliseconds timeout);
   Announced announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag);
   void fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer);
   void copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const;
   template <class IsOver>
-  Outcome watch(int peer, IsOver is_over);
+  Outcome watch(int peer, Deadline until, IsOver is_over);
   bool reap();
   bool is_alive(int peer) const;
   SharedBoard::Member& member(int peer) const { return board_->member(local_[peer]); }
@@ -75,11 +89,14 @@ class PeerMemory {
   const int rank_;
   const std::vector<int> local_;  // a rank's number on this host, -1 on others
   const std::shared_ptr<SharedBoard> board_;
+  const std::vector<Peer> peers_;                 // by their numbers on this host
+  std::unique_ptr<TracerPermission> permission_;  // until close()
   const std::chrono::milliseconds timeout_;
   const bool may_spin_;               // a processor is there for every rank
   std::vector<Announced> announced_;  // and some that are over
   size_t reap_at_ = 64;
   std::atomic<bool> interrupted_ = false;
+  std::atomic<bool> may_be_touched_ = false;  // after close()
 };
 
 }  // namespace tessera

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "tessera/async/operation_handle.h"
+#include "tessera/memory/memory_kind.h"
 
 namespace tessera {
 
@@ -18,7 +19,10 @@ class [[nodiscard]] Pending : public OperationHandle<AsyncOperation> {
   // Waits for the operation, at most the group's timeout. The results are then there: in memory (gloo), or ordered
   // into the current stream of the device (NCCL). They may be read, and the tensors changed. A second call returns
   // at once. Throws CommError, which names the operation, the unit and the rank.
-  void wait() { finish(); }
+  void wait() {
+    const MemoryKindScope kind(MemoryKind::kTransport);
+    finish();
+  }
 };
 
 }  // namespace tessera

@@ -5,8 +5,6 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
-#include <stdexcept>
-#include <string>
 
 namespace tessera {
 namespace {
@@ -37,27 +35,31 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
         for (int64_t i = 0; i < numel; ++i) combine(sum[i], static_cast<Accumulator>(values[i]), op);
       }
     }
-    if (op == ReduceOp::kAverage) {
+    if (op == ReduceOp::kAverage)
       for (int64_t i = 0; i < numel; ++i) sum[i] /= divisor;
-    }
     for (int64_t i = 0; i < numel; ++i) out[block + i] = static_cast<Scalar>(sum[i]);
   }
+}
+
+// over(numel, body) calls body(begin, end) for all of them.
+template <class Over>
+void reduce_over(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op, Over over) {
+  AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "reduce_in_rank_order", [&] {
+    std::vector<const scalar_t*> values;
+    for (const at::Tensor& part : parts) values.push_back(part.const_data_ptr<scalar_t>());
+    auto* result = out.mutable_data_ptr<scalar_t>();
+    over(out.numel(), [&](int64_t begin, int64_t end) { reduce_range(result, values, op, begin, end); });
+  });
 }
 
 }  // namespace
 
 void reduce_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
-  if (op == ReduceOp::kAverage && !at::isFloatingType(out.scalar_type()))
-    throw std::invalid_argument(std::string("an average of ") + c10::toString(out.scalar_type()) +
-                                " values: expected a floating-point dtype");
-  AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "reduce_in_rank_order", [&] {
-    std::vector<const scalar_t*> values;
-    values.reserve(parts.size());
-    for (const at::Tensor& part : parts) values.push_back(part.const_data_ptr<scalar_t>());
-    auto* result = out.mutable_data_ptr<scalar_t>();
-    at::parallel_for(0, out.numel(), kGrainNumel,
-                     [&](int64_t begin, int64_t end) { reduce_range(result, values, op, begin, end); });
-  });
+  reduce_over(out, parts, op, [](int64_t numel, auto body) { at::parallel_for(0, numel, kGrainNumel, body); });
+}
+
+void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+  reduce_over(out, parts, op, [](int64_t numel, auto body) { body(0, numel); });
 }
 
 }  // namespace tessera

@@ -1,13 +1,20 @@
 #include "tessera/comm/shared_board.h"
 
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <ctime>
+#include <map>
+#include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -16,9 +23,9 @@
 namespace tessera {
 namespace {
 
-size_t bytes_for(int ranks) {
+size_t bytes_for(size_t header_bytes, int ranks) {
   const auto count = static_cast<size_t>(ranks);
-  return count * sizeof(SharedBoard::Member) + count * count * sizeof(SharedBoard::Channel);
+  return header_bytes + count * sizeof(SharedBoard::Member) + count * count * sizeof(SharedBoard::Channel);
 }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -32,12 +39,25 @@ void initialise(pthread_mutex_t& mutex) {
   pthread_mutexattr_destroy(&attributes);
 }
 
+timespec as_timespec(std::chrono::nanoseconds time) {
+  return {static_cast<time_t>(time.count() / 1000000000), static_cast<long>(time.count() % 1000000000)};
+}
+
+// Boards of this process that others of its threads may still open.
+std::mutex boards_mutex;
+std::map<std::string, std::weak_ptr<SharedBoard>>& boards() {
+  static auto* const boards = new std::map<std::string, std::weak_ptr<SharedBoard>>;
+  return *boards;
+}
+
 // Holds a channel's lock.
 class ChannelLock {
  public:
-  explicit ChannelLock(SharedBoard::Channel& channel) : mutex_(channel.mutex) {
-    const int result = ::pthread_mutex_lock(&mutex_);
+  ChannelLock(SharedBoard::Channel& channel, SharedBoard::Deadline until) : mutex_(channel.mutex) {
+    int result = ::pthread_mutex_trylock(&mutex_);
+    if (result == EBUSY) result = lock_until(until);
     if (result == 0) return;
+    if (result == ETIMEDOUT) throw std::runtime_error("timed out: its process has stopped");
     if (result != EOWNERDEAD) throw std::system_error(result, std::generic_category(), "pthread_mutex_lock");
     ::pthread_mutex_consistent(&mutex_);
     ::pthread_mutex_unlock(&mutex_);
@@ -48,6 +68,17 @@ class ChannelLock {
   ChannelLock& operator=(const ChannelLock&) = delete;
 
  private:
+  int lock_until(SharedBoard::Deadline until) {
+#ifdef __SANITIZE_THREAD__  // which does not know clocklock, and would take each unlock for one too many
+    const auto left = until - std::chrono::steady_clock::now();
+    const auto time = as_timespec((std::chrono::system_clock::now() + left).time_since_epoch());
+    return ::pthread_mutex_timedlock(&mutex_, &time);
+#else  // the clock of the wall may be set back
+    const auto time = as_timespec(until.time_since_epoch());
+    return ::pthread_mutex_clocklock(&mutex_, CLOCK_MONOTONIC, &time);
+#endif
+  }
+
   pthread_mutex_t& mutex_;
 };
 
@@ -56,29 +87,64 @@ class ChannelLock {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share them");
 
 std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
-  const int fd = ::memfd_create("tessera", MFD_CLOEXEC);
+  const int fd = ::memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
-  if (::ftruncate(fd, static_cast<off_t>(bytes_for(ranks))) != 0) {
+  if (::ftruncate(fd, static_cast<off_t>(bytes_for(sizeof(Header), ranks))) != 0 ||
+      ::fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    const int error = std::exchange(errno, 0);
     ::close(fd);
+    errno = error;
     fail("ftruncate");
   }
   std::shared_ptr<SharedBoard> board(new SharedBoard(fd, ranks));
+  Header& header = board->header();
+  if (::getrandom(header.number, sizeof(header.number), 0) != sizeof(header.number)) fail("getrandom");
+  header.ranks = ranks;
   for (int from = 0; from < ranks; ++from)
     for (int to = 0; to < ranks; ++to)
       if (from != to) initialise(board->channel(from, to).mutex);
+  std::lock_guard lock(boards_mutex);
+  std::erase_if(boards(), [](const auto& entry) { return entry.second.expired(); });
+  boards().emplace(board->notice(), board);
   return board;
 }
 
-std::shared_ptr<SharedBoard> SharedBoard::open(pid_t pid, int fd, int ranks) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (own < 0) fail(path.c_str());
-  std::shared_ptr<SharedBoard> board(new SharedBoard(own, ranks));
-  board->close_fd();
+std::string SharedBoard::notice() const {
+  const Header& own = header();
+  return c10::str(::getpid(), ' ', fd_, ' ', own.number[0], ' ', own.number[1]);
+}
+
+std::shared_ptr<SharedBoard> SharedBoard::open(const std::string& notice, int ranks) {
+  std::istringstream text(notice);
+  pid_t pid = 0;
+  int fd = -1;
+  uint64_t number[2];
+  if (!(text >> pid >> fd >> number[0] >> number[1])) throw std::runtime_error("no board");
+  std::shared_ptr<SharedBoard> board;
+  if (pid == ::getpid()) {
+    // Not another mapping of it: what threads do there is ordered for those who watch (ThreadSanitizer) only under one
+    // address.
+    std::lock_guard lock(boards_mutex);
+    const auto found = boards().find(notice);
+    if (found != boards().end()) board = found->second.lock();
+  } else {
+    const std::string path = c10::str("/proc/", pid, "/fd/", fd);
+    const int own = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (own < 0) fail(path.c_str());
+    struct stat file {};
+    if (::fstat(own, &file) == 0 && file.st_size == static_cast<off_t>(bytes_for(sizeof(Header), ranks)))
+      board.reset(new SharedBoard(own, ranks));
+    else
+      ::close(own);
+    if (board) board->close_fd();
+  }
+  const bool is_meant =
+      board && board->header().ranks == ranks && std::equal(number, number + 2, board->header().number);
+  if (!is_meant) throw std::runtime_error("no board of these ranks");
   return board;
 }
 
-SharedBoard::SharedBoard(int fd, int ranks) : fd_(fd), ranks_(ranks), bytes_(bytes_for(ranks)) {
+SharedBoard::SharedBoard(int fd, int ranks) : fd_(fd), ranks_(ranks), bytes_(bytes_for(sizeof(Header), ranks)) {
   void* base = ::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
   if (base == MAP_FAILED) {
     close_fd();
@@ -96,15 +162,17 @@ void SharedBoard::close_fd() {
   if (fd_ >= 0) ::close(std::exchange(fd_, -1));
 }
 
-SharedBoard::Member& SharedBoard::member(int rank) const { return reinterpret_cast<Member*>(base_)[rank]; }
+SharedBoard::Member& SharedBoard::member(int rank) const {
+  return reinterpret_cast<Member*>(base_ + sizeof(Header))[rank];
+}
 
 SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
-  auto* channels = reinterpret_cast<Channel*>(base_ + static_cast<size_t>(ranks_) * sizeof(Member));
+  auto* channels = reinterpret_cast<Channel*>(base_ + sizeof(Header) + static_cast<size_t>(ranks_) * sizeof(Member));
   return channels[from * ranks_ + to];
 }
 
-// No notification is lost: this counts before it looks whether the member sleeps, and sleep() says that it sleeps
-// before the system compares the count with `seen`.
+// None is lost: this counts before it looks whether the member sleeps, and sleep() says that it sleeps before the
+// system compares the count with `seen`.
 void SharedBoard::notify(Member& member) {
   member.events.fetch_add(1);
   if (member.is_asleep.load() != 0) ::syscall(SYS_futex, &member.events, FUTEX_WAKE, 1, nullptr, nullptr, 0);
@@ -112,15 +180,15 @@ void SharedBoard::notify(Member& member) {
 
 void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most) {
   self.is_asleep.store(1);
-  const timespec time{static_cast<time_t>(most.count() / 1000000000), static_cast<long>(most.count() % 1000000000)};
+  const timespec time = as_timespec(most);
   ::syscall(SYS_futex, &self.events, FUTEX_WAIT, seen, &time, nullptr, 0);
   self.is_asleep.store(0);
 }
 
-SharedBoard::Announcement SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
-                                                uint64_t bytes) {
+SharedBoard::Announced SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
+                                             uint64_t bytes, Deadline until) {
   const uint32_t opposite = kind == kSend ? kReceive : kSend;
-  const ChannelLock lock(channel);
+  const ChannelLock lock(channel, until);
   Slot* free_slot = nullptr;
   for (uint32_t i = 0; i < channel.used; ++i) {
     Slot& slot = channel.slots[i];
@@ -129,7 +197,7 @@ SharedBoard::Announcement SharedBoard::announce(Channel& channel, State kind, ui
     if (state != opposite || slot.tag != tag) continue;
     slot.other_bytes = bytes;
     slot.state.store(slot.bytes == bytes ? kCopying : kOtherBytes, std::memory_order_release);
-    return {.met = &slot};
+    return {.matched = &slot};
   }
   if (free_slot == nullptr && channel.used < Channel::kSlots) free_slot = &channel.slots[channel.used++];
   if (free_slot == nullptr) return {};
@@ -137,13 +205,13 @@ SharedBoard::Announcement SharedBoard::announce(Channel& channel, State kind, ui
   free_slot->address = address;
   free_slot->bytes = bytes;
   free_slot->state.store(kind, std::memory_order_release);
-  return {.announced = free_slot};
+  return {.own = free_slot};
 }
 
-void SharedBoard::take_back(Channel& channel, State kind, const std::function<bool()>& while_copying) {
+bool SharedBoard::take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying) {
   uint32_t used = 0;
   {
-    const ChannelLock lock(channel);
+    const ChannelLock lock(channel, until);
     used = channel.used;
     for (uint32_t i = 0; i < used; ++i) {
       uint32_t state = kind;
@@ -151,8 +219,9 @@ void SharedBoard::take_back(Channel& channel, State kind, const std::function<bo
     }
   }
   for (uint32_t i = 0; i < used; ++i)
-    while (channel.slots[i].state.load(std::memory_order_acquire) == kCopying && while_copying()) {
-    }
+    while (channel.slots[i].state.load(std::memory_order_acquire) == kCopying && while_copying())
+      if (std::chrono::steady_clock::now() >= until) return false;
+  return true;
 }
 
 }  // namespace tessera

@@ -9,16 +9,20 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 namespace tessera {
 
-// Shared memory in which the ranks of one host announce messages to each other: a member for each rank,
-// and slots for each ordered pair of them. Plain data, all zero at first but for the locks.
+// Shared memory in which the ranks of one host announce messages to each other: a member for each rank, and slots for
+// each ordered pair of them. Plain data, all zero at first but for the locks. It has no name that could be left behind:
+// it is a memfd, which the others open through /proc, where the kernel asks for the same permission as for reading the
+// process's memory. A number that nobody can guess says which one is meant. Ranks that are threads of one process share
+// one mapping.
 //
-// It has no name that could be left behind: it is a memfd, which the others open through /proc, where the
-// kernel asks for the same permission as for reading the process's memory.
+// A process may be stopped at any place, so nothing here waits without a deadline.
 class SharedBoard {
  public:
+  using Deadline = std::chrono::steady_clock::time_point;
   enum State : uint32_t { kFree, kSend, kReceive, kCopying, kDone, kOtherBytes, kBroken };
 
   // One announced message, and what became of it: kCopying and the states after it are its peer's doing.
@@ -36,7 +40,8 @@ class SharedBoard {
     std::atomic<uint32_t> is_asleep;
     std::atomic<uint32_t> has_left;
     int32_t pid;
-    uint64_t magic_address;  // where kMagic lies in its memory: for the question whether it is alive
+    uint64_t magic;  // a number that lies in its memory, where the next says: whether it can be reached
+    uint64_t magic_address;
   };
 
   // What goes from one rank to another.
@@ -47,33 +52,33 @@ class SharedBoard {
     Slot slots[kSlots];
   };
 
-  static constexpr uint64_t kMagic = 0x7e55e2a0c0ffee11;
-
   // A new one for that many ranks. Throws std::system_error.
   static std::shared_ptr<SharedBoard> create(int ranks);
-  // The one that another process made and has open as `fd`.
-  static std::shared_ptr<SharedBoard> open(pid_t pid, int fd, int ranks);
+  // The one of that many ranks for which a rank gave this notice, in this process or another one. Throws
+  // std::runtime_error if it cannot be opened, or is none.
+  static std::shared_ptr<SharedBoard> open(const std::string& notice, int ranks);
   ~SharedBoard();
   SharedBoard(const SharedBoard&) = delete;
   SharedBoard& operator=(const SharedBoard&) = delete;
 
-  int fd() const { return fd_; }
-  void close_fd();  // once all have opened it
+  std::string notice() const;  // for open()
+  void close_fd();             // once all have opened it
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
 
-  // The slot that the peer announced with this tag and the opposite kind, which the caller then has to
-  // fulfil (kCopying; kOtherBytes if it has another number of bytes, and all is said); else a new
-  // announcement; neither if there is no room. Throws std::runtime_error if the peer died in here.
-  struct Announcement {
-    Slot* met = nullptr;
-    Slot* announced = nullptr;
+  // The slot that the peer announced with this tag and the opposite kind, which the caller then has to fulfil
+  // (kCopying; kOtherBytes if it has another number of bytes, and all is said); else the caller's own, newly announced;
+  // neither if there is no room. Throws std::runtime_error if the peer died in here, or has stopped in here until then.
+  struct Announced {
+    Slot* matched = nullptr;
+    Slot* own = nullptr;
   };
-  static Announcement announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes);
-  // Frees what was announced in this kind and not met yet. `while_copying` is called for as long as
-  // something is being copied, until it returns false.
-  static void take_back(Channel& channel, State kind, const std::function<bool()>& while_copying);
+  static Announced announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes,
+                            Deadline until);
+  // Frees what was announced in this kind and not matched yet. `while_copying` is called for as long as something is
+  // being copied, until it returns false. False if something still was at the deadline.
+  static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
   // Lets the member look again at what it waits for.
   static void notify(Member& member);
@@ -81,7 +86,13 @@ class SharedBoard {
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
  private:
+  // At the start of the memory.
+  struct alignas(64) Header {
+    uint64_t number[2];
+    int32_t ranks;
+  };
   SharedBoard(int fd, int ranks);
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
 
   int fd_;
   const int ranks_;

@@ -1,8 +1,18 @@
 #include "tessera/comm/stall_watch.h"
 
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <future>
 #include <map>
+#include <mutex>
+#include <optional>
+#include <span>
 #include <sstream>
 #include <utility>
+#include <vector>
 
 namespace tessera {
 namespace {
@@ -10,169 +20,260 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kStall = std::chrono::seconds(1);
-constexpr auto kLookEvery = std::chrono::milliseconds(250);
 // More than can be in flight at once; what lies further back has ended on all ranks.
 constexpr size_t kRecentOperations = 64;
+// Those that an error lists: the first to fail are the cause.
+constexpr int kMostFailures = 4;
 
-std::vector<uint8_t> bytes_of(const std::string& text) { return {text.begin(), text.end()}; }
+const std::string kStarted = "tessera/started";  // what one rank that waits has started; every other one compares
+
+std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
+std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
+
+// In the order in which they were published.
+std::string failures(c10d::Store& store) {
+  std::vector<std::string> texts;
+  for (int number = 1; number <= kMostFailures && store.check({failure_key(number)}); ++number)
+    texts.push_back(store.get_to_str(failure_key(number)));
+  return c10::Join("; ", texts);
+}
+
+// Those of the ranks that have not said that they wait. The store says of several keys whether all are there, so a few
+// that are not are soon found among many.
+void find_absent(c10d::Store& store, std::span<const int> ranks, std::vector<int>& absent) {
+  std::vector<std::string> keys;
+  for (int rank : ranks) keys.push_back(waiting_key(rank));
+  if (ranks.empty() || store.check(keys)) return;
+  if (ranks.size() == 1) return absent.push_back(ranks[0]);
+  find_absent(store, ranks.first(ranks.size() / 2), absent);
+  find_absent(store, ranks.subspan(ranks.size() / 2), absent);
+}
+
+// What `ask` returns, by a thread that is left to itself if that takes too long: then nothing. Throws what `ask` does.
+template <class Ask>
+auto in_time(Ask ask) -> std::optional<decltype(ask())> {
+  std::packaged_task<decltype(ask())()> task(std::move(ask));
+  auto answer = task.get_future();
+  std::thread thread(std::move(task));
+  const bool is_answered = answer.wait_for(StallWatch::kPatience) == std::future_status::ready;
+  is_answered ? thread.join() : thread.detach();
+  return is_answered ? std::optional(answer.get()) : std::nullopt;
+}
 
 }  // namespace
 
+struct StallWatch::State {
+  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, std::function<void()> callback)
+      : store(std::move(shared)), rank(own), size(ranks), interrupt(std::move(callback)) {}
+
+  void run();
+
+  struct Started {
+    uint64_t sequence;
+    std::string description;
+  };
+
+  const c10::intrusive_ptr<c10d::Store> store;
+  const int rank;
+  const int size;
+
+  std::mutex mutex;  // guards what follows
+  std::condition_variable wake;
+  bool stops = false, has_ended = false;
+  bool waiting = false;
+  bool failure_published = false;
+  std::string store_failure;
+  steady_clock::time_point wait_began;
+  std::deque<Started> recent;
+  std::string explanation;
+
+  std::mutex interrupt_mutex;
+  std::function<void()> interrupt;  // null once the watch is gone
+
+ private:
+  void look();  // one look into the store, on behalf of a wait that takes long
+  void end_looks();
+  std::string divergence(const std::deque<Started>& own, const std::string& shown) const;
+
+  // The thread's own.
+  bool said_that_it_waits_ = false;
+  std::string shown_;  // by this rank, as kStarted
+};
+
 StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::function<void()> interrupt)
-    : store_(std::move(store)), rank_(rank), size_(size), interrupt_(std::move(interrupt)) {
-  if (size_ > 1) thread_ = std::thread([this] { run(); });
+    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(interrupt))) {
+  if (size > 1) thread_ = std::thread([state = state_] { state->run(); });
 }
 
 StallWatch::~StallWatch() {
+  if (!thread_.joinable()) return;
   {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
+    std::lock_guard lock(state_->interrupt_mutex);
+    state_->interrupt = nullptr;
   }
-  wake_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  std::unique_lock lock(state_->mutex);
+  state_->stops = true;
+  state_->wake.notify_all();
+  const bool has_ended = state_->wake.wait_for(lock, kPatience, [&] { return state_->has_ended; });
+  lock.unlock();
+  has_ended ? thread_.join() : thread_.detach();
 }
 
 void StallWatch::started(uint64_t sequence, std::string description) {
-  std::lock_guard lock(mutex_);
-  recent_.push_back({sequence, std::move(description)});
-  if (recent_.size() > kRecentOperations) recent_.pop_front();
+  std::lock_guard lock(state_->mutex);
+  state_->recent.push_back({sequence, std::move(description)});
+  if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
 
 void StallWatch::begin_wait() {
-  std::lock_guard lock(mutex_);
-  waiting_ = true;
-  wait_began_ = steady_clock::now();
+  std::lock_guard lock(state_->mutex);
+  state_->waiting = true;
+  state_->wait_began = steady_clock::now();
 }
 
 void StallWatch::end_wait() {
-  std::lock_guard lock(mutex_);
-  waiting_ = false;
-}
-
-std::string StallWatch::key(const char* kind, int rank) const {
-  return std::string("tessera/") + kind + "/" + std::to_string(rank);
-}
-
-bool StallWatch::read(const std::string& key, std::string* value) {
-  if (!store_->check({key})) return false;
-  const auto bytes = store_->get(key);
-  value->assign(bytes.begin(), bytes.end());
-  return true;
+  std::lock_guard lock(state_->mutex);
+  state_->waiting = false;
 }
 
 void StallWatch::publish_failure(const std::string& reason) noexcept {
-  {
-    std::lock_guard lock(mutex_);
-    if (std::exchange(failure_published_, true)) return;
-  }
   try {
-    store_->set(key("failed", rank_), bytes_of(reason));
-  } catch (const std::exception&) {
-    // The store lives in rank 0's process: where it is gone, the group is gone, and every rank
-    // sees its connections close.
-  }
-}
-
-std::string StallWatch::failures() {
-  std::ostringstream text;
-  for (int rank = 0; rank < size_; ++rank) {
-    std::string reason;
-    if (rank != rank_ && read(key("failed", rank), &reason)) text << "; rank " << rank << " failed: " << reason;
-  }
-  return text.str().empty() ? "" : text.str().substr(2);
-}
-
-// The first number under which this rank and another started different operations.
-std::string StallWatch::divergence(const std::deque<Started>& own) {
-  for (int rank = 0; rank < size_; ++rank) {
-    std::string text;
-    if (rank == rank_ || !read(key("started", rank), &text)) continue;
-    std::map<uint64_t, std::string> theirs;
-    std::istringstream lines(text);
-    uint64_t sequence = 0;
-    for (std::string line; lines >> sequence && lines.get() && std::getline(lines, line);) theirs[sequence] = line;
-    for (const Started& started : own) {
-      const auto other = theirs.find(started.sequence);
-      if (other == theirs.end() || other->second == started.description) continue;
-      std::ostringstream message;
-      message << "the ranks have diverged: operation #" << started.sequence << " is " << started.description
-              << " on rank " << rank_ << ", but " << other->second << " on rank " << rank;
-      return message.str();
+    {
+      std::lock_guard lock(state_->mutex);
+      if (std::exchange(state_->failure_published, true) || !state_->store_failure.empty()) return;
     }
+    in_time([store = state_->store, text = c10::str("rank ", state_->rank, " failed: ", reason)] {
+      store->set(failure_key(store->add("tessera/failures", 1)), text);
+      return true;
+    });
+  } catch (const std::exception&) {
+    // The store lives in rank 0's process: where it is gone, so is the group, and every rank's connections close.
   }
-  return "";
+}
+
+// What the store answers, or nothing.
+template <class Ask>
+auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
+  if (!store_failure().empty()) return std::nullopt;
+  std::string failure = "the store, in rank 0's process, does not answer";
+  try {
+    if (auto answer = in_time(std::move(ask))) return answer;
+  } catch (const std::exception& error) {
+    const std::string reason = error.what();
+    failure = "the store cannot be reached any more, so the process of rank 0 has probably ended (" +
+              reason.substr(0, reason.find('\n')) + ")";
+  }
+  std::lock_guard lock(state_->mutex);
+  state_->store_failure = std::move(failure);
+  return std::nullopt;
+}
+
+std::string StallWatch::store_failure() {
+  std::lock_guard lock(state_->mutex);
+  return state_->store_failure;
 }
 
 std::string StallWatch::explanation() {
   {
-    std::lock_guard lock(mutex_);
-    if (!explanation_.empty()) return explanation_;
+    std::lock_guard lock(state_->mutex);
+    if (!state_->explanation.empty()) return state_->explanation;
   }
-  try {
-    return failures();
-  } catch (const std::exception& error) {
-    return std::string("the store cannot be reached any more, so the process of rank 0 has probably ended (") +
-           error.what() + ")";
-  }
+  const auto found = ask_store([store = state_->store] { return failures(*store); });
+  std::lock_guard lock(state_->mutex);
+  if (found && !found->empty()) state_->failure_published = true;
+  return found.value_or("");
 }
 
 std::string StallWatch::who_waits() {
-  std::ostringstream waiting, absent;
-  try {
-    for (int rank = 0; rank < size_; ++rank) {
-      if (rank == rank_) continue;
-      std::ostringstream& list = store_->check({key("started", rank)}) ? waiting : absent;
-      list << (list.str().empty() ? "" : ", ") << rank;
-    }
-  } catch (const std::exception&) {
-    return "the store, in rank 0's process, does not answer";
-  }
-  std::ostringstream text;
-  if (!absent.str().empty()) text << "not waiting for any operation: rank " << absent.str();
-  if (!waiting.str().empty()) text << (absent.str().empty() ? "" : "; ") << "waiting as well: rank " << waiting.str();
-  return text.str();
+  std::vector<int> others, waiting;
+  for (int rank = 0; rank < state_->size; ++rank)
+    if (rank != state_->rank) others.push_back(rank);
+  const auto absent = ask_store([store = state_->store, others] {
+    std::vector<int> ranks;
+    find_absent(*store, others, ranks);
+    return ranks;
+  });
+  if (!absent) return "";
+  std::set_difference(others.begin(), others.end(), absent->begin(), absent->end(), std::back_inserter(waiting));
+  std::vector<std::string> texts;
+  if (!absent->empty()) texts.push_back("not waiting for any operation: rank " + c10::Join(", ", *absent));
+  if (!waiting.empty()) texts.push_back("waiting as well: rank " + c10::Join(", ", waiting));
+  return c10::Join("; ", texts);
 }
 
-void StallWatch::look() {
+// The first number under which this rank and the one that shows its operations started different ones.
+std::string StallWatch::State::divergence(const std::deque<Started>& own, const std::string& shown) const {
+  std::map<uint64_t, std::string> theirs;
+  std::istringstream lines(shown);
+  int other_rank = 0;
+  lines >> other_rank;
+  uint64_t sequence = 0;
+  for (std::string line; lines >> sequence && lines.get() && std::getline(lines, line);) theirs[sequence] = line;
+  for (const Started& started : own) {
+    const auto other = theirs.find(started.sequence);
+    if (other != theirs.end() && other->second != started.description)
+      return c10::str("the ranks have diverged: operation #", started.sequence, " is ", started.description,
+                      " on rank ", rank, ", but ", other->second, " on rank ", other_rank);
+  }
+  return "";
+}
+
+void StallWatch::State::look() {
   std::deque<Started> own;
+  std::string found;
   {
-    std::lock_guard lock(mutex_);
-    own = recent_;
+    std::lock_guard lock(mutex);
+    own = recent;
+    found = explanation;
   }
-  std::ostringstream log;
-  for (const Started& started : own) log << started.sequence << ' ' << started.description << '\n';
-  store_->set(key("started", rank_), bytes_of(log.str()));
-  std::string found = failures();
-  if (found.empty()) found = divergence(own);
-  if (found.empty()) return;
-  {
-    std::lock_guard lock(mutex_);
-    if (!waiting_) return;
-    if (explanation_.empty()) explanation_ = std::move(found);
+  if (found.empty()) {
+    std::ostringstream text;
+    text << rank << '\n';
+    for (const Started& started : own) text << started.sequence << ' ' << started.description << '\n';
+    const std::string log = text.str();
+    if (!std::exchange(said_that_it_waits_, true)) store->set(waiting_key(rank), "yes");
+    std::string shown = log;
+    if (shown_.empty()) {
+      const auto bytes =
+          store->compareSet(kStarted, std::vector<uint8_t>(), std::vector<uint8_t>(log.begin(), log.end()));
+      shown.assign(bytes.begin(), bytes.end());
+      if (shown == log) shown_ = log;
+    } else if (shown_ != log) {
+      store->set(kStarted, shown_ = log);
+    }
+    found = failures(*store);
+    const bool is_consequence = !found.empty();
+    if (found.empty() && shown != log) found = divergence(own, shown);
+    if (found.empty()) return;
+    std::lock_guard lock(mutex);
+    if (!waiting) return;
+    explanation = found;
+    failure_published |= is_consequence;
   }
-  interrupt_();  // again at the next look, should the wait have moved on to its next message just now
+  std::lock_guard lock(interrupt_mutex);
+  if (interrupt) interrupt();  // again at the next look, should the wait have moved on to its next message just now
 }
 
-void StallWatch::run() {
-  std::unique_lock lock(mutex_);
-  while (!stop_) {
-    wake_.wait_for(lock, kLookEvery, [this] { return stop_; });
-    const bool stalled = waiting_ && steady_clock::now() - wait_began_ > kStall;
-    if (stop_ || (!stalled && !published_)) continue;
-    published_ = stalled;
+void StallWatch::State::end_looks() {
+  if (std::exchange(said_that_it_waits_, false)) store->deleteKey(waiting_key(rank));
+  if (!std::exchange(shown_, "").empty()) store->deleteKey(kStarted);  // another one shows its own from now on
+}
+
+void StallWatch::State::run() {
+  std::unique_lock lock(mutex);
+  while (!wake.wait_for(lock, kLookEvery, [&] { return stops; })) {
+    const bool stalled = waiting && steady_clock::now() - wait_began > kStall;
+    if (!stalled && !said_that_it_waits_) continue;
     lock.unlock();
     try {
-      if (stalled) {
-        look();
-      } else {
-        store_->deleteKey(key("started", rank_));
-      }
+      stalled ? look() : end_looks();
     } catch (const std::exception&) {
-      // Rank 0's process, and the store with it, is gone or going: the connections to it close too,
-      // and the wait ends with that error.
+      // Rank 0's process, and the store with it, is going: so do the connections to it, and the wait ends by that.
     }
     lock.lock();
   }
+  has_ended = true;
+  wake.notify_all();
 }
 
 }  // namespace tessera

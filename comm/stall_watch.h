@@ -3,31 +3,33 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <mutex>
+#include <memory>
+#include <optional>
 #include <string>
-#include <string_view>
 #include <thread>
 
 namespace tessera {
 
-// Finds out, through the store, why an operation does not end: a second thread per rank that does
-// nothing while operations end within a second.
+// Finds out, through the store, why an operation does not end: a second thread per rank that does nothing while
+// operations end within a second. Then the first rank to look shows what it has started lately, and every other one
+// compares that with its own: ranks that started different operations under the same number have diverged (one of them
+// left out a layer, say). A rank that failed has left its reason in the store. Either ends the wait long before the
+// timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
+// fact.) A rank that waits calls the store eight times a second, however many ranks there are.
 //
-// Then it publishes what this rank has started lately and reads what the others published. A rank
-// that failed left its reason there. Ranks that started different operations under the same
-// number have diverged: one of them left out a layer, say. Either ends the wait long before the
-// timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for
-// reading after the fact.) Thread-safe.
+// The store is in rank 0's process, which may be stopped, and c10d's calls of it then have no timeout. So they are all
+// made by threads that can be left behind, and nothing here waits longer than kPatience for an answer. Thread-safe.
 class StallWatch {
  public:
-  // `interrupt` is called from the watch's thread, every quarter of a second, while a wait goes on
-  // that has become pointless; explanation() then tells why. A world of one needs no thread.
+  static constexpr std::chrono::milliseconds kPatience{2000};
+  static constexpr std::chrono::milliseconds kLookEvery{250};
+
+  // `interrupt` is called from the watch's thread, every quarter of a second, while a wait goes on that has become
+  // pointless; explanation() then tells why. A world of one needs no thread.
   StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::function<void()> interrupt);
-  ~StallWatch();
+  ~StallWatch();  // `interrupt` is not called any more
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
 
@@ -36,43 +38,26 @@ class StallWatch {
   void begin_wait();
   void end_wait();
 
-  // Tells all ranks that this one is out of the group. The first reason counts.
+  // Tells all ranks that this one is out of the group. The first reason counts; it is not told to anybody where
+  // explanation() has given other ranks' reasons, which all know.
   void publish_failure(const std::string& reason) noexcept;
 
-  // Why the last wait was interrupted, or, asked after a failure of the transport, what the ranks
-  // that failed said of it ("" if nothing is known).
+  // Why the last wait was interrupted, or, after a failure of the transport, what ranks that failed said of it; else
+  // "".
   std::string explanation();
 
-  // Which ranks wait too, and which do not: for the text of a timeout.
+  // Which ranks wait too, and which do not: for the text of a timeout. "" if the store does not say.
   std::string who_waits();
 
+  // Why the store did not say something that it was asked; "" if it did.
+  std::string store_failure();
+
  private:
-  struct Started {
-    uint64_t sequence;
-    std::string description;
-  };
+  template <class Ask>
+  auto ask_store(Ask ask) -> std::optional<decltype(ask())>;
 
-  void run();
-  void look();  // one look into the store, on behalf of a wait that takes long
-  std::string failures();
-  std::string divergence(const std::deque<Started>& own);
-  bool read(const std::string& key, std::string* value);
-  std::string key(const char* kind, int rank) const;
-
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const int rank_;
-  const int size_;
-  const std::function<void()> interrupt_;
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stop_ = false;
-  bool waiting_ = false;
-  bool published_ = false;
-  bool failure_published_ = false;
-  std::chrono::steady_clock::time_point wait_began_;
-  std::deque<Started> recent_;
-  std::string explanation_;
+  struct State;
+  const std::shared_ptr<State> state_;  // the thread's too
   std::thread thread_;
 };
 

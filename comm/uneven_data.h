@@ -4,10 +4,9 @@
 
 namespace tessera {
 
-// How many ranks still have data, for loops over parts of unequal length, since a rank that leaves the
-// loop early ends the group (torch's Join). Collective, one number. To use all data, ranks without any
-// go on with any batch and a loss of 0, and the gradients, averages over all ranks, are rescaled to
-// averages over those with data:
+// How many ranks still have data, for loops over parts of unequal length, since a rank that leaves the loop early ends
+// the group (torch's Join). Collective, one number. To use all data, ranks without any go on with any batch and a loss
+// of 0, and the gradients, averages over all ranks, are rescaled to averages over those with data:
 //
 //   while (int active = tessera::ranks_with_data(*comm, loader.has_next())) {
 //     const bool own = loader.has_next();

@@ -1,11 +1,18 @@
 #include "tessera/launch/launch.h"
 
+#include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <cstdlib>
+#include <exception>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
+#include <vector>
 
 #include "tessera/comm/backends.h"
+#include "tessera/launch/device_choice.h"
 #include "tessera/launch/launch_environment.h"
 #include "tessera/launch/local_address.h"
 #include "tessera/launch/rendezvous.h"
@@ -19,52 +26,55 @@ LaunchEnvironment read_launch_environment() {
   return parse_launch_environment([](const char* name) { return std::getenv(name); });
 }
 
+template <class... Parts>
+void require(bool holds, const Parts&... otherwise) {
+  if (!holds) throw std::invalid_argument(c10::str(otherwise...));
+}
+
 // Backend and device that the options mean: where one is not given, the other decides.
 struct Choice {
   bool nccl;
   at::Device device;
 };
 
-at::Device local_cuda_device(const LaunchEnvironment& environment) {
-  if (environment.local_rank < 0) {
-    throw std::invalid_argument("tessera::init: the launcher (" + environment.launcher +
-                                ") does not say which rank of its host this is, so no CUDA device can be chosen; "
-                                "set LOCAL_RANK, or InitOptions::device with an index");
-  }
-  return {at::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank)};
-}
-
 Choice choose(const InitOptions& options, const LaunchEnvironment& environment) {
-  if (!options.backend.empty() && options.backend != "gloo" && options.backend != "nccl") {
-    throw std::invalid_argument("tessera::init: InitOptions::backend is \"" + options.backend +
-                                "\"; expected \"gloo\", \"nccl\", or empty for the device's own");
-  }
-  if (options.timeout <= std::chrono::milliseconds::zero()) {
-    throw std::invalid_argument("tessera::init: InitOptions::timeout is " + std::to_string(options.timeout.count()) +
-                                " ms; expected more than 0");
-  }
-  if (options.device && !options.device->is_cpu() && !options.device->is_cuda()) {
-    throw std::invalid_argument("tessera::init: InitOptions::device is " + options.device->str() +
-                                "; expected cpu or cuda");
-  }
-  const bool on_cuda = options.device ? options.device->is_cuda() : options.backend == "nccl";
-  const bool nccl = options.backend.empty() ? on_cuda : options.backend == "nccl";
-  if (nccl != on_cuda) {
-    throw std::invalid_argument("tessera::init: InitOptions::backend is \"" + options.backend +
-                                "\" and InitOptions::device is " + options.device->str() +
-                                "; expected gloo with cpu or nccl with cuda");
-  }
-  if (!on_cuda) return {false, at::kCPU};
-  const bool has_index = options.device && options.device->has_index();
-  return {true, has_index ? *options.device : local_cuda_device(environment)};
+  const std::string& backend = options.backend;
+  require(backend.empty() || backend == "gloo" || backend == "nccl", "tessera::init: InitOptions::backend is \"",
+          backend, "\"; expected \"gloo\", \"nccl\", or empty for the device's own");
+  require(options.timeout > std::chrono::milliseconds::zero(), "tessera::init: InitOptions::timeout is ",
+          options.timeout.count(), " ms; expected more than 0");
+  const at::Device device = options.device.value_or(backend == "nccl" ? at::kCUDA : at::kCPU);
+  require(device.is_cpu() || device.is_cuda(), "tessera::init: InitOptions::device is ", device,
+          "; expected cpu or cuda");
+  const bool nccl = backend.empty() ? device.is_cuda() : backend == "nccl";
+  require(nccl == device.is_cuda(), "tessera::init: InitOptions::backend is \"", backend,
+          "\" and InitOptions::device is ", device, "; expected gloo with cpu or nccl with cuda");
+  require(nccl || !options.registered_memory,
+          "tessera::init: InitOptions::registered_memory is NCCL's, and this group "
+          "would be gloo's");
+  if (!nccl) return {false, at::kCPU};
+  const int visible_count = visible_cuda_devices();
+  if (visible_count > 0) return {true, choose_cuda_device(device, environment, visible_count)};
+  // No CUDA here: the backend says so.
+  return {true, device.has_index() ? device : at::Device(at::kCUDA, 0)};
 }
 
 // The address of this rank if that is not to be found out.
 std::string given_address(bool nccl) {
   // NCCL reads a variable of its own, NCCL_SOCKET_IFNAME, and asks nobody for an address.
   if (nccl) return "none";
-  const char* interface = std::getenv("GLOO_SOCKET_IFNAME");
-  return interface == nullptr || *interface == '\0' ? std::string() : interface_address(interface);
+  const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
+  return interface.empty() ? "" : interface_address(interface);
+}
+
+std::string reason_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
 }
 
 }  // namespace
@@ -73,21 +83,69 @@ bool launched() { return read_launch_environment().launched(); }
 
 std::shared_ptr<Communicator> init(InitOptions options) {
   const auto environment = read_launch_environment();
-  const auto choice = choose(options, environment);
-  if (!environment.note.empty()) TORCH_WARN("tessera::init: ", environment.note);
+  const auto [nccl, device] = choose(options, environment);
+  if (!environment.note.empty()) {
+    TORCH_WARN("tessera::init: ", environment.note);
+  }
 
   if (options.cache_memory) cache_memory();
-  Trace::set_rank_of_process(environment.rank);
+  const int rank = environment.rank, size = environment.world_size;
+  Trace::set_rank_of_process(rank);
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1"};
-  if (environment.world_size > 1) {
-    found = rendezvous(environment, given_address(choice.nccl), options.timeout);
-  }
-  if (choice.nccl) {
-    return make_nccl_communicator(found.store, environment.rank, environment.world_size, choice.device,
-                                  options.timeout);
-  }
-  return make_gloo_communicator(found.store, environment.rank, environment.world_size,
-                                {found.address, options.timeout, options.peer_memory});
+  if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
+  if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
+  if (nccl)
+    return make_nccl_communicator(found.store, rank, size, device, {options.timeout, options.registered_memory});
+  return make_gloo_communicator(found.store, rank, size, {found.address, options.timeout, options.peer_memory});
+}
+
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body) {
+  run_ranks(world, std::move(body), {});
+}
+
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options) {
+  require(world >= 1, "run_ranks: world is ", world, ", expected at least 1");
+  const bool nccl = options.backend == "nccl" || (options.device && options.device->is_cuda());
+  require(options.backend.empty() || options.backend == (nccl ? "nccl" : "gloo"), "run_ranks: backend '",
+          options.backend, "', expected gloo with cpu or nccl with cuda");
+  require(!options.device || (!options.device->has_index() && options.device->is_cuda() == nccl) ||
+              options.device->is_cpu(),
+          "run_ranks: device ", options.device.value_or(at::kCPU), ", expected cpu, or cuda without an index");
+  require(nccl || !options.registered_memory,
+          "run_ranks: InitOptions::registered_memory is NCCL's, and this group would "
+          "be gloo's");
+  require(!nccl || visible_cuda_devices() == 0 || world <= visible_cuda_devices(), "run_ranks: ", world,
+          " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
+
+  if (options.cache_memory) cache_memory();
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  auto rank_main = [&](int rank) {
+    std::shared_ptr<Communicator> comm;
+    Trace::set_rank_of_thread(rank);
+    try {
+      if (nccl) {
+        const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
+        if (visible_cuda_devices() > 0) use_cuda_device(device);
+        comm = make_nccl_communicator(store, rank, world, device, {options.timeout, options.registered_memory});
+      } else {
+        comm = make_gloo_communicator(store, rank, world, {"127.0.0.1", options.timeout, options.peer_memory});
+      }
+      body(comm);
+    } catch (...) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first_error) first_error = std::current_exception();
+      }
+      // The others see this error, at once, in whatever they wait for.
+      if (comm) comm->abort(reason_of(std::current_exception()));
+    }
+  };
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world; ++rank) ranks.emplace_back(rank_main, rank);
+  for (std::thread& rank : ranks) rank.join();
+  if (first_error) std::rethrow_exception(first_error);
 }
 
 }  // namespace tessera

@@ -1,11 +1,15 @@
 #include "tessera/launch/launch_environment.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <charconv>
-#include <cstdlib>
 #include <initializer_list>
+#include <iterator>
 #include <numeric>
 #include <stdexcept>
+
+#include "tessera/comm/fingerprint.h"
 
 namespace tessera {
 namespace {
@@ -13,8 +17,12 @@ namespace {
 constexpr size_t kMaxHosts = 65536;
 constexpr int kMaxPort = 65535;
 constexpr int kMaxRanks = 1 << 20;
+constexpr auto kTorchrunVariables = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
 
-[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument("tessera::init: " + message); }
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... message) {
+  throw std::invalid_argument(c10::str("tessera::init: ", message...));
+}
 
 std::optional<int64_t> to_number(std::string_view text) {
   int64_t number = 0;
@@ -22,6 +30,8 @@ std::optional<int64_t> to_number(std::string_view text) {
   if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return number;
 }
+
+using NameList = std::initializer_list<const char*>;
 
 // The environment, with errors that name variables.
 class Variables {
@@ -36,10 +46,9 @@ class Variables {
     return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
   }
 
-  std::optional<std::string> first_text(std::initializer_list<const char*> names) const {
-    for (const char* name : names) {
+  std::optional<std::string> first_text(NameList names) const {
+    for (const char* name : names)
       if (auto value = text(name)) return value;
-    }
     return std::nullopt;
   }
 
@@ -48,22 +57,21 @@ class Variables {
     const auto value = text(name);
     if (!value) return std::nullopt;
     const auto parsed = to_number(*value);
-    if (!parsed || *parsed < low || *parsed > high) {
-      fail(std::string(name) + "=" + *value + ": expected a whole number from " + std::to_string(low) + " to " +
-           std::to_string(high));
-    }
+    if (!parsed || *parsed < low || *parsed > high)
+      fail(name, "=", *value, ": expected a whole number from ", low, " to ", high);
     return static_cast<int>(*parsed);
   }
 
   // "RANK=1, WORLD_SIZE is not set"
-  std::string describe(std::initializer_list<const char*> names) const {
-    std::string all;
-    for (const char* name : names) {
-      if (!all.empty()) all += ", ";
-      const auto value = text(name);
-      all += value ? std::string(name) + "=" + *value : std::string(name) + " is not set";
-    }
-    return all;
+  std::string describe(NameList names) const {
+    std::vector<std::string> all;
+    for (const char* name : names)
+      all.push_back(has(name) ? c10::str(name, "=", *text(name)) : c10::str(name, " is not set"));
+    return c10::Join(", ", all);
+  }
+
+  [[noreturn]] void fail_half_set(std::string_view launcher, NameList names, std::string_view expected) const {
+    fail(launcher, "'s environment is half set: ", describe(names), "; expected ", expected);
   }
 
  private:
@@ -83,25 +91,14 @@ struct Group {
   int size;
 };
 
-std::string describe(const Group& group) {
-  return std::string(group.launcher) + "'s " + group.rank_name + "=" + std::to_string(group.rank) + ", " +
-         group.size_name + "=" + std::to_string(group.size);
-}
-
-// The group of a launcher with one variable for the rank and one for the size; nothing if neither
-// is set.
+// The group of a launcher with one variable for the rank and one for the size; nothing if neither is set.
 std::optional<Group> read_group(const Variables& variables, const char* launcher, const char* rank_name,
                                 const char* size_name) {
   const auto size = variables.number(size_name, 1, kMaxRanks);
   const auto rank = variables.number(rank_name, 0, kMaxRanks - 1);
   if (!rank && !size) return std::nullopt;
-  if (!rank || !size) {
-    fail(std::string(launcher) + "'s environment is half set: " + variables.describe({rank_name, size_name}) +
-         "; expected both or neither");
-  }
-  if (*rank >= *size) {
-    fail(variables.describe({rank_name, size_name}) + ": expected a rank below the size of the world");
-  }
+  if (!rank || !size) variables.fail_half_set(launcher, {rank_name, size_name}, "both or neither");
+  if (*rank >= *size) fail(variables.describe({rank_name, size_name}), ": expected a rank below the size of the world");
   return Group{launcher, rank_name, size_name, *rank, *size};
 }
 
@@ -110,10 +107,9 @@ std::optional<Group> read_open_mpi_group(const Variables& variables) {
   return group && group->size > 1 ? group : std::nullopt;
 }
 
-// Whether srun started this process as a task of a step. Slurm gives batch scripts SLURM_PROCID=0
-// and the job's SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step;
-// those two have SLURM_SUBMIT_DIR (so do tasks, which inherit it). With neither, somebody set
-// srun's variables by hand, and means them.
+// Whether srun started this process as a task of a step. Slurm gives batch scripts SLURM_PROCID=0 and the job's
+// SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step; those two have SLURM_SUBMIT_DIR (so
+// do tasks, which inherit it). With neither, somebody set srun's variables by hand, and means them.
 bool in_slurm_step(const Variables& variables) {
   if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
   return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
@@ -127,46 +123,36 @@ std::optional<Group> read_slurm_group(const Variables& variables) {
   return group && group->size > 1 ? group : std::nullopt;
 }
 
-// A launcher that runs once per node under another one and starts LOCAL_WORLD_SIZE ranks there has
-// other numbers for good reason.
-bool nested_in(const Variables& variables, const Group& inner, const Group& outer) {
-  const auto local = variables.number("LOCAL_WORLD_SIZE", 1, kMaxRanks);
-  return local && int64_t{outer.size} * *local == inner.size && inner.rank / *local == outer.rank;
-}
-
-void check_agreement(const Variables& variables, const Group& chosen, const std::optional<Group>& other) {
-  if (!other || (chosen.rank == other->rank && chosen.size == other->size)) return;
-  if (nested_in(variables, chosen, *other)) return;
-  fail("two launchers contradict each other: " + describe(chosen) + ", but " + describe(*other) +
-       "; unset the variables of one of them");
-}
-
-// torchrun's group. Scripts for Slurm and MPI often export one of RANK and WORLD_SIZE, for other
-// programs' sake: that is no half-set environment as long as `other` says the same.
+// torchrun's group; nothing if it is not set, or not as a whole and `other` says the same: scripts for Slurm and MPI
+// often export one of RANK and WORLD_SIZE for other programs' sake. Where both launchers name a group, it must be the
+// same, or torchrun's LOCAL_WORLD_SIZE ranks must have been started by each rank of the other.
 std::optional<Group> read_torchrun_group(const Variables& variables, const std::optional<Group>& other) {
   const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
   const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
-  if (other && rank.has_value() != size.has_value()) {
-    if (rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size) return std::nullopt;
-    fail("two launchers contradict each other: " + variables.describe({"RANK", "WORLD_SIZE"}) + ", but " +
-         describe(*other) + "; unset the variables of one of them");
-  }
-  if (rank.has_value() != size.has_value()) {
-    fail("torchrun's environment is half set: " +
-         variables.describe({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) +
-         "; expected all of them, or none for a world of one");
+  const bool is_whole = rank.has_value() == size.has_value();
+  if (!other && !is_whole)
+    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
+  if (other && (rank || size)) {
+    const bool is_same = rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size;
+    if (is_same && !is_whole) return std::nullopt;
+    const auto local = variables.number("LOCAL_WORLD_SIZE", 1, kMaxRanks);
+    const bool is_nested =
+        rank && size && local && int64_t{other->size} * *local == *size && *rank / *local == other->rank;
+    if (!is_same && !is_nested)
+      fail("two launchers contradict each other: torchrun's ", variables.describe({"RANK", "WORLD_SIZE"}), ", but ",
+           other->launcher, "'s ", variables.describe({other->rank_name, other->size_name}),
+           "; unset the variables of one of them");
   }
   return read_group(variables, "torchrun", "RANK", "WORLD_SIZE");
 }
 
-LaunchEnvironment start_environment(const Group& group) {
-  LaunchEnvironment environment;
-  environment.launcher = group.launcher;
-  environment.rank = group.rank;
-  environment.world_size = group.size;
-  environment.local_rank = group.size == 1 ? 0 : -1;
-  environment.local_world_size = group.size == 1 ? 1 : 0;
-  return environment;
+LaunchEnvironment start_environment(const Variables& variables, const Group& group) {
+  return {.launcher = group.launcher,
+          .rank = group.rank,
+          .world_size = group.size,
+          .local_rank = group.size == 1 ? 0 : -1,
+          .local_world_size = group.size == 1 ? 1 : 0,
+          .token = variables.text("TESSERA_STORE_TOKEN").value_or("")};
 }
 
 // Local rank and local size by the variables of these names, where they are set. On one host they
@@ -176,23 +162,19 @@ void read_local(const Variables& variables, const char* rank_name, const char* s
   if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
   if (const auto rank = variables.number(rank_name, 0, environment.world_size - 1)) environment.local_rank = *rank;
   if (environment.one_host() && environment.local_rank < 0) environment.local_rank = environment.rank;
-  if (environment.local_world_size > 0 && environment.local_rank >= environment.local_world_size) {
-    fail(variables.describe({rank_name, size_name}) + ": expected a local rank below the local size");
-  }
+  if (environment.local_world_size > 0 && environment.local_rank >= environment.local_world_size)
+    fail(variables.describe({rank_name, size_name}), ": expected a local rank below the local size");
 }
 
 LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group) {
-  auto environment = start_environment(group);
+  auto environment = start_environment(variables, group);
   environment.master_address = variables.text("MASTER_ADDR").value_or("");
   environment.master_port = variables.number("MASTER_PORT", 1, kMaxPort).value_or(0);
-  if (group.size > 1 && (environment.master_address.empty() || environment.master_port == 0)) {
-    fail("torchrun's environment is half set: " +
-         variables.describe({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) +
-         "; a world of more than one rank needs MASTER_ADDR and MASTER_PORT, where rank 0 is met");
-  }
-  if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE")) {
+  if (group.size > 1 && (environment.master_address.empty() || environment.master_port == 0))
+    variables.fail_half_set("torchrun", kTorchrunVariables,
+                            "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
+  if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE"))
     environment.local_world_size = group.size;  // whoever reaches that address is on this host
-  }
   read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
   environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
@@ -210,36 +192,33 @@ void find_master(const Variables& variables, const char* id_name, LaunchEnvironm
   } else if (!environment.job.empty()) {
     environment.master_port = derived_port(environment.job);
   } else {
-    fail(environment.launcher + "'s environment is half set: " + variables.describe({id_name, "MASTER_PORT"}) +
-         "; expected one of the two, for the port where rank 0 is met");
+    variables.fail_half_set(environment.launcher, {id_name, "MASTER_PORT"},
+                            "one of the two, for the port where rank 0 is met");
   }
 }
 
 LaunchEnvironment parse_open_mpi(const Variables& variables, const Group& group) {
-  auto environment = start_environment(group);
+  auto environment = start_environment(variables, group);
   read_local(variables, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", environment);
   environment.job = variables.first_text({"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"}).value_or("");
   find_master(variables, "PMIX_NAMESPACE", environment);
-  if (environment.master_address.empty()) {
-    fail("Open MPI's ranks are on several hosts (" +
-         variables.describe({"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR"}) +
+  if (environment.master_address.empty())
+    fail("Open MPI's ranks are on several hosts (",
+         variables.describe({"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR"}),
          "); expected MASTER_ADDR, the address of rank 0's host: mpirun -x MASTER_ADDR=<host> ...");
-  }
   return environment;
 }
 
 // How many tasks run on this node, 0 if Slurm's variables do not say or say it of another step.
 int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
   if (hosts == 1) return world_size;
-  const auto counts_text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
-  if (counts_text) {
-    const auto counts = expand_task_counts(*counts_text);
+  if (const auto text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})) {
+    const auto counts = expand_task_counts(*text);
     const auto node = variables.number("SLURM_NODEID", 0, kMaxRanks).value_or(0);
     const bool even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
     const bool of_this_step = std::accumulate(counts.begin(), counts.end(), int64_t{0}) == world_size;
-    if (of_this_step && (even || variables.has("SLURM_NODEID")) && static_cast<size_t>(node) < counts.size()) {
+    if (of_this_step && (even || variables.has("SLURM_NODEID")) && static_cast<size_t>(node) < counts.size())
       return counts[static_cast<size_t>(node)];
-    }
   }
   const auto per_node = variables.number("SLURM_NTASKS_PER_NODE", 1, kMaxRanks).value_or(0);
   const bool fits = int64_t{per_node} * static_cast<int64_t>(std::max<size_t>(hosts, 1)) == world_size;
@@ -247,24 +226,21 @@ int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
 }
 
 LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
-  auto environment = start_environment(group);
+  auto environment = start_environment(variables, group);
   const auto list = variables.first_text({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
   const auto hosts = list ? expand_host_list(*list) : std::vector<std::string>();
   environment.local_world_size = slurm_local_size(variables, group.size, hosts.size());
   if (const auto rank = variables.number("SLURM_LOCALID", 0, group.size - 1)) environment.local_rank = *rank;
   if (environment.one_host() && environment.local_rank < 0) environment.local_rank = environment.rank;
 
-  if (const auto id = variables.first_text({"SLURM_JOB_ID", "SLURM_JOBID"})) {
+  if (const auto id = variables.first_text({"SLURM_JOB_ID", "SLURM_JOBID"}))
     environment.job = *id + "." + variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("0");
-  }
   find_master(variables, "SLURM_JOB_ID", environment);
   if (environment.master_address.empty() && !hosts.empty()) environment.master_address = hosts.front();
-  if (environment.master_address.empty()) {
-    fail("Slurm's environment is half set: " +
-         variables.describe(
-             {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "MASTER_ADDR"}) +
-         "; expected a list of nodes or MASTER_ADDR, for the host of rank 0");
-  }
+  if (environment.master_address.empty())
+    variables.fail_half_set(
+        "Slurm", {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "MASTER_ADDR"},
+        "a list of nodes or MASTER_ADDR, for the host of rank 0");
   return environment;
 }
 
@@ -272,53 +248,55 @@ LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
 LaunchEnvironment parse_none(const Variables& variables) {
   LaunchEnvironment environment;
   const bool in_slurm_job = variables.has("SLURM_SUBMIT_DIR") && !in_slurm_step(variables);
-  if (in_slurm_job && variables.number("SLURM_NTASKS", 1, kMaxRanks).value_or(1) > 1) {
-    environment.note = "this process belongs to a Slurm job (" + variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}) +
-                       ") but srun did not start it: it is a world of one";
-  }
+  if (in_slurm_job && variables.number("SLURM_NTASKS", 1, kMaxRanks).value_or(1) > 1)
+    environment.note =
+        c10::str("this process belongs to a Slurm job (", variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}),
+                 ") but srun did not start it: it is a world of one");
   const bool in_launcher = in_slurm_job || variables.has("OMPI_COMM_WORLD_RANK") || variables.has("SLURM_PROCID");
-  if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT"))) {
-    fail("torchrun's environment is half set: " +
-         variables.describe({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) +
-         "; expected all of them, or none for a world of one");
-  }
+  if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT")))
+    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
   return environment;
 }
 
-// A bracket group's entries: "03-05,9" -> 03 04 05 9, with the width of the first number kept.
+// Its pieces between commas; one where there is no comma.
+std::vector<std::string_view> split(std::string_view text) {
+  std::vector<std::string_view> pieces;
+  for (size_t begin = 0; begin <= text.size(); begin += pieces.back().size() + 1)
+    pieces.push_back(text.substr(begin, text.find(',', begin) - begin));
+  return pieces;
+}
+
+[[noreturn]] void fail_malformed(std::string_view list) { fail("cannot read the list of nodes \"", list, "\""); }
+
+// The entries between two brackets: "03-05,9" -> 03 04 05 9, with the width of the first number kept.
 std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view list) {
-  const auto malformed = [&] { fail("cannot read the list of nodes \"" + std::string(list) + "\""); };
   std::vector<std::string> entries;
-  for (size_t begin = 0; begin <= ranges.size();) {
-    const size_t end = std::min(ranges.find(',', begin), ranges.size());
-    const auto range = ranges.substr(begin, end - begin);
+  for (const auto range : split(ranges)) {
     const auto dash = range.find('-');
     const auto first_text = range.substr(0, dash);
     const auto first = to_number(first_text);
     const auto last = dash == std::string_view::npos ? first : to_number(range.substr(dash + 1));
-    if (!first || !last || *first < 0 || *last < *first || *last - *first >= int64_t{kMaxHosts}) malformed();
+    if (!first || !last || *first < 0 || *last < *first || *last - *first >= int64_t{kMaxHosts}) fail_malformed(list);
     for (int64_t number = *first; number <= *last; ++number) {
       auto digits = std::to_string(number);
       if (digits.size() < first_text.size()) digits.insert(0, first_text.size() - digits.size(), '0');
       entries.push_back(std::move(digits));
     }
-    begin = end + 1;
   }
   return entries;
 }
 
-// One host expression without top-level commas, with any number of bracket groups.
+// One host expression without commas outside of brackets, with any number of these.
 std::vector<std::string> expand_host(std::string_view host, std::string_view list) {
-  const auto open = host.find('[');
-  if (open == std::string_view::npos) return {std::string(host)};
-  const auto close = host.find(']', open);  // balanced: expand_host_list has checked
+  const auto open = host.find('['), close = host.find(']');
+  if (open == std::string_view::npos && close == std::string_view::npos) return {std::string(host)};
+  if (close == std::string_view::npos || close < open) fail_malformed(list);
   const auto entries = expand_ranges(host.substr(open + 1, close - open - 1), list);
   const auto tails = expand_host(host.substr(close + 1), list);
-  if (entries.size() * tails.size() > kMaxHosts) fail("too many nodes in \"" + std::string(list) + "\"");
+  if (entries.size() * tails.size() > kMaxHosts) fail("too many nodes in \"", list, "\"");
   std::vector<std::string> hosts;
-  for (const auto& entry : entries) {
-    for (const auto& tail : tails) hosts.push_back(std::string(host.substr(0, open)).append(entry).append(tail));
-  }
+  for (const auto& entry : entries)
+    for (const auto& tail : tails) hosts.push_back(c10::str(host.substr(0, open), entry, tail));
   return hosts;
 }
 
@@ -326,48 +304,34 @@ std::vector<std::string> expand_host(std::string_view host, std::string_view lis
 
 std::vector<std::string> expand_host_list(std::string_view list) {
   std::vector<std::string> hosts;
-  size_t begin = 0;
-  int depth = 0;
-  for (size_t i = 0; i <= list.size(); ++i) {
-    const char c = i < list.size() ? list[i] : ',';
-    if (c == '[') ++depth;
-    if (c == ']') --depth;
-    const bool ends = c == ',' && (depth == 0 || i == list.size());
-    if (depth < 0 || depth > 1 || (ends && (depth != 0 || i == begin))) {
-      fail("cannot read the list of nodes \"" + std::string(list) + "\"");
-    }
-    if (!ends) continue;
-    auto expanded = expand_host(list.substr(begin, i - begin), list);
-    hosts.insert(hosts.end(), std::make_move_iterator(expanded.begin()), std::make_move_iterator(expanded.end()));
-    if (hosts.size() > kMaxHosts) fail("too many nodes in \"" + std::string(list) + "\"");
-    begin = i + 1;
+  for (size_t begin = 0, end = 0; begin <= list.size(); begin = end + 1) {
+    for (end = begin; end < list.size() && list[end] != ','; ++end)
+      if (list[end] == '[') end = std::min(list.find(']', end), list.size() - 1);
+    if (end == begin) fail_malformed(list);
+    auto expanded = expand_host(list.substr(begin, end - begin), list);
+    std::move(expanded.begin(), expanded.end(), std::back_inserter(hosts));
+    if (hosts.size() > kMaxHosts) fail("too many nodes in \"", list, "\"");
   }
   return hosts;
 }
 
 std::vector<int> expand_task_counts(std::string_view counts) {
-  const auto malformed = [&] { fail("cannot read the tasks per node \"" + std::string(counts) + "\", as in 4(x2),3"); };
   std::vector<int> expanded;
-  for (size_t begin = 0; begin <= counts.size();) {
-    const size_t end = std::min(counts.find(',', begin), counts.size());
-    const auto entry = counts.substr(begin, end - begin);
+  for (const auto entry : split(counts)) {
     const auto open = entry.find("(x");
+    const bool is_repeated = open != std::string_view::npos;
     const auto tasks = to_number(entry.substr(0, open));
-    std::optional<int64_t> nodes = 1;
-    if (open != std::string_view::npos) {
-      if (!entry.ends_with(')')) malformed();
-      nodes = to_number(entry.substr(open + 2, entry.size() - open - 3));
-    }
-    if (!tasks || !nodes || *tasks < 0 || *tasks > kMaxRanks || *nodes < 1 || *nodes > int64_t{kMaxHosts}) malformed();
+    const auto nodes = is_repeated && entry.ends_with(')') ? to_number(entry.substr(open + 2, entry.size() - open - 3))
+                                                           : std::optional<int64_t>(is_repeated ? 0 : 1);
+    if (!tasks || !nodes || *tasks < 0 || *tasks > kMaxRanks || *nodes < 1 || *nodes > int64_t{kMaxHosts})
+      fail("cannot read the tasks per node \"", counts, "\", as in 4(x2),3");
     expanded.insert(expanded.end(), static_cast<size_t>(*nodes), static_cast<int>(*tasks));
-    begin = end + 1;
   }
   return expanded;
 }
 
 int derived_port(std::string_view text) noexcept {
-  uint64_t hash = 14695981039346656037ull;  // FNV-1a: the same on every host and in every build
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+  const uint64_t hash = Fingerprint().add(text).value();
   return 15000 + static_cast<int>((hash ^ (hash >> 32)) % 16000);
 }
 
@@ -379,10 +343,7 @@ LaunchEnvironment parse_launch_environment(const GetVariable& get) {
   // Under mpirun, Slurm's variables are those of the daemon that mpirun started with srun.
   const auto slurm = by_torchrun || open_mpi ? std::nullopt : read_slurm_group(variables);
   const auto& other = open_mpi ? open_mpi : slurm;
-  if (const auto torchrun = read_torchrun_group(variables, other)) {
-    check_agreement(variables, *torchrun, other);
-    return parse_torchrun(variables, *torchrun);
-  }
+  if (const auto torchrun = read_torchrun_group(variables, other)) return parse_torchrun(variables, *torchrun);
   if (open_mpi) return parse_open_mpi(variables, *open_mpi);
   if (slurm) return parse_slurm(variables, *slurm);
   return parse_none(variables);

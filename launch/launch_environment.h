@@ -19,6 +19,7 @@ struct LaunchEnvironment {
   std::string master_address;  // where rank 0's store is served; empty only in a world of one
   int master_port = 0;         // 0 only in a world of one
   std::string job;             // tells this job from another one at the same address; may be empty
+  std::string token;           // TESSERA_STORE_TOKEN, which the group's ranks alone know; may be empty
 
   bool agent_serves_store = false;     // torchrun's agent, not rank 0, serves the store
   int restart_count = 0;               // how often torchrun has started the group anew
@@ -34,14 +35,12 @@ using GetVariable = std::function<const char*(const char* name)>;
 
 // Reads the environment of the innermost launcher; a world of one if there is none.
 //
-// torchrun's variables (RANK, WORLD_SIZE, ...) come first, since torchrun runs inside of the other
-// two. Then Open MPI's, since mpirun starts its daemons with srun inside of a Slurm job. Then
-// Slurm's, if srun started this process: a batch script or a shell of salloc has the job's
-// variables too, but is no task of it, and is a world of one (`note` then says so). A job of one
-// task of Open MPI or Slurm counts as no launcher: it has nobody to meet, and may be a shell.
-//
-// Throws std::invalid_argument, which names every variable concerned and its value, if variables
-// are half set, not numbers, out of range, or if two launchers contradict each other.
+// torchrun's variables (RANK, WORLD_SIZE, ...) come first, since torchrun runs inside of the other two. Then Open
+// MPI's, since mpirun starts its daemons with srun inside of a Slurm job. Then Slurm's, if srun started this process: a
+// batch script or a shell of salloc has the job's variables too, but is no task of it, and is a world of one (`note`
+// then says so). A job of one task of Open MPI or Slurm counts as no launcher: it has nobody to meet, and may be a
+// shell. Throws std::invalid_argument, which names every variable concerned and its value, if variables are half set,
+// not numbers, out of range, or if two launchers contradict each other.
 LaunchEnvironment parse_launch_environment(const GetVariable& get);
 
 // "node[03-05,9],gpu1" -> node03 node04 node05 node9 gpu1. Throws std::invalid_argument for a

@@ -18,18 +18,14 @@
 namespace tessera {
 namespace {
 
-class Socket {
- public:
-  Socket(int family, int type) : fd_(::socket(family, type | SOCK_CLOEXEC, 0)) {}
+struct Socket {
+  explicit Socket(const addrinfo& to) : fd(::socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC, 0)) {}
   Socket(const Socket&) = delete;
   Socket& operator=(const Socket&) = delete;
   ~Socket() {
-    if (fd_ >= 0) ::close(fd_);
+    if (fd >= 0) ::close(fd);
   }
-  int fd() const noexcept { return fd_; }
-
- private:
-  int fd_;
+  const int fd;
 };
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
@@ -41,8 +37,7 @@ std::pair<AddressList, std::string> resolve(const std::string& host, int port, i
   hints.ai_socktype = type;
   addrinfo* found = nullptr;
   const int code = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
-  if (code != 0) return std::pair(AddressList(nullptr, ::freeaddrinfo), std::string(::gai_strerror(code)));
-  return std::pair(AddressList(found, ::freeaddrinfo), std::string());
+  return std::pair(AddressList(code == 0 ? found : nullptr, ::freeaddrinfo), code == 0 ? "" : ::gai_strerror(code));
 }
 
 std::string numeric(const sockaddr* address, socklen_t length) {
@@ -54,14 +49,14 @@ std::string numeric(const sockaddr* address, socklen_t length) {
 
 // Empty if connected; a connection that takes longer than `timeout_ms` counts as failed.
 std::string connect_within(const Socket& socket, const addrinfo& address, int timeout_ms) {
-  ::fcntl(socket.fd(), F_SETFL, O_NONBLOCK);
-  if (::connect(socket.fd(), address.ai_addr, address.ai_addrlen) == 0) return {};
+  ::fcntl(socket.fd, F_SETFL, O_NONBLOCK);
+  if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};
   if (errno != EINPROGRESS) return std::strerror(errno);
-  pollfd waiting{socket.fd(), POLLOUT, 0};
+  pollfd waiting{socket.fd, POLLOUT, 0};
   if (::poll(&waiting, 1, timeout_ms) <= 0) return std::strerror(ETIMEDOUT);
   int error = 0;
   socklen_t length = sizeof(error);
-  ::getsockopt(socket.fd(), SOL_SOCKET, SO_ERROR, &error, &length);
+  ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &length);
   return error == 0 ? std::string() : std::strerror(error);
 }
 
@@ -92,14 +87,13 @@ std::string interface_address(const std::string& name) {
 std::string address_towards(const std::string& host, int port) {
   auto [addresses, reason] = resolve(host, port, SOCK_DGRAM);
   for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
-    const Socket socket(entry->ai_family, entry->ai_socktype);
+    const Socket socket(*entry);
     sockaddr_storage own{};
     socklen_t length = sizeof(own);
     // Connecting a datagram socket only makes the kernel choose a route, and with it an address.
-    if (::connect(socket.fd(), entry->ai_addr, entry->ai_addrlen) == 0 &&
-        ::getsockname(socket.fd(), reinterpret_cast<sockaddr*>(&own), &length) == 0) {
+    if (::connect(socket.fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
+        ::getsockname(socket.fd, reinterpret_cast<sockaddr*>(&own), &length) == 0)
       return numeric(reinterpret_cast<const sockaddr*>(&own), length);
-    }
     reason = std::strerror(errno);
   }
   throw std::runtime_error("no way to " + host + ": " + reason);
@@ -112,8 +106,8 @@ bool is_loopback_address(const std::string& address) {
 std::string try_connect(const std::string& host, int port, int timeout_ms) {
   auto [addresses, reason] = resolve(host, port, SOCK_STREAM);
   for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
-    const Socket socket(entry->ai_family, entry->ai_socktype);
-    reason = socket.fd() < 0 ? std::strerror(errno) : connect_within(socket, *entry, timeout_ms);
+    const Socket socket(*entry);
+    reason = socket.fd < 0 ? std::strerror(errno) : connect_within(socket, *entry, timeout_ms);
     if (reason.empty()) return {};
   }
   return reason;

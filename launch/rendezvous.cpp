@@ -1,5 +1,6 @@
 #include "tessera/launch/rendezvous.h"
 
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "tessera/comm/errors.h"
+#include "tessera/comm/fingerprint.h"
 #include "tessera/launch/local_address.h"
 
 namespace tessera {
@@ -22,20 +24,16 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-// After this long, a rank that waits says on stderr for whom: a launch that hangs should not look
-// like one that works.
+// After this long, a rank that waits says on stderr for whom: a launch that hangs should not look like one that works.
 constexpr milliseconds kSilence = std::chrono::seconds(10);
 constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};
 constexpr milliseconds kLongestPoll{200};
 constexpr char kComplete[] = "complete";
+constexpr char kToken[] = "token";  // a fingerprint of it
 constexpr size_t kMostRanksNamed = 8;
 
-std::string seconds_text(milliseconds duration) {
-  std::ostringstream text;
-  text << static_cast<double>(duration.count()) / 1000 << " s";
-  return text.str();
-}
+std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
 
 // libtorch's errors carry a stack trace; a user who mistyped an address does not want it.
 std::string reason_of(const std::exception& error) {
@@ -45,15 +43,13 @@ std::string reason_of(const std::exception& error) {
 }
 
 std::string name_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < std::min(ranks.size(), kMostRanksNamed); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  if (ranks.size() > kMostRanksNamed) text += " and " + std::to_string(ranks.size() - kMostRanksNamed) + " more";
-  return text;
+  const size_t named = std::min(ranks.size(), kMostRanksNamed);
+  const std::string more = ranks.size() > named ? c10::str(" and ", ranks.size() - named, " more") : "";
+  const std::vector<int> first(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(named));
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", first), more);
 }
 
-std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
+std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
 // What a rank tells the others: "<world size> <address>".
 struct Arrival {
@@ -67,31 +63,34 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
-// One rank's part in a rendezvous.
-class Attendance {
+// One rank that joins the others.
+class Joining {
  public:
-  Attendance(const LaunchEnvironment& environment, milliseconds timeout)
+  Joining(const LaunchEnvironment& environment, milliseconds timeout)
       : environment_(environment), timeout_(timeout), start_(Clock::now()) {}
 
-  Rendezvous attend(const std::string& fixed_address) {
-    const StorePtr store = open_store();
+  Rendezvous join(const std::string& fixed_address) {
+    StorePtr store = open_store();
     const std::string address = fixed_address.empty() ? first_address() : fixed_address;
     std::vector<Arrival> arrivals;
     try {
+      check_token(store);
+      store = c10::make_intrusive<c10d::PrefixStore>(environment_.token, store);
       check_in(store, address);
       arrivals = await_all(store);
     } catch (const c10::Error& error) {
-      fail("the store was lost, perhaps since rank 0 ended: " + reason_of(error));
+      fail("the store was lost, perhaps since rank 0 ended: ", reason_of(error));
     }
     return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, arrivals)};
   }
 
  private:
-  [[noreturn]] void fail(const std::string& reason) const {
-    throw CommError("tessera::init: rank " + std::to_string(environment_.rank) + " of " +
-                    std::to_string(environment_.world_size) + " (" + environment_.launcher +
-                    ") could not join its group at " + environment_.master_address + ":" +
-                    std::to_string(environment_.master_port) + " (timeout " + seconds_text(timeout_) + "): " + reason);
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... reason) const {
+    const LaunchEnvironment& own = environment_;
+    throw CommError(c10::str("tessera::init: rank ", own.rank, " of ", own.world_size, " (", own.launcher,
+                             ") could not join its group at ", own.master_address, ":", own.master_port, " (timeout ",
+                             seconds_text(timeout_), "): ", reason...));
   }
 
   milliseconds remaining() const {
@@ -99,10 +98,11 @@ class Attendance {
     return std::max(left, milliseconds(1));  // 0 would mean no timeout to c10d
   }
 
-  bool late() const { return Clock::now() - start_ >= timeout_; }
+  bool is_late() const { return Clock::now() - start_ >= timeout_; }
+  bool is_report_due() const { return !reported_ && Clock::now() - start_ >= kSilence; }
 
   void report_wait(const std::string& waiting_for) {
-    if (reported_ || Clock::now() - start_ < kSilence) return;
+    if (!is_report_due()) return;
     reported_ = true;
     std::fprintf(stderr, "tessera: rank %d of %d waits at %s:%d for %s (timeout %s)\n", environment_.rank,
                  environment_.world_size, environment_.master_address.c_str(), environment_.master_port,
@@ -116,7 +116,7 @@ class Attendance {
       const auto patience = static_cast<int>(std::min<int64_t>(remaining().count(), 5000));
       const auto reason = try_connect(environment_.master_address, environment_.master_port, patience);
       if (reason.empty()) return;
-      if (late()) fail("nobody listens there: " + reason);
+      if (is_late()) fail("nobody listens there: ", reason);
       report_wait("rank 0 to listen there (" + reason + ")");
       std::this_thread::sleep_for(std::min(kConnectRetry, remaining()));
     }
@@ -128,9 +128,8 @@ class Attendance {
     const int fd = *environment_.store_listen_fd;
     int listens = 0;
     socklen_t length = sizeof(listens);
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0) {
-      fail("TESSERA_STORE_FD=" + std::to_string(fd) + " is no listening socket: init() can be called once only");
-    }
+    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0)
+      fail("TESSERA_STORE_FD=", fd, " is no listening socket: init() can be called once only");
     ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // a program that this one starts must not keep the port
     return fd;
   }
@@ -141,41 +140,49 @@ class Attendance {
     options.port = static_cast<uint16_t>(environment_.master_port);
     options.isServer = serves;
     options.waitWorkers = false;  // await_all() does, and can say who is missing
-    if (serves) {
-      options.masterListenFd = take_listening_socket();
-    } else {
-      await_server();
-    }
     options.timeout = timeout_;
+    if (serves) options.masterListenFd = take_listening_socket();
+    if (!serves) await_server();
     try {
       // The server listens on all addresses, so its own client need not find the host's name.
       auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
       return c10::make_intrusive<c10d::PrefixStore>(
-          "tessera/" + environment_.job + "/" + std::to_string(environment_.restart_count), store);
+          c10::str("tessera/", environment_.job, "/", environment_.restart_count), store);
     } catch (const std::exception& error) {
       const auto reason = reason_of(error);
-      if (serves && reason.find("EADDRINUSE") != std::string::npos) {
-        fail(
-            "the port is in use by another program, or an earlier run of this one; choose another "
-            "MASTER_PORT");
-      }
-      fail("no store answers there: " + reason);
+      if (serves && reason.find("EADDRINUSE") != std::string::npos)
+        fail("the port is in use by another program, or an earlier run of this one; choose another MASTER_PORT");
+      fail("no store answers there: ", reason);
     }
   }
 
-  void check_in(const StorePtr& store, const std::string& address) const {
-    if (store->add("arrivals/" + std::to_string(environment_.rank), 1) > 1) {
-      fail("another process, or an earlier init() of this one, has already come as rank " +
-           std::to_string(environment_.rank));
+  // c10d's store takes whoever connects. What the ranks keep there has keys that begin with the token, and a process
+  // that has another one, of another job or nobody's, gets no further than here.
+  void check_token(const StorePtr& store) {
+    const std::string own = std::to_string(Fingerprint().add(environment_.token).value());
+    if (environment_.rank == 0) return store->set(kToken, own);
+    for (auto delay = kShortestPoll; !store->check({kToken}); delay = std::min(delay * 2, kLongestPoll)) {
+      if (is_late()) fail("rank 0 did not come");
+      report_wait("rank 0");
+      std::this_thread::sleep_for(std::min(delay, remaining()));
     }
-    store->set(rank_key(environment_.rank), std::to_string(environment_.world_size) + " " + address);
+    if (store->get_to_str(kToken) != own)
+      fail(environment_.token.empty() ? "this process has no TESSERA_STORE_TOKEN, and the group has one"
+                                      : "this process has another TESSERA_STORE_TOKEN than rank 0",
+           "; expected the same on all ranks: is it one of them?");
+  }
+
+  void check_in(const StorePtr& store, const std::string& address) const {
+    const int rank = environment_.rank;
+    if (store->add(c10::str("arrivals/", rank), 1) > 1)
+      fail("another process, or an earlier init() of this one, has already come as rank ", rank);
+    store->set(rank_key(rank), c10::str(environment_.world_size, " ", address));
     // All compare with the first to come, so that a rank of a smaller world, which would wait for
     // fewer, cannot go on without noticing.
     const auto own = std::to_string(environment_.world_size);
     const auto first = store->compareSet("world_size", std::string(), own);
-    if (first != own) {
-      fail("its world size is " + own + ", but " + first + " on the rank that came first; expected the same on all");
-    }
+    if (first != own)
+      fail("its world size is ", own, ", but ", first, " on the rank that came first; expected the same on all");
   }
 
   // Rank 0 sees everybody in and then lets everybody on: the others ask for one key again and
@@ -190,10 +197,9 @@ class Attendance {
         if (present == keys.size()) store->set(kComplete, "1");
       }
       if (store->check({kComplete})) break;
-      const bool talkative = !reported_ && Clock::now() - start_ >= kSilence;
-      if (late() || talkative) {
+      if (is_late() || is_report_due()) {
         const auto missing = missing_ranks(store, keys);
-        if (late()) fail((missing.empty() ? "rank 0" : name_ranks(missing)) + " did not come");
+        if (is_late()) fail(missing.empty() ? "rank 0" : name_ranks(missing), " did not come");
         report_wait(name_ranks(missing));
       }
       std::this_thread::sleep_for(std::min(delay, remaining()));
@@ -205,49 +211,42 @@ class Attendance {
   std::vector<Arrival> read_arrivals(const StorePtr& store, const std::vector<std::string>& keys) const {
     std::vector<Arrival> arrivals;
     for (const auto& bytes : store->multiGet(keys)) arrivals.push_back(parse_arrival(bytes));
-    for (size_t rank = 0; rank < arrivals.size(); ++rank) {
-      if (arrivals[rank].world_size == environment_.world_size) continue;
-      fail("the world size of rank " + std::to_string(rank) + " is " + std::to_string(arrivals[rank].world_size) +
-           "; expected " + std::to_string(environment_.world_size));
-    }
+    for (size_t rank = 0; rank < arrivals.size(); ++rank)
+      if (const int other = arrivals[rank].world_size; other != environment_.world_size)
+        fail("the world size of rank ", rank, " is ", other, "; expected ", environment_.world_size);
     return arrivals;
   }
 
   static std::vector<int> missing_ranks(const StorePtr& store, const std::vector<std::string>& keys) {
     std::vector<int> missing;
-    for (size_t rank = 0; rank < keys.size(); ++rank) {
+    for (size_t rank = 0; rank < keys.size(); ++rank)
       if (!store->check({keys[rank]})) missing.push_back(static_cast<int>(rank));
-    }
     return missing;
   }
 
   std::string first_address() const {
-    if (environment_.one_host()) return "127.0.0.1";
+    return environment_.one_host() ? "127.0.0.1" : address_facing(environment_.master_address);
+  }
+
+  std::string address_facing(const std::string& host) const {
     try {
-      return address_towards(environment_.master_address, environment_.master_port);
+      return address_towards(host, environment_.master_port);
     } catch (const std::runtime_error& error) {
-      fail(std::string(error.what()) + "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
+      fail(error.what(), "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
     }
   }
 
-  // A rank on the host of rank 0 may have found loopback only (address_towards says when): it then
-  // takes the address that faces a rank of another host. If all ranks have found loopback, all are
-  // on one host.
+  // A rank on the host of rank 0 may have found loopback only (address_towards says when): it then takes the address
+  // that faces a rank of another host. If all ranks have found loopback, all are on one host.
   std::string reachable_address(const std::string& address, const std::vector<Arrival>& arrivals) const {
     if (!is_loopback_address(address)) return address;
     const auto other = std::find_if(arrivals.begin(), arrivals.end(),
                                     [](const Arrival& arrival) { return !is_loopback_address(arrival.address); });
     if (other == arrivals.end()) return address;
-    std::string facing;
-    try {
-      facing = address_towards(other->address, environment_.master_port);
-    } catch (const std::runtime_error& error) {
-      fail(std::string(error.what()) + "; set GLOO_SOCKET_IFNAME to the interface that the other ranks can reach");
-    }
-    if (is_loopback_address(facing)) {
-      fail("its own address is " + address + ", which rank " + std::to_string(other - arrivals.begin()) + " at " +
-           other->address + " cannot reach; set GLOO_SOCKET_IFNAME on both");
-    }
+    const std::string facing = address_facing(other->address);
+    if (is_loopback_address(facing))
+      fail("its own address is ", address, ", which rank ", other - arrivals.begin(), " at ", other->address,
+           " cannot reach; set GLOO_SOCKET_IFNAME on both");
     return facing;
   }
 
@@ -261,7 +260,7 @@ class Attendance {
 
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
-  return Attendance(environment, timeout).attend(address);
+  return Joining(environment, timeout).join(address);
 }
 
 }  // namespace tessera

@@ -1,27 +1,34 @@
 #include <arpa/inet.h>
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <map>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "tessera/launch/launch.h"
+#include "tessera/memory/container_limits.h"
 
 extern char** environ;
 
@@ -32,15 +39,15 @@ using Clock = std::chrono::steady_clock;
 
 // How long ranks that were asked to end may take before they are killed.
 constexpr std::chrono::seconds kGrace{5};
-constexpr timespec kPollInterval{0, 100'000'000};
+constexpr int kPollIntervalMs = 100;
+constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
 [[noreturn]] void throw_errno(const char* call) {
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
-// The socket at which rank 0 will serve the store. It is bound here and handed down, so that no
-// other program can take the port in between; and it listens already, so that a rank that is
-// faster than rank 0 queues up instead of being refused.
+// The socket at which rank 0 will serve the store: bound here and handed down, so that no other program can take the
+// port in between, and listening already, so that a rank that is faster than rank 0 queues up instead of being refused.
 class ListeningSocket {
  public:
   ListeningSocket() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -74,66 +81,65 @@ class ListeningSocket {
   int port_ = 0;
 };
 
-// Blocks the signals that supervise() waits for, until the end of the scope. SIGCHLD must not be
-// ignored meanwhile, or the kernel would discard how a child ended. What the caller ignores
-// (SIGHUP under nohup) stays ignored.
+// Blocks the signals that end a program, until the end of the scope: supervise() reads them from a descriptor. What the
+// caller ignores (SIGHUP under nohup) stays ignored.
 class BlockedSignals {
  public:
   BlockedSignals() {
-    sigemptyset(&waited_);
-    sigaddset(&waited_, SIGCHLD);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    sigset_t waited;
+    sigemptyset(&waited);
+    for (const int signal : kEndingSignals) {
       struct sigaction action {};
       ::sigaction(signal, nullptr, &action);
-      if (action.sa_handler != SIG_IGN) sigaddset(&waited_, signal);
+      if (action.sa_handler != SIG_IGN) sigaddset(&waited, signal);
     }
-    struct sigaction action {};
-    action.sa_handler = SIG_DFL;
-    ::sigaction(SIGCHLD, &action, &old_child_action_);
-    ::pthread_sigmask(SIG_BLOCK, &waited_, &old_mask_);
+    ::pthread_sigmask(SIG_BLOCK, &waited, &old_mask_);
+    fd_ = ::signalfd(-1, &waited, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (fd_ < 0) throw_errno("signalfd");
   }
   BlockedSignals(const BlockedSignals&) = delete;
   BlockedSignals& operator=(const BlockedSignals&) = delete;
   ~BlockedSignals() {
     ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
-    ::sigaction(SIGCHLD, &old_child_action_, nullptr);
+    ::close(fd_);
   }
 
-  const sigset_t& waited() const noexcept { return waited_; }
+  int fd() const noexcept { return fd_; }
   const sigset_t& old_mask() const noexcept { return old_mask_; }
 
  private:
-  sigset_t waited_{};
+  int fd_ = -1;
   sigset_t old_mask_{};
-  struct sigaction old_child_action_ {};
 };
 
 // NAME=value texts of a child's environment: this process's own, with torchrun's set anew.
-std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket) {
-  std::vector<std::string> entries = {"RANK=" + std::to_string(rank),
-                                      "WORLD_SIZE=" + std::to_string(world),
-                                      "LOCAL_RANK=" + std::to_string(rank),
-                                      "LOCAL_WORLD_SIZE=" + std::to_string(world),
-                                      "MASTER_ADDR=127.0.0.1",
-                                      "MASTER_PORT=" + std::to_string(socket.port()),
-                                      "TESSERA_STORE_FD=" + std::to_string(socket.fd())};
-  // Every rank would otherwise start a thread per core, and the ranks would fight for the cores:
-  // far slower than one process. torchrun gives each rank 1 thread; the cores divided by the ranks
-  // leaves none idle either.
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) {
-    const int cores = static_cast<int>(std::thread::hardware_concurrency());
-    entries.push_back("OMP_NUM_THREADS=" + std::to_string(std::max(1, cores / world)));
-  }
-  const size_t ours = entries.size();
+std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket,
+                                           const std::string& token) {
+  std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
-    const auto name = text.substr(0, text.find('=') + 1);
-    const bool replaced = std::any_of(entries.begin(), entries.begin() + static_cast<std::ptrdiff_t>(ours),
-                                      [&](const std::string& own) { return own.starts_with(name); }) ||
-                          name.starts_with("TORCHELASTIC_");
-    if (!replaced) entries.push_back(text);
+    const auto name = text.substr(0, text.find('='));
+    if (!name.starts_with("TORCHELASTIC_")) variables[name] = text.substr(std::min(name.size() + 1, text.size()));
   }
+  for (const char* name : {"RANK", "LOCAL_RANK"}) variables[name] = std::to_string(rank);
+  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) variables[name] = std::to_string(world);
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["MASTER_PORT"] = std::to_string(socket.port());
+  variables["TESSERA_STORE_FD"] = std::to_string(socket.fd());
+  variables["TESSERA_STORE_TOKEN"] = token;
+  // Every rank would otherwise start a thread per core, and the ranks would fight for the cores: far slower than one
+  // process. torchrun gives each rank 1 thread; the cores divided by the ranks leaves none idle either.
+  variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
+
+  std::vector<std::string> entries;
+  for (const auto& [name, value] : variables) entries.push_back(c10::str(name, "=", value));
   return entries;
+}
+
+std::string random_token() {
+  uint64_t numbers[2];
+  if (::getrandom(numbers, sizeof(numbers), 0) != sizeof(numbers)) throw_errno("getrandom");
+  return c10::str(numbers[0], "-", numbers[1]);
 }
 
 std::vector<char*> pointers_to(std::vector<std::string>& texts) {
@@ -143,24 +149,60 @@ std::vector<char*> pointers_to(std::vector<std::string>& texts) {
   return pointers;
 }
 
-// What a child needs between fork and exec, where it may neither allocate nor lock, since other
-// threads of the parent may have held any lock at the fork.
+// [Note: the keeper]
+// This process may have a thread that reaps every child, or ignore SIGCHLD, and then nobody learns how a rank has
+// ended; and a process id, once reaped by others, may be anybody's. So the ranks are children of a process between, the
+// keeper, which nobody but supervise() can reap: it sends no signal when it ends (clone() without one), and what wait()
+// and SIG_IGN take are children that do. It is never exec'ed, so from its start to its end it may neither allocate nor
+// lock, as other threads of this process may have held any lock when it was made: system calls alone.
+//
+// It starts the ranks and reports, as the kernel tells it, which of them ends and how. Signals that it gets from this
+// process it passes on, SIGUSR1 as SIGKILL. It ends when they have, and they are killed if it is.
+
 struct Program {
   const char* path;
   char** argv;
   char** environment;
-  sigset_t signal_mask;
   int kept_fd;  // -1: none
-  pid_t parent;
 };
 
-[[noreturn]] void become(const Program& program) {
+// From the keeper, one write() each.
+struct Report {
+  enum Kind : int32_t { kStarted, kEnded, kFailed } kind;
+  int32_t rank;
+  pid_t pid;
+  int32_t status;  // kEnded: as waitpid() has it; kFailed: errno of fork
+};
+
+struct Keeper {
+  const std::vector<Program>& programs;
+  const std::span<pid_t> pids;  // of as many
+  const sigset_t rank_signal_mask;
+  const pid_t parent;
+  const int reports_fd;
+  const int listening_fd;
+
+  [[noreturn]] void run() const;
+
+ private:
+  [[noreturn]] void become(const Program& program, pid_t keeper) const;
+  void report(Report::Kind kind, size_t rank, int status) const {
+    const Report text{kind, static_cast<int32_t>(rank), pids[rank], status};
+    [[maybe_unused]] const auto written = ::write(reports_fd, &text, sizeof(text));
+  }
+  bool reap(pid_t wanted) const;
+};
+
+// fork(), without what libraries have registered for it (pthread_atfork), which would lock.
+pid_t fork_plainly(int signal_of_end) { return static_cast<pid_t>(::syscall(SYS_clone, signal_of_end, 0, 0, 0, 0)); }
+
+void Keeper::become(const Program& program, pid_t keeper) const {
   // No orphans: the kernel kills this process when the parent ends. If the parent has ended before
   // this call, nobody would, so look who the parent is afterwards.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
-  if (::getppid() != program.parent) ::_exit(127);
+  if (::getppid() != keeper) ::_exit(127);
   if (program.kept_fd >= 0) ::fcntl(program.kept_fd, F_SETFD, 0);
-  ::pthread_sigmask(SIG_SETMASK, &program.signal_mask, nullptr);
+  ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
   ::execve(program.path, program.argv, program.environment);
   ::execve("/proc/self/exe", program.argv, program.environment);  // the file was moved or deleted
   constexpr char kMessage[] = "tessera::spawn_local: this program could not be started again\n";
@@ -168,87 +210,156 @@ struct Program {
   ::_exit(127);
 }
 
-// This program's file. By its name, and not as /proc/self/exe, so that ps shows it.
-std::string program_path() {
-  std::array<char, 4096> path{};
-  const auto length = ::readlink("/proc/self/exe", path.data(), path.size() - 1);
-  if (length < 0) throw_errno("readlink /proc/self/exe");
-  return {path.data(), static_cast<size_t>(length)};
+// Whether there was one to reap; of all ranks for -1.
+bool Keeper::reap(pid_t wanted) const {
+  int status = 0;
+  const pid_t pid = ::waitpid(wanted, &status, WNOHANG);
+  for (size_t rank = 0; pid > 0 && rank < pids.size(); ++rank) {
+    if (pids[rank] != pid) continue;
+    report(Report::kEnded, rank, status);
+    pids[rank] = 0;
+  }
+  return pid > 0;
 }
 
-std::string describe_signal(int signal) {
-  return "signal " + std::to_string(signal) + " (" + ::strsignal(signal) + ")";
+void Keeper::run() const {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(127);
+  sigset_t all, waited;
+  sigfillset(&all);
+  sigemptyset(&waited);
+  for (const int signal : {SIGCHLD, SIGUSR1}) sigaddset(&waited, signal);
+  for (const int signal : kEndingSignals) sigaddset(&waited, signal);
+  ::pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  struct sigaction action {};
+  action.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &action, nullptr);
+
+  const pid_t self = ::getpid();
+  for (size_t rank = 0; rank < programs.size(); ++rank) {
+    const pid_t pid = fork_plainly(SIGCHLD);
+    if (pid == 0) become(programs[rank], self);
+    pids[rank] = std::max(pid, 0);
+    report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
+  }
+  // From here on rank 0 alone holds the socket: if it dies, the others are refused and do not wait. Nor does anything
+  // else of this process's stay open here for longer than there.
+  for (const auto& [first, last] :
+       {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
+    ::syscall(SYS_close_range, first, last, 0);
+  ::close(listening_fd);  // where there is no close_range
+  while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
+    siginfo_t info{};
+    const int signal = ::sigwaitinfo(&waited, &info);
+    if (signal == SIGCHLD) {
+      reap(info.si_pid);  // the first to end, of several: the one whose error matters
+      while (reap(-1)) {
+      }
+    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which the ranks have felt as well
+      for (const pid_t pid : pids)
+        if (pid > 0) ::kill(pid, signal == SIGUSR1 ? SIGKILL : signal);
+    }
+  }
+  ::_exit(0);
 }
+
+std::string describe_signal(int signal) { return c10::str("signal ", signal, " (", ::strsignal(signal), ")"); }
+
+std::string describe_status(int status) {
+  return WIFSIGNALED(status) ? "was ended by " + describe_signal(WTERMSIG(status))
+                             : c10::str("exited with code ", WEXITSTATUS(status));
+}
+
+void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c_str()); }
 
 // The local ranks while they run.
 class Ranks {
  public:
-  Ranks() = default;
+  // `socket` is closed here, since rank 0 has it.
+  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, ListeningSocket& socket)
+      : pids_(programs.size(), 0) {
+    int fds[2];
+    if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
+    reports_fd_ = fds[0];
+    const Keeper keeper{programs, pids_, signals.old_mask(), ::getpid(), fds[1], socket.fd()};
+    std::fflush(nullptr);  // a child that cannot exec must not print the parent's buffers again
+    keeper_ = fork_plainly(0);
+    if (keeper_ == 0) keeper.run();
+    const int error = errno;
+    ::close(fds[1]);
+    socket.close();
+    errno = error;
+    if (keeper_ > 0) return;
+    ::close(reports_fd_);
+    throw_errno("fork");
+  }
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
   // Only an exception leaves any alive.
   ~Ranks() {
-    send(SIGKILL);
-    for (const pid_t pid : pids_) {
-      if (pid > 0) ::waitpid(pid, nullptr, 0);
+    if (keeper_ > 0) {
+      ::kill(keeper_, SIGUSR1);
+      ::waitpid(keeper_, nullptr, __WALL);
     }
-  }
-
-  void start(Program program) {
-    std::fflush(nullptr);  // a child that cannot exec must not print the parent's buffers again
-    const pid_t pid = ::fork();
-    if (pid < 0) throw_errno("fork");
-    if (pid == 0) become(program);
-    pids_.push_back(pid);
+    ::close(reports_fd_);
   }
 
   // Runs until all have ended; returns the exit code for main().
-  int supervise(const sigset_t& waited) {
-    while (alive() > 0) {
-      siginfo_t info{};
-      const int signal = ::sigtimedwait(&waited, &info, &kPollInterval);
-      if (signal == SIGCHLD) {
-        reap_pid(info.si_pid);  // the first to end, when several have: the one whose error matters
-      } else if (signal > 0) {
-        interrupt(signal, info.si_code);
-      }
-      for (const pid_t pid : std::vector<pid_t>(pids_)) reap_pid(pid);
+  int supervise(int signals_fd) {
+    for (bool goes_on = true; goes_on;) {
+      pollfd fds[] = {{reports_fd_, POLLIN, 0}, {signals_fd, POLLIN, 0}};
+      ::poll(fds, std::size(fds), kPollIntervalMs);
+      signalfd_siginfo signal{};
+      if (fds[0].revents != 0) goes_on = read_report();
+      if (::read(signals_fd, &signal, sizeof(signal)) == sizeof(signal))
+        interrupt(static_cast<int>(signal.ssi_signo), signal.ssi_code);
       if (kill_at_ && Clock::now() >= *kill_at_) kill_rest();
+    }
+    int status = 0;
+    ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
+    if (alive() > 0) {  // it did not see them end; they are being killed
+      say("the process that watches over the ranks " + describe_status(status));
+      code_ = code_.value_or(128 + SIGKILL);
     }
     return code_.value_or(0);
   }
 
  private:
-  size_t alive() const {
-    return static_cast<size_t>(std::count_if(pids_.begin(), pids_.end(), [](pid_t pid) { return pid > 0; }));
+  std::ptrdiff_t alive() const {
+    return std::count_if(pids_.begin(), pids_.end(), [](pid_t pid) { return pid > 0; });
   }
 
-  void send(int signal) const {
-    for (const pid_t pid : pids_) {
-      if (pid > 0) ::kill(pid, signal);
+  void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR1 : signal); }
+
+  // False once the keeper has ended.
+  bool read_report() {
+    Report report{};
+    const ssize_t count = ::read(reports_fd_, &report, sizeof(report));
+    if (count != static_cast<ssize_t>(sizeof(report))) return count < 0 && errno == EINTR;
+    pid_t& pid = pids_[static_cast<size_t>(report.rank)];
+    if (report.kind == Report::kFailed) {
+      errno = report.status;
+      throw_errno("fork");
     }
+    pid = report.kind == Report::kStarted ? report.pid : 0;
+    if (report.kind == Report::kEnded) note_end(report);
+    return true;
   }
 
-  void reap_pid(pid_t pid) {
-    const auto found = std::find(pids_.begin(), pids_.end(), pid);
-    int status = 0;
-    if (pid <= 0 || found == pids_.end() || ::waitpid(pid, &status, WNOHANG) != pid) return;
-    *found = 0;
-    const bool signalled = WIFSIGNALED(status);
-    const int code = signalled ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+  void note_end(const Report& report) {
+    const int status = report.status;
+    const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
     if (code == 0 || code_) return;  // later ends are consequences: of the first, or of our signals
     code_ = code;
-    const auto how =
-        signalled ? "was ended by " + describe_signal(WTERMSIG(status)) : "exited with code " + std::to_string(code);
-    std::fprintf(stderr, "tessera: rank %d (pid %d) %s%s\n", static_cast<int>(found - pids_.begin()),
-                 static_cast<int>(pid), how.c_str(), alive() > 0 ? "; ending the others" : "");
+    say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
+                 alive() > 0 ? "; ending the others" : ""));
     end_rest(SIGTERM);
   }
 
   void interrupt(int signal, int origin) {
     if (interrupted_) return kill_rest();  // asked for the second time: no more grace
     interrupted_ = true;
-    std::fprintf(stderr, "tessera: %s; ending all ranks\n", describe_signal(signal).c_str());
+    say(describe_signal(signal) + "; ending all ranks");
     code_ = code_.value_or(128 + signal);
     // A key on the terminal has signalled the whole foreground group, the ranks among it.
     if (origin == SI_KERNEL) signal = 0;
@@ -261,17 +372,15 @@ class Ranks {
   }
 
   void kill_rest() {
-    for (size_t rank = 0; rank < pids_.size(); ++rank) {
-      if (pids_[rank] > 0) {
-        std::fprintf(stderr, "tessera: rank %zu (pid %d) did not end; killing it\n", rank,
-                     static_cast<int>(pids_[rank]));
-      }
-    }
+    for (size_t rank = 0; rank < pids_.size(); ++rank)
+      if (pids_[rank] > 0) say(c10::str("rank ", rank, " (pid ", pids_[rank], ") did not end; killing it"));
     send(SIGKILL);
     kill_at_ = Clock::time_point::max();
   }
 
   std::vector<pid_t> pids_;  // by rank; 0: has ended
+  pid_t keeper_ = 0;
+  int reports_fd_ = -1;
   std::optional<int> code_;  // of the first failure
   std::optional<Clock::time_point> kill_at_;
   bool interrupted_ = false;
@@ -280,34 +389,28 @@ class Ranks {
 }  // namespace
 
 int spawn_local(int world, int argc, char** argv) {
-  if (world < 1) {
-    throw std::invalid_argument("tessera::spawn_local: world is " + std::to_string(world) + "; expected at least 1");
-  }
-  if (launched()) {
+  if (world < 1)
+    throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
+  if (launched())
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
-  }
   ListeningSocket socket;
-  const std::string path = program_path();
+  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
   std::vector<char*> arguments(argv, argv + argc);
   arguments.push_back(nullptr);
 
-  const BlockedSignals signals;
-  Ranks ranks;
+  const std::string token = random_token();
+  std::vector<std::vector<std::string>> environments;
+  std::vector<std::vector<char*>> pointers;
+  std::vector<Program> programs;
   for (int rank = 0; rank < world; ++rank) {
-    auto environment = child_environment(rank, world, socket);
-    auto environment_pointers = pointers_to(environment);
-    ranks.start({.path = path.c_str(),
-                 .argv = arguments.data(),
-                 .environment = environment_pointers.data(),
-                 .signal_mask = signals.old_mask(),
-                 .kept_fd = rank == 0 ? socket.fd() : -1,
-                 .parent = ::getpid()});
+    environments.push_back(child_environment(rank, world, socket, token));
+    pointers.push_back(pointers_to(environments.back()));
+    programs.push_back({path.c_str(), arguments.data(), pointers.back().data(), rank == 0 ? socket.fd() : -1});
   }
-  // From here on rank 0 alone holds the socket: if it dies, the others are refused and do not wait.
-  socket.close();
-  return ranks.supervise(signals.waited());
+  const BlockedSignals signals;
+  return Ranks(programs, signals, socket).supervise(signals.fd());
 }
 
 }  // namespace tessera

@@ -1,7 +1,10 @@
 #include "tessera/trace/trace.h"
 
+#include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,7 +12,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <map>
@@ -21,7 +23,8 @@
 namespace tessera {
 namespace {
 
-constexpr size_t kMaxSpans = size_t{1} << 20;  // about 100 MB
+constexpr std::string_view kBegin = R"({"displayTimeUnit":"ms",)";  // of every trace of ours
+constexpr size_t kMaxSpans = size_t{1} << 20;                       // about 100 MB
 constexpr std::array<const char*, 5> kCategories = {"compute", "gather", "reduce", "wait", "optimizer"};
 
 std::atomic<int> rank_of_process = 0;
@@ -35,8 +38,8 @@ bool is_in_flight(SpanKind kind) { return kind == SpanKind::kGather || kind == S
 
 std::string name_of_line(int line) {
   if (line == 0) return "thread of the rank";
-  return line < kReduceLines ? "gathers " + std::to_string(line - kGatherLines + 1)
-                             : "reduces " + std::to_string(line - kReduceLines + 1);
+  return line < kReduceLines ? c10::str("gathers ", line - kGatherLines + 1)
+                             : c10::str("reduces ", line - kReduceLines + 1);
 }
 
 double microseconds(Trace::Clock::duration duration) {
@@ -58,6 +61,16 @@ class LockedFile {
   int fd_;
 };
 
+// Whether a trace may be written there: what is there, if anything, is one. (One of ours, by how it begins: nlohmann's
+// dump() has keys in their order, and a trace can have 100 MB.)
+bool may_be_replaced(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return true;
+  if (!S_ISREG(status.st_mode)) return false;  // a pipe would not even open
+  std::string text(kBegin.size(), '\0');
+  return status.st_size == 0 || (std::ifstream(path).read(text.data(), std::ssize(text)) && text == kBegin);
+}
+
 nlohmann::json name_event(const char* what, int rank, int line, const std::string& name) {
   return {{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", line}, {"args", {{"name", name}}}};
 }
@@ -65,10 +78,14 @@ nlohmann::json name_event(const char* what, int rank, int line, const std::strin
 }  // namespace
 
 Trace* Trace::make() noexcept {
-  const char* path = std::getenv("TESSERA_TRACE");
-  if (path == nullptr || *path == '\0') return nullptr;
+  const auto path = c10::utils::get_env("TESSERA_TRACE").value_or("");
+  if (path.empty()) return nullptr;
+  if (!may_be_replaced(path)) {
+    std::cerr << "TESSERA_TRACE: " << path << " is not a trace; it is left as it is, and none is written\n";
+    return nullptr;
+  }
   static auto* const trace = new Trace(path);  // lives as long as the process: destructors of others may still add
-  ::unlink(path);                              // an earlier run's
+  ::unlink(path.c_str());                      // an earlier run's
   std::atexit([] {
     try {
       trace->write();
@@ -107,25 +124,22 @@ void Trace::write() {
     int line = 0;
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
-      for (auto taken = lines.find({span.rank, line}); taken != lines.end() && taken->second > span.begin;
-           taken = lines.find({span.rank, line}))
-        ++line;
+      while (lines[{span.rank, line}] > span.begin) ++line;
     }
     lines[{span.rank, line}] = span.end;
-    nlohmann::json event = {{"ph", "X"},
-                            {"name", span.name},
-                            {"cat", kCategories.at(static_cast<size_t>(span.kind))},
-                            {"pid", span.rank},
-                            {"tid", line},
-                            {"ts", microseconds(span.begin.time_since_epoch())},
-                            {"dur", microseconds(span.end - span.begin)}};
-    if (span.operation != nullptr) event["args"] = {{"operation", span.operation}};
-    events.push_back(std::move(event));
+    events.push_back({{"ph", "X"},
+                      {"name", span.name},
+                      {"cat", kCategories.at(static_cast<size_t>(span.kind))},
+                      {"pid", span.rank},
+                      {"tid", line},
+                      {"ts", microseconds(span.begin.time_since_epoch())},
+                      {"dur", microseconds(span.end - span.begin)}});
+    if (span.operation != nullptr) events.back()["args"] = {{"operation", span.operation}};
   }
   for (const auto& [key, end] : lines) {
-    if (key.second == 0)
-      events.push_back(name_event("process_name", key.first, 0, "rank " + std::to_string(key.first)));
-    events.push_back(name_event("thread_name", key.first, key.second, name_of_line(key.second)));
+    const auto [rank, line] = key;
+    if (line == 0) events.push_back(name_event("process_name", rank, 0, c10::str("rank ", rank)));
+    events.push_back(name_event("thread_name", rank, line, name_of_line(line)));
   }
 
   const LockedFile lock_of_file(path_);
@@ -137,7 +151,7 @@ void Trace::write() {
   }
   auto& all = document["traceEvents"];
   all.insert(all.end(), events.begin(), events.end());
-  if (dropped_ > 0) document["otherData"]["spans dropped by rank " + std::to_string(spans_.front().rank)] = dropped_;
+  if (dropped_ > 0) document["otherData"][c10::str("spans dropped by rank ", spans_.front().rank)] = dropped_;
   std::ofstream file(path_);
   file << document.dump() << "\n";
   if (!file.flush()) throw std::runtime_error("TESSERA_TRACE: cannot write " + path_);

@@ -17,16 +17,16 @@ enum class SpanKind {
   kOptimizer,  // an optimizer's step
 };
 
-// A timeline of what the ranks of this process do, for Perfetto or chrome://tracing: set
-// TESSERA_TRACE=file. The file is Chrome's trace JSON, written when the process ends; processes with
-// the same file (the ranks of one host) add to it in turn. docs/benchmarks.md says how to read it.
-//
-// Times are the host's: on a device with streams they say when work was enqueued. Thread-safe.
+// A timeline of what the ranks of this process do, for Perfetto or chrome://tracing: set TESSERA_TRACE=file. The file
+// is Chrome's trace JSON, written when the process ends; processes with the same file (the ranks of one host) add to it
+// in turn. docs/benchmarks.md says how to read it. Times are the host's: on a device with streams they say when work
+// was enqueued. Thread-safe.
 class Trace {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The process's trace; null unless TESSERA_TRACE is set, and then tracing costs a comparison.
+  // The process's trace; null unless TESSERA_TRACE names a file that is a trace or yet to be made, and then tracing
+  // costs a comparison.
   static Trace* active() noexcept {
     static Trace* const trace = make();
     return trace;
@@ -34,8 +34,8 @@ class Trace {
 
   // Whose spans this thread adds from now on. Threads that never said: the process's rank.
   static void set_rank_of_thread(int rank) noexcept;
-  // The first of any of these calls removes what an earlier run has left in the file, so it comes
-  // before ranks can have ended: in init(), before they meet.
+  // The first of these calls removes what an earlier run left in the file, so it comes before ranks can have ended:
+  // in init(), before they meet. A file that is no trace is left as it is, and there is no trace.
   static void set_rank_of_process(int rank) noexcept;
 
   // `operation`, a literal or null, says more than the kind: "reduce-scatter".

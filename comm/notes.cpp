@@ -1,0 +1,52 @@
+#include "tessera/comm/notes.h"
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+const c10::intrusive_ptr<c10d::Store>& store_of(const Communicator& comm) {
+  const auto* owner = dynamic_cast<const HasStore*>(&comm);
+  if (owner == nullptr) throw std::logic_error("Notes: this backend keeps no store");
+  return owner->store();
+}
+
+}  // namespace
+
+Notes::Notes(const Communicator& comm, std::string topic) : store_(store_of(comm)), topic_(std::move(topic)) {}
+
+template <class Act>
+auto Notes::reach(const std::string& name, Act act) const {
+  const std::string key = "tessera/notes/" + topic_ + "/" + name;
+  try {
+    return act(key);
+  } catch (const c10::Error& error) {
+    throw CommError("the group's store, in rank 0's process or the launcher's, does not answer about '" + topic_ + "/" +
+                    name + "': " + error.what_without_backtrace());
+  }
+}
+
+void Notes::leave(const std::string& name, const std::string& text) const {
+  reach(name, [&](const std::string& key) { store_->set(key, text); });
+}
+
+std::optional<std::string> Notes::find(const std::string& name) const {
+  return reach(name, [&](const std::string& key) -> std::optional<std::string> {
+    if (!store_->check({key})) return std::nullopt;  // get() would wait for it
+    return store_->get_to_str(key);
+  });
+}
+
+int64_t Notes::add(const std::string& name, int64_t amount) const {
+  return reach(name, [&](const std::string& key) { return store_->add(key, amount); });
+}
+
+void Notes::remove(const std::string& name) const {
+  reach(name, [&](const std::string& key) { store_->deleteKey(key); });
+}
+
+}  // namespace tessera

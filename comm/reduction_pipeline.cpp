@@ -1,0 +1,163 @@
+#include "tessera/comm/reduction_pipeline.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "tessera/comm/rank_order_sum.h"
+
+namespace tessera {
+namespace {
+
+// gloo's waits end by themselves at a timeout, and then take all connections along: never, so far as we can wait.
+constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
+
+}  // namespace
+
+std::vector<at::Tensor> chunks_of(const at::Tensor& tensor) {
+  if (tensor.numel() == 0) return {};
+  const int64_t chunk_numel = kChunkBytes / static_cast<int64_t>(tensor.element_size());
+  if (tensor.numel() <= chunk_numel) return {tensor};
+  return tensor.split(chunk_numel);
+}
+
+ReductionPipeline::ReductionPipeline(int rank, int world, const at::Tensor& own, const at::Tensor& out, ReduceOp op,
+                                     Transport transport)
+    : rank_(rank),
+      world_(world),
+      op_(op),
+      transport_(std::move(transport)),
+      own_(chunks_of(own)),
+      out_(chunks_of(out)) {
+  std::fegetenv(&rounding_);
+  if (own_.empty()) return;
+  const auto count = static_cast<int64_t>(own_.size());
+  const int64_t ahead = std::min(count, std::max(kLeastAhead, kStagingBytes / kChunkBytes / (world - 1)));
+  staging_ = at::empty({ahead, world - 1, own_[0].numel()}, own.options());
+  for (int64_t place = 0; place < ahead; ++place) {
+    auto rows = staging_.select(0, place).unbind(0);
+    rows.insert(rows.begin() + rank, at::Tensor());
+    places_.push_back(std::move(rows));
+  }
+  received_.assign(ahead, std::vector<Work>(world));
+  for (size_t chunk = 0; chunk < received_.size(); ++chunk) receive(chunk);
+}
+
+void ReductionPipeline::receive(size_t chunk) {
+  const size_t place = chunk % ahead();
+  for (int step = 1; step < world_; ++step) {
+    const int peer = (rank_ - step + world_) % world_;
+    at::Tensor& tensor = places_[place][peer];
+    if (tensor.numel() != own_[chunk].numel()) tensor = tensor.narrow(0, 0, own_[chunk].numel());
+    received_[place][peer] = transport_.receive(tensor, peer);
+  }
+}
+
+std::optional<MessageFailure> ReductionPipeline::run(const Wait& wait) {
+  int peer = rank_;
+  bool is_send = false;
+  std::fesetenv(&rounding_);
+  try {
+    std::vector<at::Tensor> parts(world_);
+    for (size_t chunk = 0; chunk < own_.size(); ++chunk) {
+      const size_t place = chunk % ahead();
+      for (peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        is_send = false;
+        if (!wait(received_[place][peer], peer)) return MessageFailure{peer, is_send, ""};
+        received_[place][peer].reset();
+        parts[peer] = places_[place][peer];
+      }
+      parts[rank_] = own_[chunk];
+      reduce_in_rank_order_here(out_[chunk], parts, op_);
+      for (int step = 1; transport_.publish && step < world_; ++step) {
+        peer = (rank_ + step) % world_;
+        is_send = true;
+        published_.push_back({transport_.publish(out_[chunk], peer), peer});
+      }
+      is_send = false;
+      if (chunk + ahead() < own_.size()) receive(chunk + ahead());
+    }
+  } catch (const std::exception& error) {
+    return MessageFailure{peer, is_send, error.what()};
+  }
+  return std::nullopt;
+}
+
+void PipelineThread::add(const std::shared_ptr<ReductionPipeline>& pipeline) {
+  if (!thread_) thread_ = std::make_unique<TaskQueue>(1);
+  {
+    std::lock_guard lock(mutex_);
+    ++added_;
+  }
+  thread_->add([this, pipeline] { run(*pipeline); });
+}
+
+void PipelineThread::run(ReductionPipeline& pipeline) {
+  std::unique_lock lock(mutex_);
+  std::optional<MessageFailure> failure;
+  if (!stopped_) {
+    lock.unlock();
+    failure = pipeline.run([this](const ReductionPipeline::Work& work, int peer) { return wait_for(work, peer); });
+    lock.lock();
+    pipeline.is_over_ = !failure;
+  }
+  if (failure && !std::exchange(stopped_, true)) failure_ = std::move(failure);
+  ++ended_;
+  changed_.notify_all();
+}
+
+bool PipelineThread::wait_for(const ReductionPipeline::Work& work, int peer) {
+  {
+    std::lock_guard lock(mutex_);
+    if (stopped_) return false;
+    waits_for_ = work;
+    peer_ = peer;
+  }
+  const auto forget = [this] {
+    std::lock_guard lock(mutex_);
+    waits_for_.reset();
+  };
+  bool is_done = false;
+  try {
+    is_done = work->wait(kUntilInterrupted);
+  } catch (...) {
+    forget();
+    throw;
+  }
+  forget();
+  return is_done;
+}
+
+std::optional<MessageFailure> PipelineThread::wait(const ReductionPipeline& pipeline, Deadline until) {
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_until(lock, until, [&] { return pipeline.is_over_ || stopped_; }))
+    return MessageFailure{peer_, false, "timed out"};
+  if (pipeline.is_over_) return std::nullopt;
+  return failure_.value_or(MessageFailure{peer_, false, ""});
+}
+
+std::vector<ReductionPipeline::Published> PipelineThread::published(ReductionPipeline& pipeline) {
+  return std::exchange(pipeline.published_, {});
+}
+
+void PipelineThread::drop(ReductionPipeline& pipeline) noexcept {
+  pipeline.published_.clear();
+  pipeline.received_.clear();
+}
+
+void PipelineThread::interrupt() noexcept {
+  std::lock_guard lock(mutex_);
+  stopped_ = true;
+  if (waits_for_) waits_for_->abort();
+  changed_.notify_all();
+}
+
+void PipelineThread::stop() noexcept {
+  interrupt();
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return ended_ == added_; });
+}
+
+}  // namespace tessera
