@@ -1,9 +1,57 @@
 #include "tessera/flat/backward_pass.h"
 
+#include <ATen/Context.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <functional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/errors.h"
+#include "tessera/flat/quiet.h"
+
 namespace tessera {
+
+namespace {
+
+using torch::autograd::Engine;
+using NodePointer = decltype(torch::autograd::Edge::function);  // libtorch 2.15 has its own kind
+
+// libtorch's engine, in which a pass that fails is known to have failed before the caller of backward() is told. The
+// engine's thread for a device lets go of the pass when it likes, after the caller has gone on: what the end of a
+// failed pass does to gradients would come after the caller's zero_grad().
+class PunctualEngine final : public Engine {
+ public:
+  void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
+                           std::exception& error) override {
+    std::vector<std::function<void()>> dropped;
+    {
+      std::lock_guard lock(task->final_callbacks_lock_);
+      dropped.swap(task->final_callbacks_);
+    }
+    dropped.clear();  // with their tokens
+    Engine::thread_on_exception(task, node, error);
+  }
+
+  // CPUs have no threads of the engine's.
+  static Engine& get() {
+    static const bool has_devices = at::globalContext().hasCUDA();
+    static auto* const engine = new PunctualEngine;  // its threads outlive main()
+    return has_devices ? *engine : Engine::get_base_engine();
+  }
+};
+
+// Unless somebody else has put an engine there, Python for one.
+[[maybe_unused]] const bool kHasSetEngine = [] {
+  const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
+  if (is_libtorchs) torch::autograd::set_default_engine_stub(&PunctualEngine::get);
+  return is_libtorchs;
+}();
+
+}  // namespace
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
@@ -11,24 +59,61 @@ struct BackwardPass::Token {
   explicit Token(std::weak_ptr<BackwardPass> owner) : pass(std::move(owner)) {}
   ~Token() {
     if (is_over) return;
-    if (const auto owner = pass.lock()) owner->events_.failed();  // which promises not to throw
+    if (const auto owner = pass.lock()) owner->failed();
   }
   const std::weak_ptr<BackwardPass> pass;
   bool is_over = false;
 };
 
-bool BackwardPass::enter() {
-  if (is_running()) return false;
+void BackwardPass::enter() {
+  if (is_running()) return;
   auto token = std::make_shared<Token>(weak_from_this());
   token_ = token;
   torch::autograd::Engine::get_default_engine().queue_callback([token = std::move(token)] {
     token->is_over = true;
-    if (const auto pass = token->pass.lock()) {
-      pass->token_.reset();
-      pass->events_.ended();
-    }
+    if (const auto pass = token->pass.lock()) pass->ended();
   });
-  return true;
+  Quiet quiet;
+  recover();
+  begin();
+}
+
+void BackwardPass::ended() {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  token_.reset();
+  try {
+    end();
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception&) {
+    failed();
+    recover();
+    throw;
+  }
+}
+
+void BackwardPass::failed() {
+  std::lock_guard lock(mutex_);
+  Quiet quiet;
+  failed_ = true;
+  fail();
+}
+
+void BackwardPass::recover() {
+  if (std::exchange(failed_, false)) abandon();
+}
+
+Scope BackwardPass::no_sync() {
+  const bool before = sync_;
+  set_sync(false);
+  return Scope([self = shared_from_this(), before] { self->set_sync(before); });
+}
+
+void BackwardPass::set_sync(bool sync) {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
+  sync_ = sync;
 }
 
 }  // namespace tessera

@@ -4,7 +4,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -23,26 +22,15 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   const Binding::Take take_;
 };
 
-void require_known(const torch::nn::Module& module, const std::string& prefix,
-                   const std::unordered_set<const c10::TensorImpl*>& known, const std::string& who) {
-  for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) {
-    if (!parameter.defined() || known.contains(parameter.unsafeGetTensorImpl())) continue;
-    for (const auto& entry : module.named_parameters(/*recurse=*/false))
-      if (entry.value().is_same(parameter))
-        throw std::logic_error("parameter '" + prefix + entry.key() +
-                               "' was registered after the module was wrapped by " + who +
-                               ", which does not train it: add it before wrapping");
-  }
+// The name below `module` of a parameter that is not among `known`, or "".
+std::string unknown_parameter(const torch::nn::Module& module,
+                              const std::unordered_set<const c10::TensorImpl*>& known) {
+  for (const auto& entry : module.named_parameters(/*recurse=*/false))
+    if (entry.value().defined() && !known.contains(entry.value().unsafeGetTensorImpl())) return entry.key();
   for (const auto& child : module.named_children())
-    require_known(*child.value(), prefix + child.key() + ".", known, who);
-}
-
-bool knows_all(const torch::nn::Module& module, const std::unordered_set<const c10::TensorImpl*>& known) {
-  for (const at::Tensor& parameter : module.parameters(/*recurse=*/false))
-    if (parameter.defined() && !known.contains(parameter.unsafeGetTensorImpl())) return false;
-  for (const auto& child : module.children())
-    if (!knows_all(*child, known)) return false;
-  return true;
+    if (const std::string name = unknown_parameter(*child.value(), known); !name.empty())
+      return child.key() + "." + name;
+  return "";
 }
 
 }  // namespace
@@ -75,7 +63,9 @@ void Binding::hook_all() {
 }
 
 void Binding::require_nothing_new() const {
-  if (!knows_all(*module_, known_)) require_known(*module_, "", known_, who_);
+  if (const std::string name = unknown_parameter(*module_, known_); !name.empty())
+    throw std::logic_error("parameter '" + name + "' was registered after the module was wrapped by " + who_ +
+                           ", which does not train it: add it before wrapping");
 }
 
 std::string Binding::label(size_t parameter) const {
@@ -88,11 +78,10 @@ void Binding::require_same_kind(size_t parameter) const {
   if (tensor.scalar_type() == kind.dtype && tensor.sizes() == at::IntArrayRef(kind.sizes) &&
       tensor.device() == kind.device)
     return;
-  std::ostringstream text;
-  text << label(parameter) << " is " << tensor.scalar_type() << " " << tensor.sizes() << " on " << tensor.device()
-       << " now, but was " << kind.dtype << " " << at::IntArrayRef(kind.sizes) << " on " << kind.device << " when "
-       << who_ << " wrapped the module: move and convert a module before it is wrapped";
-  throw std::logic_error(text.str());
+  throw std::logic_error(c10::str(label(parameter), " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
+                                  tensor.device(), " now, but was ", kind.dtype, " ", at::IntArrayRef(kind.sizes),
+                                  " on ", kind.device, " when ", who_,
+                                  " wrapped the module: move and convert a module before it is wrapped"));
 }
 
 void Binding::note_versions() {

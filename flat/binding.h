@@ -14,11 +14,10 @@
 namespace tessera {
 
 // What a wrapper knows of its module's parameters: the tensors that were wrapped, and the autograd nodes that carry
-// its hooks. The one place that looks for what the user has done to them since.
+// its hooks. The one place that looks for what the user has done to them since. Used by one thread at a time.
 //
 // torch::load(), module.to(), set_data() and changes of dtype make autograd forget a parameter's gradient accumulator,
 // and with it the hook, without a word; so hook() is called wherever gradients may come next, and hooks anew.
-// Used by one thread at a time.
 class Binding {
  public:
   // `who` and `rank` are for errors. All parameters that the module has now are known, also those not listed.

@@ -45,7 +45,7 @@ std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& ite
   }
   for (auto& [key, filling] : open)
     if (!filling.members.empty()) full.push_back(std::move(filling));
-  std::sort(full.begin(), full.end(), [](const Filling& a, const Filling& b) { return a.last < b.last; });
+  std::ranges::sort(full, {}, &Filling::last);
   std::vector<std::vector<size_t>> buckets;
   for (Filling& filling : full) buckets.push_back(std::move(filling.members));
   return buckets;

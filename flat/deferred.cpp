@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
 #include <torch/library.h>
 
@@ -10,14 +11,13 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <stdexcept>
-#include <unordered_map>
 #include <utility>
 
 namespace tessera {
 
-// libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place
-// where it is named.
+// libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
 static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 
@@ -26,18 +26,22 @@ static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
 class Tape {
  public:
   // A view of one of the storages that the tape knows.
-  struct Place {
+  struct View {
     size_t storage;
     std::vector<int64_t> sizes, strides;
     int64_t offset;
-    at::ScalarType dtype;
+  };
+  // An argument that is such a view, or has one at this place of its list.
+  struct Argument {
+    size_t argument;
+    std::optional<size_t> place;
+    View view;
   };
   struct Call {
     c10::OperatorHandle op;
-    torch::jit::Stack arguments;                                              // tensors of the tape left out
-    std::vector<std::pair<size_t, Place>> places;                             // by argument
-    std::vector<std::pair<size_t, std::vector<std::optional<Place>>>> lists;  // the same for lists of tensors
-    std::vector<std::optional<size_t>> made;                                  // by result: the storage, if it is new
+    torch::jit::Stack arguments;  // without the views
+    std::vector<Argument> views;
+    std::vector<std::optional<size_t>> made;  // by result: the storage, if it is new
   };
 
   std::vector<Call> calls;
@@ -47,88 +51,103 @@ class Tape {
 
 namespace {
 
-// What a storage of the tape points to.
-struct Ticket {
+// The context of a deferred storage's pointer, which has no data.
+struct TapeStorage {
   std::shared_ptr<Tape> tape;
   size_t storage;
 };
-void delete_ticket(void* context) { delete static_cast<Ticket*>(context); }
+void delete_tape_storage(void* context) { delete static_cast<TapeStorage*>(context); }
 
-const Ticket* ticket_of(const at::Tensor& tensor) {
+const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
   const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
-  return pointer.get_deleter() == &delete_ticket ? static_cast<Ticket*>(pointer.get_context()) : nullptr;
+  return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
+}
+
+// What the storage of a tensor that is read from somewhere points to.
+struct Source {
+  ReadElements read;
+  at::Device device;
+};
+void delete_source(void* context) { delete static_cast<Source*>(context); }
+
+const Source* source_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
+  const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  return pointer.get_deleter() == &delete_source ? static_cast<Source*>(pointer.get_context()) : nullptr;
+}
+
+at::Tensor read_all(const at::Tensor& tensor, const Source& source) {
+  const at::Tensor values =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
+  source.read({0, tensor.numel()}, values.mutable_data_ptr());
+  return values.to(source.device);
 }
 
 thread_local std::shared_ptr<Tape> recording;
 
-Tape::Place place_of(const at::Tensor& tensor, const Ticket& ticket) {
-  return {ticket.storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset(), tensor.scalar_type()};
+Tape::View view_of(const at::Tensor& tensor, const TapeStorage& known) {
+  return {known.storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()};
 }
 
-void note_use(Tape& tape, size_t storage) { tape.last_use[storage] = tape.calls.size(); }
+at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
+  return tensor.as_strided(view.sizes, view.strides, view.offset);
+}
 
-// Takes the tape's tensors out of the arguments, and gives the operator meta stand-ins for others.
-// Returns whether the call concerns the tape.
-bool take_arguments(Tape& tape, Tape::Call& call, torch::jit::Stack& stack, size_t count) {
-  bool concerns = false;
-  const size_t first = stack.size() - count;
-  for (size_t i = 0; i < count; ++i) {
-    c10::IValue& value = stack[first + i];
+// Moves the tape's tensors out of the call's arguments, into its views.
+void take_views(Tape& tape, Tape::Call& call) {
+  auto is_taken = [&](const at::Tensor& tensor, size_t argument, std::optional<size_t> place) {
+    const TapeStorage* known = tape_storage_of(tensor);
+    if (known == nullptr) return false;
+    call.views.push_back({argument, place, view_of(tensor, *known)});
+    tape.last_use[known->storage] = tape.calls.size();
+    return true;
+  };
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    c10::IValue& value = call.arguments[i];
     if (value.isTensor()) {
-      if (const Ticket* ticket = ticket_of(value.toTensor())) {
-        concerns = true;
-        call.places.emplace_back(i, place_of(value.toTensor(), *ticket));
-        call.arguments[i] = c10::IValue();
-        note_use(tape, ticket->storage);
-      }
+      if (source_of(value.toTensor()) != nullptr)
+        throw std::logic_error(
+            "deferred(): " + call.op.schema().name() +
+            " is given a tensor whose values will be read later: change it when the model is wrapped");
+      if (is_taken(value.toTensor(), i, std::nullopt)) value = c10::IValue();
     } else if (value.isTensorList()) {
-      std::vector<std::optional<Tape::Place>> places;
-      c10::List<at::Tensor> others;
-      bool any = false;
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        const Ticket* ticket = ticket_of(tensor);
-        any = any || ticket != nullptr;
-        places.push_back(ticket != nullptr ? std::optional(place_of(tensor, *ticket)) : std::nullopt);
-        others.push_back(ticket != nullptr ? at::Tensor() : tensor);
-        if (ticket != nullptr) note_use(tape, ticket->storage);
-      }
-      if (!any) continue;
-      concerns = true;
-      call.lists.emplace_back(i, std::move(places));
-      call.arguments[i] = std::move(others);
+      c10::List<at::Tensor> others = value.toTensorList().copy();
+      for (size_t place = 0; place < others.size(); ++place)
+        if (is_taken(others.get(place), i, place)) others.set(place, at::Tensor());
+      value = std::move(others);
     }
   }
-  return concerns;
 }
 
 // Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
-  auto stand_in = [](const at::Tensor& tensor) {
-    return tensor.defined() && !tensor.is_meta() && tensor.dim() > 0
-               ? at::empty_like(tensor, tensor.options().device(at::kMeta))
-               : tensor;
-  };
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) stack[i] = stand_in(stack[i].toTensor());
+    if (!stack[i].isTensor()) continue;
+    const at::Tensor tensor = stack[i].toTensor();
+    if (tensor.defined() && !tensor.is_meta() && tensor.dim() > 0)
+      stack[i] = at::empty_like(tensor, tensor.options().device(at::kMeta));
   }
 }
 
-std::optional<size_t> give_ticket(const std::shared_ptr<Tape>& tape, const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.is_meta() || ticket_of(tensor) != nullptr) return std::nullopt;
+// Makes the storage of a new tensor one of the tape's.
+std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result) {
+  if (!result.isTensor()) return std::nullopt;
+  const at::Tensor& tensor = result.toTensor();
+  if (!tensor.defined() || !tensor.is_meta() || tape_storage_of(tensor) != nullptr) return std::nullopt;
   const size_t storage = tape->last_use.size();
   tape->last_use.push_back(tape->calls.size());
   tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
-      at::DataPtr(nullptr, new Ticket{tape, storage}, &delete_ticket, at::kMeta));
+      at::DataPtr(nullptr, new TapeStorage{tape, storage}, &delete_tape_storage, at::kMeta));
   return storage;
 }
 
 bool has_tensor_argument(const c10::FunctionSchema& schema) {
-  return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
-    const auto kind = argument.type()->kind();
-    return kind == c10::TypeKind::TensorType ||
-           (kind == c10::TypeKind::ListType &&
-            argument.type()->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType);
+  return std::ranges::any_of(schema.arguments(), [](const c10::Argument& argument) {
+    const auto& type = argument.type();
+    return type->kind() == c10::TypeKind::TensorType ||
+           (type->kind() == c10::TypeKind::ListType &&
+            type->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType);
   });
 }
 
@@ -139,11 +158,12 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
-  Tape::Call call{op, torch::jit::Stack(arguments.begin(), arguments.end()), {}, {}, {}};
+  Tape::Call call{op, torch::jit::Stack(arguments.begin(), arguments.end()), {}, {}};
 
   const auto device = schema.argumentIndexWithName("device");
   const bool is_factory = device && !has_tensor_argument(schema);
-  const bool concerns = take_arguments(tape, call, *stack, count);
+  take_views(tape, call);
+  const bool concerns = !call.views.empty();
   if (!is_factory && !concerns) return op.callBoxed(stack);  // of ordinary tensors alone
   if (device) {
     c10::IValue& target = torch::jit::peek(*stack, *device, count);
@@ -154,7 +174,7 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
   if (concerns) substitute_meta(*stack, count);
   op.callBoxed(stack);
   for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
-    call.made.push_back(result.isTensor() ? give_ticket(recording, result.toTensor()) : std::nullopt);
+    call.made.push_back(adopt(recording, result));
   const auto dtype = schema.argumentIndexWithName("dtype");
   if (is_factory && dtype && call.arguments[*dtype].isNone())  // torch's default may be another later
     call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
@@ -174,35 +194,35 @@ class Replay {
   explicit Replay(std::shared_ptr<Tape> tape) : tape_(std::move(tape)), generator_(at::detail::createCPUGenerator()) {
     generator_.set_state(tape_->generator_state);
   }
-  // Does the next call and frees what nobody needs after it; is_wanted(storage) says what somebody does.
-  template <class IsWanted>
-  void step(IsWanted is_wanted) {
+  bool done() const { return next_ == tape_->calls.size(); }
+  // Does the next call. A storage that no later one needs is given to final(storage, a tensor that has it), and freed.
+  template <class Final>
+  void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
     torch::jit::Stack stack = call.arguments;
-    for (const auto& [argument, place] : call.places) stack[argument] = at(place);
-    for (const auto& [argument, places] : call.lists) {
+    for (const auto& [argument, place, view] : call.views) {
+      if (!place) {
+        stack[argument] = at(view);
+        continue;
+      }
       c10::List<at::Tensor> list = stack[argument].toTensorList().copy();
-      for (size_t i = 0; i < places.size(); ++i)
-        if (places[i]) list.set(i, at(*places[i]));
+      list.set(*place, at(view));
       stack[argument] = std::move(list);
     }
     run(call, stack);
     for (size_t i = 0; i < call.made.size(); ++i)
       if (call.made[i]) real_[*call.made[i]] = stack[i].toTensor();
     stack.clear();
-    std::erase_if(real_,
-                  [&](const auto& entry) { return tape_->last_use[entry.first] <= next_ && !is_wanted(entry.first); });
     ++next_;
+    std::erase_if(real_, [&](const auto& entry) {
+      const bool is_final = tape_->last_use[entry.first] < next_;
+      if (is_final) final(entry.first, entry.second);
+      return is_final;
+    });
   }
-  bool done() const { return next_ == tape_->calls.size(); }
-  size_t next() const { return next_; }
-  const Tape& tape() const { return *tape_; }
-  at::Tensor at(const Tape::Place& place) const {
-    return real_.at(place.storage).as_strided(place.sizes, place.strides, place.offset);
-  }
-  void drop(size_t storage) { real_.erase(storage); }
 
  private:
+  at::Tensor at(const Tape::View& view) const { return view_in(real_.at(view.storage), view); }
   void run(const Tape::Call& call, torch::jit::Stack& stack) {
     const auto generator = call.op.schema().argumentIndexWithName("generator");
     if (generator) {
@@ -225,11 +245,6 @@ class Replay {
   std::map<size_t, at::Tensor> real_;  // by storage: a tensor that has it
 };
 
-struct Wanted {
-  size_t replay;
-  Tape::Place place;
-};
-
 }  // namespace
 
 DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDeferredKey) {
@@ -241,67 +256,87 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
     tape_->generator_state = generator.get_state();
   }
   recording = tape_;
-  if (!is_deferred(at::empty({0}))) {
-    recording.reset();
-    throw std::runtime_error(
-        "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this "
-        "process "
-        "uses the key, or this libtorch dropped it");
-  }
+  if (is_deferred(at::empty({0}))) return;
+  recording.reset();
+  throw std::runtime_error(
+      "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this process "
+      "uses the key, or this libtorch dropped it");
 }
 
 DeferredScope::~DeferredScope() { recording.reset(); }
 
-bool is_deferred(const at::Tensor& tensor) { return ticket_of(tensor) != nullptr; }
+bool is_deferred(const at::Tensor& tensor) {
+  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
+}
+
+OrdinaryScope::OrdinaryScope() : ordinary_(kDeferredKey) {}
+
+bool is_deferring() { return recording != nullptr; }
+
+at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, at::ScalarType dtype,
+                         at::Device device, ReadElements read) {
+  const OrdinaryScope ordinary;
+  const at::Tensor tensor = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(at::kMeta));
+  tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+      at::DataPtr(nullptr, new Source{std::move(read), device}, &delete_source, at::kMeta));
+  return tensor;
+}
+
+const ReadElements* reader_of(const at::Tensor& tensor) {
+  const Source* source = source_of(tensor);
+  return source == nullptr ? nullptr : &source->read;
+}
 
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
                      const std::function<void(size_t, const std::vector<at::Tensor>&)>& ready) {
+  struct Wanted {
+    size_t group, place;
+    Tape::View view;
+  };
+  using Key = std::pair<const Tape*, size_t>;  // of a storage
   at::NoGradGuard no_grad;
-  std::vector<std::unique_ptr<Replay>> replays;  // one a tape, in order of first appearance
-  std::unordered_map<const Tape*, size_t> known;
-  std::vector<std::vector<Wanted>> wanted(groups.size());
-  std::map<std::pair<size_t, size_t>, size_t> waiting;  // groups not ready, by replay and storage
+  std::vector<std::shared_ptr<Tape>> tapes;  // in order of first appearance
+  std::multimap<Key, Wanted> wanted;
+  std::vector<std::vector<at::Tensor>> values(groups.size());
+  std::vector<size_t> missing;
   for (size_t group = 0; group < groups.size(); ++group) {
-    for (const at::Tensor& tensor : groups[group]) {
-      const Ticket* ticket = ticket_of(tensor);
-      if (ticket == nullptr)
+    values[group].resize(groups[group].size());
+    missing.push_back(groups[group].size());
+    for (size_t place = 0; place < groups[group].size(); ++place) {
+      const at::Tensor& tensor = groups[group][place];
+      if (source_of(tensor) != nullptr) {
+        --missing[group];
+        continue;
+      }
+      const TapeStorage* known = tape_storage_of(tensor);
+      if (known == nullptr)
         throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
                                     " is not deferred");
-      const auto [entry, is_new] = known.try_emplace(ticket->tape.get(), replays.size());
-      if (is_new) replays.push_back(std::make_unique<Replay>(ticket->tape));
-      wanted[group].push_back({entry->second, place_of(tensor, *ticket)});
-      ++waiting[{entry->second, ticket->storage}];
+      if (std::ranges::find(tapes, known->tape) == tapes.end()) tapes.push_back(known->tape);
+      wanted.emplace(Key(known->tape.get(), known->storage), Wanted{group, place, view_of(tensor, *known)});
     }
   }
-  std::vector<bool> is_ready(groups.size(), false);
-  auto hand_out = [&](size_t current) {
-    for (size_t group = 0; group < groups.size(); ++group) {
-      const bool complete = std::all_of(wanted[group].begin(), wanted[group].end(), [&](const Wanted& one) {
-        return one.replay < current || (one.replay == current && replays[current]->tape().last_use[one.place.storage] <
-                                                                     replays[current]->next());
-      });
-      if (is_ready[group] || !complete) continue;
-      is_ready[group] = true;
-      std::vector<at::Tensor> values;
-      for (const Wanted& one : wanted[group]) values.push_back(replays[one.replay]->at(one.place));
-      ready(group, values);
-      values.clear();
-      for (const Wanted& one : wanted[group])
-        if (--waiting.at({one.replay, one.place.storage}) == 0) replays[one.replay]->drop(one.place.storage);
-    }
+  auto hand_over = [&](size_t group) {
+    for (size_t place = 0; place < groups[group].size(); ++place)
+      if (const Source* source = source_of(groups[group][place]))
+        values[group][place] = read_all(groups[group][place], *source);
+    ready(group, std::exchange(values[group], {}));
   };
-  for (size_t current = 0; current < replays.size(); ++current) {
-    Replay& replay = *replays[current];
-    hand_out(current);
-    while (!replay.done()) {
-      replay.step([&](size_t storage) {
-        const auto entry = waiting.find({current, storage});
-        return entry != waiting.end() && entry->second > 0;
+  for (size_t group = 0; group < groups.size(); ++group)
+    if (missing[group] == 0) hand_over(group);
+  for (const auto& tape : tapes) {
+    for (Replay replay(tape); !replay.done();) {
+      std::set<size_t> complete;
+      replay.step([&](size_t storage, const at::Tensor& tensor) {
+        for (auto [entry, end] = wanted.equal_range(Key(tape.get(), storage)); entry != end; ++entry) {
+          const auto& [group, place, view] = entry->second;
+          values[group][place] = view_in(tensor, view);
+          if (--missing[group] == 0) complete.insert(group);
+        }
       });
-      hand_out(current);
+      for (const size_t group : complete) hand_over(group);
     }
   }
-  if (replays.empty()) hand_out(0);
 }
 
 // set_data() refuses to change the kind of device; the TensorImpl itself keeps its identity.
@@ -312,8 +347,7 @@ void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
 void materialize(torch::nn::Module& module) {
   std::vector<at::Tensor> tensors;
   for (const auto& list : {module.parameters(), module.buffers()})
-    for (const at::Tensor& tensor : list)
-      if (is_deferred(tensor)) tensors.push_back(tensor);
+    std::ranges::copy_if(list, std::back_inserter(tensors), &is_deferred);
   replay_deferred({tensors}, [&](size_t, const std::vector<at::Tensor>& values) {
     for (size_t i = 0; i < values.size(); ++i) fill_deferred(tensors[i], values[i]);
   });

@@ -42,15 +42,10 @@ FlatLayout FlatLayout::by_owner(std::vector<int64_t> parameter_numels, const std
 }
 
 Range FlatLayout::shard(int rank) const {
-  switch (cut_) {
-    case Cut::kEvenly:
-      return {rank * (full_numel_ / world_size_), (rank + 1) * (full_numel_ / world_size_)};
-    case Cut::kByOwner:
-      return {begins_[rank], begins_[rank + 1]};
-    case Cut::kWhole:
-      break;
-  }
-  return {0, full_numel_};
+  if (cut_ == Cut::kByOwner) return {begins_[rank], begins_[rank + 1]};
+  if (cut_ == Cut::kWhole) return {0, full_numel_};
+  const int64_t each = full_numel_ / world_size_;
+  return {rank * each, (rank + 1) * each};
 }
 
 std::vector<int64_t> FlatLayout::counts() const {

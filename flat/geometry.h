@@ -1,8 +1,8 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/strides.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,14 +15,9 @@ struct ParameterGeometry {
 };
 
 inline ParameterGeometry geometry_of(const at::Tensor& parameter) {
-  ParameterGeometry geometry{parameter.sizes().vec(), parameter.strides().vec()};
-  if (parameter.is_non_overlapping_and_dense()) return geometry;
-  int64_t stride = 1;
-  for (size_t dim = geometry.sizes.size(); dim-- > 0;) {
-    geometry.strides[dim] = stride;
-    stride *= std::max<int64_t>(geometry.sizes[dim], 1);
-  }
-  return geometry;
+  if (parameter.is_non_overlapping_and_dense()) return {parameter.sizes().vec(), parameter.strides().vec()};
+  const auto row_major = c10::contiguous_strides(parameter.sizes());
+  return {parameter.sizes().vec(), {row_major.begin(), row_major.end()}};
 }
 
 // The view of a parameter that begins at element `offset` of a 1-D flat buffer.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/flat/gradient_part.h"
+
 namespace tessera {
 
 GradientBuffer::GradientBuffer(std::vector<Member> members, int64_t numel, at::ScalarType dtype, Memory memory,
@@ -20,9 +22,14 @@ at::Tensor GradientBuffer::room(at::ScalarType dtype, bool busy) {
     grad_ = memory_(numel_, dtype_);
     views_.clear();
     // Not views to autograd, whose zero_grad() refuses to detach those.
-    for (size_t i = 0; i < members_.size(); ++i) views_.push_back(part_of(grad_, i).detach());
+    for (size_t i = 0; i < members_.size(); ++i) views_.push_back(as_gradient(part_of(grad_, i).detach(), i));
   }
   return grad_;
+}
+
+at::Tensor GradientBuffer::as_gradient(const at::Tensor& values, size_t member) const {
+  const std::string& label = members_[member].part_label;
+  return label.empty() ? values : as_part_of_gradient(values, label);
 }
 
 // Whether nobody outside kept a gradient of the last step, so that the buffer may be written again.
@@ -42,6 +49,7 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
   if (!in_place && std::all_of(used.begin(), used.end(), [](bool is_used) { return is_used; }) &&
       whole_gradient().defined()) {
     grad_.add_(values);
+    for (const at::Tensor& view : views_) forget_norm(view);
     return;
   }
   for (size_t i = 0; i < members_.size(); ++i) {
@@ -53,8 +61,9 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
     } else if (grad.defined()) {
       grad.add_(part_of(values, i));
     } else {
-      grad = part_of(values, i).clone();
+      grad = as_gradient(part_of(values, i).clone(), i);
     }
+    forget_norm(grad);
   }
 }
 

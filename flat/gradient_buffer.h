@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "tessera/flat/geometry.h"
@@ -22,6 +23,8 @@ class GradientBuffer {
     at::Tensor leaf;
     ParameterGeometry geometry;  // of its gradient
     int64_t offset = 0;          // in the buffer, in elements
+    // Not empty where other ranks have gradients that this one has no part of: what as_part_of_gradient() calls it.
+    std::string part_label = {};
   };
   // Makes a tensor [numel].
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
@@ -53,6 +56,7 @@ class GradientBuffer {
 
  private:
   bool is_ours_alone() const;
+  at::Tensor as_gradient(const at::Tensor& values, size_t member) const;
   at::Tensor part_of(const at::Tensor& values, size_t member) const {
     return view_in(values, members_[member].geometry, members_[member].offset);
   }

@@ -25,6 +25,12 @@ GradientGuard::~GradientGuard() {
     if (slot.page) slot.page->detach();
 }
 
+std::string GradientGuard::lost(const std::string& label) {
+  return "the gradient of " + label +
+         " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
+         "backward again";
+}
+
 GradientGuard::Slot& GradientGuard::slot(size_t index) {
   if (slots_.size() <= index) slots_.resize(index + 1);
   return slots_[index];

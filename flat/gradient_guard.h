@@ -31,6 +31,9 @@ class GradientGuard : public Pager, public std::enable_shared_from_this<Gradient
   explicit GradientGuard(Events events) : events_(std::move(events)) {}
   ~GradientGuard() override;
 
+  // The reason where a backward that failed has lost a gradient; `label` is the parameter's, as its binding has it.
+  static std::string lost(const std::string& label);
+
   // Puts a guard into leaf.grad, in place of what is there.
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
   // Whether leaf.grad is this guard's.

@@ -7,23 +7,26 @@ namespace tessera {
 namespace {
 
 // libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
-struct GradientKeeper : c10::BackendMeta {
-  explicit GradientKeeper(std::function<void()> ask) : require_ready(std::move(ask)) {}
+struct Note : c10::BackendMeta {
+  explicit Note(std::function<void()> ask) : require_ready(std::move(ask)) {}
   const std::function<void()> require_ready;
 };
 
 }  // namespace
 
-void keep_gradients_of(const std::vector<at::Tensor>& parameters, std::function<void()> require_ready) {
-  const auto keeper = c10::make_intrusive<GradientKeeper>(std::move(require_ready));
-  for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->set_backend_meta(keeper);
+GradientKeeper::GradientKeeper(std::function<void()> require_ready)
+    : note_(c10::make_intrusive<Note>(std::move(require_ready))) {}
+
+void GradientKeeper::keep(const at::Tensor& parameter) const {
+  c10::TensorImpl* impl = parameter.unsafeGetTensorImpl();
+  if (impl->get_backend_meta() != note_.get()) impl->set_backend_meta(note_);
 }
 
 void require_ready_gradients(const std::vector<at::Tensor>& parameters) {
-  std::unordered_set<const GradientKeeper*> asked;
+  std::unordered_set<const Note*> asked;
   for (const at::Tensor& parameter : parameters) {
-    const auto* keeper = dynamic_cast<const GradientKeeper*>(parameter.unsafeGetTensorImpl()->get_backend_meta());
-    if (keeper != nullptr && asked.insert(keeper).second) keeper->require_ready();
+    const auto* note = dynamic_cast<const Note*>(parameter.unsafeGetTensorImpl()->get_backend_meta());
+    if (note != nullptr && asked.insert(note).second) note->require_ready();
   }
 }
 

@@ -7,9 +7,17 @@
 
 namespace tessera {
 
-// Has parameters say, by `require_ready`, whether their gradients are such that a step may take them: for wrappers
-// whose optimizers do not know them. The note stays with the TensorImpls until the next one.
-void keep_gradients_of(const std::vector<at::Tensor>& parameters, std::function<void()> require_ready);
+// A note on parameters, for wrappers whose optimizers do not know them: `require_ready` throws where gradients are not
+// such that a step may take them. It stays with the TensorImpls until another wrapper's.
+class GradientKeeper {
+ public:
+  explicit GradientKeeper(std::function<void()> require_ready);
+  // Leaves the note, unless it is there: a change of the parameter's data takes it away.
+  void keep(const at::Tensor& parameter) const;
+
+ private:
+  const c10::intrusive_ptr<c10::BackendMeta> note_;
+};
 
 // Asks those who keep the gradients of these parameters, each once. Throws what they throw.
 void require_ready_gradients(const std::vector<at::Tensor>& parameters);

@@ -1,22 +1,20 @@
 #include "tessera/flat/gradient_reducer.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/isfinite.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/comm/agreement.h"
 #include "tessera/comm/backend_all_reduce.h"
+#include "tessera/flat/finite_check.h"
 
 namespace tessera {
 namespace {
 
-constexpr int64_t kFingerprintBytes = 8;
 constexpr const char* kOperations[] = {"reduce-scatter", "reduce", "all-reduce"};  // by FlatLayout::Cut
 
 bool all_of(const std::vector<bool>& flags) {
@@ -28,9 +26,13 @@ at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
 }
 
-// Bits of the end-of-backward report: one a parameter that was used, then one a bucket with late gradients.
-void set_bit(uint8_t* bytes, size_t bit) { bytes[bit / 8] |= static_cast<uint8_t>(1U << (bit % 8)); }
-bool has_bit(const uint8_t* bytes, size_t bit) { return (bytes[bit / 8] >> (bit % 8) & 1) != 0; }
+// On a device a launch takes the host longer than the copy of so few bytes takes the device. They stay until the bucket
+// is complete.
+bool may_wait(const at::Tensor& gradient) {
+  constexpr size_t kSmallBytes = size_t{256} << 10;
+  return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
+         gradient.nbytes() <= kSmallBytes;
+}
 
 }  // namespace
 
@@ -40,15 +42,18 @@ GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters
       mesh_(mesh),
       log_(log),
       options_(options),
-      buffers_(mesh.world->device()),
-      states_(parameters.size()) {}
+      buffers_(mesh.world->device(), MemoryKind::kBuckets),
+      states_(parameters.size()),
+      used_(parameters.size(), false),
+      reports_(parameters, buckets_, mesh, log, {options.refuse_uneven_use, options.is_static}) {}
 
 void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   buckets_ = std::move(buckets);
   contents_.assign(buckets_.size(), {});
   reduced_.assign(buckets_.size(), false);
   states_.assign(parameters_.size(), {});
-  static_use_.clear();
+  used_.assign(parameters_.size(), false);
+  reports_.forget_first_pass();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     const auto& members = buckets_[bucket].members;
     contents_[bucket].content.filled.assign(members.size(), false);
@@ -68,7 +73,7 @@ void GradientReducer::begin(const std::vector<size_t>& order) {
   started_ = 0;
   for (size_t i = 0; i < states_.size(); ++i) {
     states_[i].arrived = false;
-    states_[i].used = keeps(i);
+    used_[i] = keeps(i);
   }
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     BucketState& state = contents_[bucket];
@@ -105,8 +110,8 @@ void GradientReducer::collect(size_t parameter, const at::Tensor& gradient) {
   if (bucket.started && observer_)
     throw std::logic_error("the gradients of " + buckets_[state.bucket].name +
                            " come in several parts in one backward, and its step may have been taken after the first: "
-                           "take the optimizer's step after backward instead (StepInBackward)");
-  state.used = true;
+                           "take the optimizer's step after backward instead");
+  used_[parameter] = true;
   collect(bucket.started ? bucket.late : bucket.content, state.bucket, state.member, gradient);
 }
 
@@ -117,6 +122,7 @@ void GradientReducer::collect(Content& content, size_t bucket, size_t member, co
   if (is_first && !content.flat.defined()) {
     if (at::Tensor values = as_it_is(bucket, gradient); values.defined()) {
       content.flat = values;
+      content.uses.begin(values.device());
       content.is_borrowed = true;
       borrowed_bytes_ += static_cast<int64_t>(values.nbytes());
       return note_bytes();
@@ -126,13 +132,44 @@ void GradientReducer::collect(Content& content, size_t bucket, size_t member, co
     const at::Tensor first = std::exchange(content.flat, at::Tensor());
     content.is_borrowed = false;
     borrowed_bytes_ -= static_cast<int64_t>(first.nbytes());
+    content.uses.join();
     make_room(content, bucket);
     content.flat.copy_(first);
   }
   if (!content.flat.defined()) make_room(content, bucket);
-  const at::Tensor place =
-      view_in(content.flat, plan.geometries[member], plan.layout.offset(static_cast<int64_t>(member)));
+  if (is_first && may_wait(gradient)) {
+    content.uses.use();
+    content.waiting.push_back({member, gradient, gradient._version(), current_stream(gradient.device())});
+    return;
+  }
+  if (!is_first) copy_waiting(content, bucket);
+  is_first ? content.uses.use() : content.uses.join();
+  const at::Tensor place = place_of(content, bucket, member);
   is_first ? place.copy_(gradient) : place.add_(gradient);
+}
+
+at::Tensor GradientReducer::place_of(const Content& content, size_t bucket, size_t member) const {
+  const GradientBucket& plan = buckets_[bucket];
+  return view_in(content.flat, plan.geometries[member], plan.layout.offset(static_cast<int64_t>(member)));
+}
+
+void GradientReducer::copy_waiting(Content& content, size_t bucket) const {
+  if (content.waiting.empty()) return;
+  content.uses.join();
+  const c10::Stream here = current_stream(content.flat.device());
+  std::vector<at::Tensor> places, gradients;
+  for (const Content::Waiting& waiting : std::exchange(content.waiting, {})) {
+    const size_t parameter = buckets_[bucket].members[waiting.member];
+    if (waiting.gradient._version() != waiting.version)
+      throw std::logic_error("the gradient of parameter '" + parameters_[parameter].fqn + "' on rank " +
+                             std::to_string(mesh_.world->rank()) +
+                             " was changed in place after it had been handed over: a hook that changes a gradient has "
+                             "to return another tensor");
+    if (waiting.stream != here) waiting.gradient.record_stream(here);
+    places.push_back(place_of(content, bucket, waiting.member));
+    gradients.push_back(waiting.gradient);
+  }
+  at::_foreach_copy_(places, gradients);
 }
 
 // A gradient that can be sent to its owner where it lies; else undefined.
@@ -151,6 +188,7 @@ void GradientReducer::make_room(Content& content, size_t bucket) {
   content.is_result = plan.result != nullptr && options_.to_host == nullptr && plan.result->numel() == full_numel &&
                       plan.result->dtype() == plan.dtype && plan.result->is_free() && !is_busy(bucket);
   content.flat = content.is_result ? plan.result->room() : buffers_.take(full_numel, plan.dtype);
+  content.uses.begin(content.flat.device());
   note_bytes();
 }
 
@@ -163,7 +201,8 @@ void GradientReducer::forget(size_t parameter) {
   if (!keeps(parameter)) return;
   Content& content = contents_[states_[parameter].bucket].content;
   content.filled[states_[parameter].member] = false;
-  states_[parameter].used = false;
+  std::erase_if(content.waiting, [&](const auto& waiting) { return waiting.member == states_[parameter].member; });
+  used_[parameter] = false;
   if (std::none_of(content.filled.begin(), content.filled.end(), [](bool filled) { return filled; })) {
     if (content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(content.flat.nbytes());
     content = {{}, false, false, std::move(content.filled)};
@@ -176,27 +215,30 @@ void GradientReducer::start_full_ones() {
   while (started_ < queue_.size() && contents_[queue_[started_]].missing == 0) start(queue_[started_++]);
 }
 
-// What no gradient has filled. Between members only where it comes into a shard's gradient, whose norm is taken whole.
+// What no gradient has filled. Between members only where it comes into a shard's gradient, whose norm is taken whole,
+// or into a block, whose scale is that of its largest element.
 void GradientReducer::fill_gaps(const GradientBucket& bucket, const Content& content) const {
   const FlatLayout& layout = bucket.layout;
-  if (layout.cut() != FlatLayout::Cut::kEvenly) {
-    for (size_t member = 0; member < bucket.members.size(); ++member)
-      if (!content.filled[member])
-        content.flat.narrow(0, layout.offset(static_cast<int64_t>(member)), layout.numel(static_cast<int64_t>(member)))
-            .zero_();
-    return;
-  }
-  int64_t end = 0;
-  auto clear_to = [&](int64_t begin_of_next) {
-    if (begin_of_next > end) content.flat.narrow(0, end, begin_of_next - end).zero_();
+  std::vector<at::Tensor> gaps;
+  auto add_gap = [&](int64_t from, int64_t to) {
+    if (to > from) gaps.push_back(content.flat.narrow(0, from, to - from));
   };
+  const bool between = layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(bucket);
+  int64_t end = 0;
   for (size_t member = 0; member < bucket.members.size(); ++member) {
-    const auto index = static_cast<int64_t>(member);
-    if (!content.filled[member]) continue;  // cleared with the gap that it lies in
-    clear_to(layout.offset(index));
-    end = layout.offset(index) + layout.numel(index);
+    const int64_t begin = layout.offset(static_cast<int64_t>(member));
+    const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
+    if (!between && !content.filled[member]) add_gap(begin, end_of_member);
+    if (!between || !content.filled[member]) continue;  // else cleared with the gap that it lies in
+    add_gap(end, begin);
+    end = end_of_member;
   }
-  clear_to(layout.full_numel());
+  if (between) add_gap(end, layout.full_numel());
+  if (content.flat.is_cpu()) {
+    for (at::Tensor& gap : gaps) gap.zero_();
+  } else if (!gaps.empty()) {
+    at::_foreach_zero_(gaps);  // one launch
+  }
 }
 
 void GradientReducer::start(size_t bucket) {
@@ -207,6 +249,8 @@ void GradientReducer::start(size_t bucket) {
   Flight flight{bucket,
                 std::exchange(state.content, {{}, false, false, std::vector<bool>(plan.members.size(), false)})};
   if (!flight.content.flat.defined()) make_room(flight.content, bucket);
+  copy_waiting(flight.content, bucket);
+  flight.content.uses.join();
   if (!flight.content.is_borrowed) fill_gaps(plan, flight.content);
   log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, flight.content.flat.numel());
   flight.pending = reduce(flight);
@@ -214,9 +258,48 @@ void GradientReducer::start(size_t bucket) {
   while (flights_[kReducing].size() > options_.in_flight) finish_oldest(kReducing);
 }
 
+// What may be rounded, and goes to others.
+bool GradientReducer::is_encoded(const GradientBucket& bucket) const {
+  return bucket.wire == WireFormat::kInt8Blocks && at::isFloatingType(bucket.dtype) && mesh_.shard->size() > 1 &&
+         bucket.layout.cut() != FlatLayout::Cut::kWhole;
+}
+
+// To the rank that a part belongs to, all of it or this rank's: an all-to-all of what each has rounded.
+Pending GradientReducer::exchange_encoded(Flight& flight) {
+  const GradientBucket& plan = buckets_[flight.bucket];
+  const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
+  const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;
+  const int64_t part_numel = is_even ? plan.layout.shard_numel() : flight.content.flat.numel();
+  const int64_t part_bytes = Int8Blocks().encoded_bytes(part_numel);
+  std::vector<int64_t> send_counts(world, is_even ? part_bytes : 0), receive_counts(world, 0);
+  send_counts[is_even ? rank : plan.owner] = part_bytes;
+  if (is_even || plan.owner == rank) receive_counts.assign(world, part_bytes);
+  flight.wire = buffers_.take(is_even ? world * part_bytes : part_bytes, at::kByte);
+  for (int part = 0; part * part_bytes < flight.wire.numel(); ++part)
+    Int8Blocks().encode(flight.content.flat.narrow(0, part * part_numel, part_numel),
+                        flight.wire.narrow(0, part * part_bytes, part_bytes));
+  flight.encoded = buffers_.take(receive_counts[rank] * world, at::kByte);
+  note_bytes();
+  return mesh_.shard->all_to_all(flight.encoded, flight.wire, std::move(receive_counts), std::move(send_counts),
+                                 plan.name);
+}
+
+void GradientReducer::add_encoded(Flight& flight) {
+  const at::Tensor& result = flight.staging.defined() ? flight.staging : flight.reduced;
+  const at::Tensor sum = result.scalar_type() == at::kFloat ? result : at::empty_like(result, at::kFloat);
+  const int world = mesh_.shard->size();
+  const int64_t part_bytes = flight.encoded.numel() / world;
+  Int8Blocks().decode(flight.encoded.narrow(0, 0, part_bytes), sum);
+  for (int rank = 1; rank < world; ++rank)
+    Int8Blocks().add(flight.encoded.narrow(0, rank * part_bytes, part_bytes), sum);
+  if (!divisor_) sum.div_(world);
+  if (!sum.is_same(result)) result.copy_(sum);
+}
+
 Pending GradientReducer::reduce(Flight& flight) {
   const GradientBucket& plan = buckets_[flight.bucket];
   const at::Tensor& full = flight.content.flat;
+  const bool encoded = is_encoded(plan);
   flight.wire = full;
   if (plan.wire_dtype && at::isFloatingType(full.scalar_type())) flight.wire = full.to(*plan.wire_dtype);
   const ReduceOp op = divisor_ ? ReduceOp::kSum : ReduceOp::kAverage;
@@ -227,6 +310,7 @@ Pending GradientReducer::reduce(Flight& flight) {
       return mesh_.shard->all_reduce(travelling(flight.wire), op, plan.name);
     case FlatLayout::Cut::kByOwner:
       if (plan.owner == mesh_.shard->rank()) flight.reduced = full;
+      if (encoded) return exchange_encoded(flight);
       return mesh_.shard->reduce(travelling(flight.wire), plan.owner, op, plan.name);
     case FlatLayout::Cut::kEvenly:
       break;
@@ -235,6 +319,7 @@ Pending GradientReducer::reduce(Flight& flight) {
   at::Tensor received = flight.reduced;
   if (options_.to_host != nullptr)
     received = flight.staging = options_.staging->take(flight.reduced.numel(), flight.reduced.scalar_type());
+  if (encoded) return exchange_encoded(flight);
   return mesh_.shard->reduce_scatter(travelling(received), travelling(flight.wire), op, {}, plan.name);
 }
 
@@ -248,12 +333,17 @@ void GradientReducer::finish_oldest(Stage stage, bool accept) {
     return;
   }
   flight.pending.wait();
+  if (flight.content.is_borrowed && !flight.content.flat.is_cpu())  // whose stream need not be the current one
+    flight.content.flat.record_stream(current_stream(flight.content.flat.device()));
   if (flight.content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(flight.content.flat.nbytes());
   if (!accept || !flight.reduced.defined()) return;
   if (stage == kReducing) {
-    if (!flight.wire.is_same(flight.content.flat) && flight.reduced.is_same(flight.content.flat))
+    if (flight.encoded.defined())
+      add_encoded(flight);
+    else if (!flight.wire.is_same(flight.content.flat) && flight.reduced.is_same(flight.content.flat))
       flight.reduced.copy_(flight.wire);
     flight.wire.reset();
+    flight.encoded.reset();
     flight.content.flat.reset();
     if (options_.backend_all_reduce && !divisor_) flight.reduced.div_(mesh_.world->size());
     if (mesh_.replicas) {
@@ -310,21 +400,14 @@ void GradientReducer::note_bytes() { peak_bytes_ = std::max(peak_bytes_, bucket_
 
 void GradientReducer::finish() {
   while (started_ < queue_.size()) start(queue_[started_++]);
-  std::vector<bool> any_late(buckets_.size(), false);
+  PassUse use{used_, {}};
+  for (const BucketState& state : contents_) use.late.push_back(state.late.flat.defined());
   try {
-    if (!static_use_.empty()) {
-      require_same_use();
+    use = reports_.exchange(std::move(use), [this] {
       drain();
-      for (size_t i = 0; i < states_.size(); ++i) states_[i].used = static_use_[i];  // on any rank
-      any_late = static_late_;
-    } else {
-      const at::Tensor own = own_report();
-      at::Tensor reports = at::empty({mesh_.world->size() * own.numel()}, own.options());
-      Pending exchange = mesh_.world->all_gather(reports, own, {}, "the end of backward");
-      drain();
-      exchange.wait();
-      any_late = read_reports(reports);
-    }
+      return !undecided_.empty();
+    });
+    used_ = use.used;
   } catch (const CommError&) {
     throw;
   } catch (const std::exception&) {
@@ -340,7 +423,7 @@ void GradientReducer::finish() {
     observe(flight.bucket, used);
   }
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (!any_late[bucket]) continue;
+    if (!use.late[bucket]) continue;
     contents_[bucket].content = std::exchange(contents_[bucket].late, {});
     contents_[bucket].content.filled.resize(buckets_[bucket].members.size(), false);
     start(bucket);
@@ -348,117 +431,34 @@ void GradientReducer::finish() {
     for (Flight& flight : std::exchange(undecided_, {}))
       buckets_[bucket].result->accept(flight.reduced, used_in(bucket));
   }
-  if (options_.is_static && static_use_.empty()) {
-    for (const ParameterState& state : states_) static_use_.push_back(state.used);
-    static_late_ = any_late;
-  }
   reset();
-  if (options_.check_finite) check_finite();
+  if (options_.check_finite) require_finite(buckets_, reduced_, *mesh_.world);
 }
 
 std::vector<bool> GradientReducer::used_in(size_t bucket) const {
   std::vector<bool> used;
-  for (size_t parameter : buckets_[bucket].members) used.push_back(states_[parameter].used);
+  for (size_t parameter : buckets_[bucket].members) used.push_back(used_[parameter]);
   return used;
-}
-
-at::Tensor GradientReducer::own_report() const {
-  std::vector<uint8_t> bytes(kFingerprintBytes + (states_.size() + buckets_.size() + 7) / 8, 0);
-  const uint64_t value = log_.fingerprint();
-  std::memcpy(bytes.data(), &value, sizeof(value));
-  uint8_t* bits = bytes.data() + kFingerprintBytes;
-  for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].used) set_bit(bits, i);
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    if (contents_[bucket].late.flat.defined()) set_bit(bits, states_.size() + bucket);
-  at::Tensor report = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-  std::memcpy(report.mutable_data_ptr(), bytes.data(), bytes.size());
-  return report.to(mesh_.world->device());
-}
-
-std::vector<bool> GradientReducer::read_reports(const at::Tensor& reports) {
-  const at::Tensor table = reports.cpu().view({mesh_.world->size(), -1});
-  std::vector<bool> any_late(buckets_.size(), false);
-  bool agreed = true;
-  for (int rank = 0; rank < mesh_.world->size(); ++rank) {
-    const auto* report = table[rank].const_data_ptr<uint8_t>();
-    agreed = agreed && std::memcmp(report, table.const_data_ptr<uint8_t>(), kFingerprintBytes) == 0;
-    const uint8_t* bits = report + kFingerprintBytes;
-    for (size_t i = 0; i < states_.size(); ++i) states_[i].used = states_[i].used || has_bit(bits, i);
-    for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-      any_late[bucket] = any_late[bucket] || has_bit(bits, states_.size() + bucket);
-  }
-  if (!agreed) require_agreement(*mesh_.world, "what was gathered and reduced since the last backward", log_.lines());
-  if (options_.refuse_uneven_use) check_even_use(table);
-  return any_late;
-}
-
-void GradientReducer::check_even_use(const at::Tensor& table) const {
-  for (size_t i = 0; i < states_.size(); ++i) {
-    if (!states_[i].used) continue;
-    for (int rank = 0; rank < mesh_.world->size(); ++rank)
-      if (!has_bit(table[rank].const_data_ptr<uint8_t>() + kFingerprintBytes, i))
-        throw std::invalid_argument("parameter '" + parameters_[i].fqn + "' of " + buckets_[states_[i].bucket].name +
-                                    " had no gradient on rank " + std::to_string(rank) +
-                                    ", but had one on others (FsdpOptions::refuse_uneven_use)");
-  }
-}
-
-// With a static graph each rank looks for itself.
-void GradientReducer::require_same_use() const {
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    if (contents_[bucket].late.flat.defined() && !static_late_[bucket])
-      throw std::logic_error(buckets_[bucket].name + " on rank " + std::to_string(mesh_.world->rank()) +
-                             " came in several parts, but in one on every rank in the first backward, and static_graph "
-                             "promises that every iteration is the same");
-  for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].used && !static_use_[i])
-      throw std::logic_error("parameter '" + parameters_[i].fqn + "' on rank " + std::to_string(mesh_.world->rank()) +
-                             " has a gradient, but had none on any rank in the first backward, and static_graph "
-                             "promises that every iteration is the same");
-}
-
-// Buckets in which some rank's part of the reduced gradient is not finite: a row of flags a rank.
-void GradientReducer::check_finite() {
-  at::Tensor own = at::zeros({static_cast<int64_t>(buckets_.size())}, at::kByte);
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (!reduced_[bucket] || buckets_[bucket].result == nullptr) continue;
-    for (const at::Tensor& leaf : buckets_[bucket].result->leaves())
-      if (leaf.grad().defined() && !at::isfinite(leaf.grad()).all().item<bool>())
-        own.mutable_data_ptr<uint8_t>()[bucket] = 1;
-  }
-  const int world = mesh_.world->size();
-  own = own.to(mesh_.world->device());
-  at::Tensor all = at::empty({world * own.numel()}, own.options());
-  mesh_.world->all_gather(all, own, {}, "the check for finite gradients").wait();
-  all = all.cpu();
-  std::string found;
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    std::string ranks;
-    for (int rank = 0; rank < world; ++rank)
-      if (all.const_data_ptr<uint8_t>()[rank * buckets_.size() + bucket] != 0)
-        ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-    if (!ranks.empty())
-      found += (found.empty() ? "" : "; ") + buckets_[bucket].name + " in the parts of ranks " + ranks;
-  }
-  if (!found.empty())
-    throw std::runtime_error("reduced gradients are infinite or NaN (FsdpOptions::check_finite): " + found);
 }
 
 void GradientReducer::end_without_reducing() {
   queue_.clear();
   started_ = 0;
-  for (BucketState& state : contents_) state.queued = false;
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+    copy_waiting(contents_[bucket].content, bucket);  // autograd's memory is not kept from pass to pass
+    contents_[bucket].queued = false;
+  }
 }
 
 void GradientReducer::abandon() {
   drain(/*accept=*/false);
+  log_.clear();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     const std::vector<bool> none(buckets_[bucket].members.size(), false);
     contents_[bucket].content = contents_[bucket].late = {{}, false, false, none};
   }
   borrowed_bytes_ = 0;
-  for (ParameterState& state : states_) state.used = false;
+  used_.assign(used_.size(), false);
   reset();
 }
 

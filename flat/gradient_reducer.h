@@ -10,29 +10,17 @@
 #include <string>
 #include <vector>
 
+#include "tessera/async/stream_uses.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/flat/flat_layout.h"
-#include "tessera/flat/gradient_buffer.h"
+#include "tessera/flat/gradient_bucket.h"
 #include "tessera/flat/mesh.h"
 #include "tessera/flat/order_log.h"
+#include "tessera/flat/pass_reports.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/memory/counted_buffers.h"
 #include "tessera/offload/copy_engine.h"
 
 namespace tessera {
-
-// Gradients that are collected in one buffer, reduced by one collective and cut as the layout says: evenly (a
-// reduce-scatter: FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
-struct GradientBucket {
-  std::string name;                           // for errors: "unit 'blocks.3'"
-  std::vector<size_t> members;                // parameters, as the reducer's list has them, in the layout's order
-  std::vector<ParameterGeometry> geometries;  // of the members in the bucket
-  FlatLayout layout;
-  int owner = 0;                             // kByOwner: the only one
-  at::ScalarType dtype = at::kFloat;         // gradients are added up in it
-  std::optional<at::ScalarType> wire_dtype;  // and travel in it, if they are floating-point; empty: the same
-  GradientBuffer* result = nullptr;          // where this rank's part becomes .grad; null: it gets none
-};
 
 struct ReducerOptions {
   bool refuse_uneven_use = false;  // see FsdpOptions
@@ -50,9 +38,9 @@ struct ReducerOptions {
 //
 // A full bucket waits for those that were expected before it; what is not full when backward ends (parameters that
 // this rank did not use) is filled with zeros. Then the ranks tell each other, in one small all-gather, which
-// parameters had a gradient at all, so that those without one anywhere keep what they had, which buckets got more
-// after they had been sent (a part of the model computed again within backward), which are then reduced once more,
-// and a fingerprint of all that was exchanged since the last backward, which must be the same.
+// parameters had a gradient at all, so that those without one anywhere keep what they had, and which buckets got more
+// after they had been sent (a part of the model computed again within backward), which are then reduced once more:
+// PassReports.
 //
 // Under no_sync buckets keep what they have for a later pass. Used by one thread at a time, under no autograd.
 class GradientReducer {
@@ -66,6 +54,7 @@ class GradientReducer {
   const std::vector<GradientBucket>& buckets() const { return buckets_; }
   // What sums over ranks are divided by; empty: the number of ranks.
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
+  const std::optional<double>& divisor() const { return divisor_; }
 
   // Starts a pass whose reductions begin in this order of buckets; others follow as they come.
   void begin(const std::vector<size_t>& order);
@@ -90,7 +79,7 @@ class GradientReducer {
   // Parameters in the order in which their gradients came in the last pass.
   const std::vector<size_t>& arrivals() const { return arrivals_; }
   // Whether any rank had a gradient of it in the last pass that reduced.
-  bool was_used(size_t parameter) const { return states_[parameter].used; }
+  bool was_used(size_t parameter) const { return used_[parameter]; }
 
   // Called with leaves whose gradients have become final; see GradientSource. Not while a pass goes on.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
@@ -106,13 +95,21 @@ class GradientReducer {
   struct ParameterState {
     size_t bucket = kNowhere, member = 0;
     bool arrived = false;  // in this pass
-    bool used = false;     // had a gradient in this pass, or one that is kept; at the end of it: on any rank
   };
   struct Content {
     at::Tensor flat;           // [layout.full_numel()] of dtype, undefined until the first gradient
     bool is_result = false;    // it is the result's own memory
     bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
     std::vector<bool> filled;  // by member
+    StreamUses uses{};         // of `flat`: hooks run on the streams of the operators before them
+    // On a device: small gradients, which are copied together when one launch is enough for all.
+    struct Waiting {
+      size_t member;
+      at::Tensor gradient;
+      int64_t version;  // when it came
+      c10::Stream stream;
+    };
+    std::vector<Waiting> waiting{};
   };
   struct BucketState {
     Content content;
@@ -125,6 +122,7 @@ class GradientReducer {
     size_t bucket;
     Content content;
     at::Tensor wire;     // what travels
+    at::Tensor encoded;  // in blocks: what has come, a part of each rank
     at::Tensor reduced;  // this rank's part, for the result; undefined if it gets none
     at::Tensor staging;  // on the device, of what leaves it
     Pending pending;
@@ -133,11 +131,16 @@ class GradientReducer {
 
   void collect(size_t parameter, const at::Tensor& gradient);
   void collect(Content& content, size_t bucket, size_t member, const at::Tensor& gradient);
+  void copy_waiting(Content& content, size_t bucket) const;
+  at::Tensor place_of(const Content& content, size_t bucket, size_t member) const;
   void make_room(Content& content, size_t bucket);
   at::Tensor as_it_is(size_t bucket, const at::Tensor& gradient) const;
   void start_full_ones();
   void start(size_t bucket);
   Pending reduce(Flight& flight);
+  bool is_encoded(const GradientBucket& bucket) const;
+  Pending exchange_encoded(Flight& flight);
+  void add_encoded(Flight& flight);
   void fill_gaps(const GradientBucket& bucket, const Content& content) const;
   void finish_oldest(Stage stage, bool accept = true);
   void drain(bool accept = true);
@@ -145,11 +148,6 @@ class GradientReducer {
   void accept(Flight flight);
   void observe(size_t bucket, const std::vector<bool>& used) const;
   bool is_busy(size_t bucket) const;
-  at::Tensor own_report() const;
-  std::vector<bool> read_reports(const at::Tensor& reports);  // by bucket: somebody has late ones
-  void check_even_use(const at::Tensor& table) const;
-  void check_finite();
-  void require_same_use() const;
   void reset();
   void note_bytes();
   std::vector<bool> used_in(size_t bucket) const;
@@ -161,7 +159,9 @@ class GradientReducer {
   CountedBuffers buffers_;
   std::optional<double> divisor_;
   std::vector<GradientBucket> buckets_;
-  std::vector<ParameterState> states_;               // by parameter
+  std::vector<ParameterState> states_;  // by parameter
+  std::vector<bool> used_;  // by parameter: a gradient in this pass, or one that is kept; at the end of it: on any rank
+  PassReports reports_;
   std::vector<BucketState> contents_;                // by bucket
   std::vector<size_t> queue_;                        // buckets in the order in which they are reduced
   size_t started_ = 0;                               // how many of them are
@@ -169,8 +169,6 @@ class GradientReducer {
   std::vector<Flight> undecided_;                    // reduced, but perhaps some parameter was used by no rank
   std::vector<bool> reduced_;                        // by bucket: in this pass
   std::vector<size_t> arrivals_;
-  std::vector<bool> static_use_;   // with is_static: by parameter, after the first pass
-  std::vector<bool> static_late_;  // and by bucket: it came in several parts
   Observer observer_;
   int64_t borrowed_bytes_ = 0;  // of gradients that travel without being copied
   int64_t peak_bytes_ = 0;

@@ -20,24 +20,26 @@ struct NamedShard {
   std::vector<int64_t> sizes;        // of the whole parameter
   std::vector<int64_t> strides;      // of the whole parameter: the order of its elements in memory
   Range held;                        // the part that is here, in elements in memory order
-  // The leaf that optimizers are given: [held.numel()], or the parameter in its own shape where
-  // ranks hold it whole. Writing to it under NoGradGuard changes the model.
+  // The leaf that optimizers are given: [held.numel()], or the parameter in its own shape where ranks hold it whole.
+  // Writing to it under NoGradGuard changes the model.
   at::Tensor tensor;
   // Of the ranks that hold this very part, which one is this: 0 to replica_count - 1.
   int replica = 0;
   int replica_count = 1;
 };
 
-// How a wrapper shows the state of its model to code that does not know the wrapper (checkpoints,
-// say): by the module's own names, wherever the parts may lie. Nothing here is collective.
+// How a wrapper shows the state of its model to code that does not know it (checkpoints, say): by the module's own
+// names, wherever the parts may lie. Nothing here is collective.
 class ModelShards {
  public:
   virtual ~ModelShards() = default;
+  // The group that the model is trained by.
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Every parameter once, in the module's order, the same list of names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // The leaves of named_shards(): what an optimizer is given.
   std::vector<at::Tensor> parameters() const;
+  // The same by their first names.
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   // Clears their gradients: optimizer.zero_grad() does it too.
   void zero_grad(bool set_to_none = true);
@@ -50,8 +52,8 @@ class ModelShards {
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
-  // The optimizer with this rank's part of the state. Its groups are those of the whole one, with
-  // the parameters owned here; options are read from and written to the whole one.
+  // The optimizer with this rank's part of the state. Its groups are those of the whole one, with the parameters owned
+  // here; options are read from and written to the whole one.
   virtual torch::optim::Optimizer& local() = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;

@@ -19,13 +19,19 @@ class OrderLog {
     entries_.push_back({operation, &unit, numel});
     if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
   }
+  // A forward through the wrapper whose backward will reduce. A rank that leaves out one backward would otherwise
+  // average its gradients with those of the others' step before, from then on.
+  void add_forward() {
+    static const std::string model = "the model";
+    add("forward", model, -1);
+  }
   uint64_t fingerprint() const { return fingerprint_.value(); }
   std::vector<std::string> lines() const {
     std::vector<std::string> lines;
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
     for (const Entry& entry : entries_)
-      lines.push_back(std::string(entry.operation) + " of " + *entry.unit + " (" + std::to_string(entry.numel) +
-                      " elements)");
+      lines.push_back(std::string(entry.operation) + " of " + *entry.unit +
+                      (entry.numel < 0 ? "" : " (" + std::to_string(entry.numel) + " elements)"));
     return lines;
   }
   void clear() { *this = OrderLog(); }

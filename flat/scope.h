@@ -1,23 +1,30 @@
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <utility>
 
 namespace tessera {
 
-// A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params().
-// Move-only.
+// A scope that changes what a wrapper does, and ends with it: no_sync(), summon_full_params(). Move-only.
 class [[nodiscard]] Scope {
  public:
+  // For those who open a scope: what ends it.
   explicit Scope(std::function<void()> leave) : leave_(std::move(leave)) {}
   Scope(Scope&& other) noexcept : leave_(std::exchange(other.leave_, nullptr)) {}
   Scope& operator=(Scope&&) = delete;
-  // Ends the scope now; throws what ending it may throw. The destructor does the same, and where
-  // an exception is already on its way swallows what ending it throws.
+  // Ends the scope now; throws what ending it may throw.
   void leave() {
     if (auto leave = std::exchange(leave_, nullptr)) leave();
   }
-  ~Scope() noexcept(false);
+  // The same; but an exception that is on its way already says more than one of ending the scope.
+  ~Scope() noexcept(false) {
+    try {
+      leave();
+    } catch (const std::exception&) {
+      if (std::uncaught_exceptions() == 0) throw;
+    }
+  }
 
  private:
   std::function<void()> leave_;

@@ -5,8 +5,8 @@ namespace {
 
 // libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
 struct ShardMark : c10::BackendMeta {
-  explicit ShardMark(NarrowPart part) : narrow(std::move(part)) {}
-  NarrowPart narrow;
+  explicit ShardMark(LowPrecisionPart part) : low_precision(std::move(part)) {}
+  const LowPrecisionPart low_precision;
 };
 
 const ShardMark* mark_of(const at::Tensor& tensor) {
@@ -15,15 +15,15 @@ const ShardMark* mark_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-void mark_as_shard(const at::Tensor& tensor, NarrowPart narrow) {
-  tensor.unsafeGetTensorImpl()->set_backend_meta(c10::make_intrusive<ShardMark>(std::move(narrow)));
+void mark_as_shard(const at::Tensor& tensor, LowPrecisionPart low_precision) {
+  tensor.unsafeGetTensorImpl()->set_backend_meta(c10::make_intrusive<ShardMark>(std::move(low_precision)));
 }
 
 bool is_shard(const at::Tensor& tensor) { return mark_of(tensor) != nullptr; }
 
-const NarrowPart* narrow_copy_of(const at::Tensor& tensor) {
+const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor) {
   const ShardMark* mark = mark_of(tensor);
-  return mark != nullptr && mark->narrow.values.defined() ? &mark->narrow : nullptr;
+  return mark != nullptr && mark->low_precision.values.defined() ? &mark->low_precision : nullptr;
 }
 
 }  // namespace tessera

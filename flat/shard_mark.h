@@ -10,17 +10,16 @@
 
 namespace tessera {
 
-// A copy of a shard in 16 bit, which travels in the shard's place. It is right while the shard's page
-// counts as many writes as `writes` does.
-struct NarrowCopy {
+// A copy of a shard in 16 bit, which travels in its place. Right while the shard's page counts so many writes.
+struct LowPrecisionCopy {
   at::Tensor values;  // [numel of the shard]
   uint32_t writes = 0;
 };
 
 // A parameter's part of it.
-struct NarrowPart {
+struct LowPrecisionPart {
   at::Tensor values;
-  std::shared_ptr<NarrowCopy> whole;
+  std::shared_ptr<LowPrecisionCopy> whole;
 
   // To be called after a write to the parameter that wrote here too, and was counted once by its page.
   void note_write(const at::Tensor& parameter) const {
@@ -29,12 +28,11 @@ struct NarrowPart {
   }
 };
 
-// Marks a leaf tensor as a wrapper's part of a parameter, so that code which expects whole
-// parameters can refuse it, and optimizers find its copy in 16 bit, if it has one. The mark stays
-// with the TensorImpl.
-void mark_as_shard(const at::Tensor& tensor, NarrowPart narrow = {});
+// Marks a leaf tensor as a wrapper's part of a parameter, so that code which expects whole parameters can refuse it,
+// and optimizers find its copy in 16 bit, if it has one. The mark stays with the TensorImpl.
+void mark_as_shard(const at::Tensor& tensor, LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);
 // Null if there is none.
-const NarrowPart* narrow_copy_of(const at::Tensor& tensor);
+const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 
 }  // namespace tessera

@@ -1,15 +1,19 @@
 #include "tessera/flat/shard_norm.h"
 
+#include <ATen/OpMathType.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/fmin.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -18,49 +22,58 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-// The p-th power of this rank's norm, or the largest absolute value. NaN stays NaN.
-double local_contribution(const std::vector<at::Tensor>& shards, double norm_type) {
-  double total = 0;
-  for (const at::Tensor& shard : shards) {
-    if (shard.numel() == 0) continue;
-    const double norm = at::linalg_vector_norm(shard, norm_type).item<double>();
-    if (norm_type == kInfinity) {
-      total = norm > total || std::isnan(norm) ? norm : total;
-    } else {
-      total += std::pow(norm, norm_type);
-    }
+// The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
+at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
+  std::vector<at::Tensor> filled;
+  for (const at::Tensor& shard : shards)
+    if (shard.numel() > 0) filled.push_back(shard);
+  if (filled.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
+  std::vector<at::Tensor> norms = at::_foreach_norm(filled, norm_type);
+  for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
+  const at::Tensor all = at::stack(norms);
+  return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
+}
+
+// By dtype and device, which a foreach wants to be the same.
+void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
+  std::vector<at::Tensor> rest = shards;
+  while (!rest.empty()) {
+    const at::Tensor first = rest[0];
+    const auto others = std::stable_partition(rest.begin(), rest.end(), [&](const at::Tensor& shard) {
+      return shard.scalar_type() == first.scalar_type() && shard.device() == first.device();
+    });
+    const std::vector<at::Tensor> alike(rest.begin(), others);
+    const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
+    at::_foreach_mul_(alike, factor.to(first.device(), dtype).squeeze());
+    rest.erase(rest.begin(), others);
   }
-  return total;
 }
 
 }  // namespace
 
-double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                           bool error_if_nonfinite, Communicator& comm) {
-  if (!(max_norm >= 0) || !(norm_type > 0)) {
-    std::ostringstream text;
-    text << "clip_grad_norm_: max_norm is " << max_norm << " and norm_type " << norm_type
-         << ", expected max_norm >= 0 and norm_type > 0";
-    throw std::invalid_argument(text.str());
-  }
+GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+  if (!(max_norm >= 0) || !(norm_type > 0))
+    throw std::invalid_argument(c10::str("clip_grad_norm_: max_norm is ", max_norm, " and norm_type ", norm_type,
+                                         ", expected max_norm >= 0 and norm_type > 0"));
   const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
-  at::Tensor total = at::full({1}, local_contribution(shards, norm_type),
-                              at::TensorOptions().dtype(at::kDouble).device(comm.device()));
-  comm.all_reduce(total, op, "the gradient norm").wait();
-  const double sum = total.item<double>();
-  const double norm = norm_type == kInfinity ? sum : std::pow(sum, 1.0 / norm_type);
-  if (error_if_nonfinite && !std::isfinite(norm))
-    throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
-                             ": the norm of the gradients is " + std::to_string(norm));
-  const double scale = max_norm / (norm + 1e-6);
-  if (scale < 1.0)  // false for NaN, as torch's clamp
-    for (const at::Tensor& shard : shards) shard.mul_(scale);
-  return norm;
+  at::Tensor norm = local_contribution(shards, norm_type, comm.device());
+  comm.all_reduce(norm, op, "the gradient norm").wait();
+  if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
+  if (error_if_nonfinite)
+    if (const double value = norm.item<double>(); !std::isfinite(value))
+      throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
+                               ": the norm of the gradients is " + std::to_string(value));
+  // fmin() is 1 for NaN: gradients are left as they are.
+  const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + 1e-6), at::ones_like(norm));
+  scale(shards, factor);
+  scale(also, factor);
+  return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(std::move(norm));
 }
 
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
   if (parts.empty()) return {};
-  const auto any = std::find_if(parts.begin(), parts.end(), [](const at::Tensor& part) { return part.defined(); });
+  const auto any = std::ranges::find_if(parts, [](const at::Tensor& part) { return part.defined(); });
   const at::Device device = comm != nullptr      ? comm->device()
                             : any != parts.end() ? any->device()
                                                  : at::Device(at::kCPU);

@@ -5,22 +5,22 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/grad_norm.h"
 
 namespace tessera {
 
-// Scales `shards` (this rank's parts of a set of tensors, each element on exactly one rank) in
-// place so that the norm of the whole set is at most max_norm, and returns the norm before:
-// torch::nn::utils::clip_grad_norm_ over ranks. norm_type > 0, infinity included. Collective: one
-// all-reduce of one number. An empty list is fine, on some ranks or all.
-// Throws std::invalid_argument for max_norm < 0 or norm_type <= 0; std::runtime_error if
-// error_if_nonfinite and the norm is infinite or NaN, with the shards as they were.
-double clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                           bool error_if_nonfinite, Communicator& comm);
+// Scales `shards` (this rank's parts of a set of tensors, each element on exactly one rank) in place so that the norm
+// of the whole set is at most max_norm, and returns the norm before: torch::nn::utils::clip_grad_norm_ over ranks.
+// norm_type > 0, infinity included. Collective: one all-reduce of one number, which the host waits for only with
+// error_if_nonfinite, or when the result is looked at. An empty list is fine, on some ranks or
+// all. Throws std::invalid_argument for max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and
+// the norm is infinite or NaN, with the shards as they were. `also` is scaled alike and does not count.
+GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {});
 
-// The 2-norm of each of a list of tensors of which this rank holds parts: what layer-wise optimizers
-// (LAMB, LARS, Adafactor) need of whole parameters. An undefined or empty part counts as 0. All
-// norms travel in one all-reduce, summed in double. Collective, the same number of parts on all
-// ranks; null for tensors that are whole.
+// The 2-norm of each of a list of tensors of which this rank holds parts: what layer-wise optimizers (LAMB, LARS,
+// Adafactor) need of whole parameters. An undefined or empty part counts as 0. All norms travel in one all-reduce,
+// summed in double. Collective, the same number of parts on all ranks; null for tensors that are whole.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace tessera {
 namespace {
@@ -54,8 +55,7 @@ class Planner {
   }
 
   void collect(const torch::nn::Module& module, const std::string& fqn, size_t unit) {
-    if (claimed_.contains(&module)) {
-      claimed_.erase(&module);
+    if (claimed_.erase(&module) > 0) {
       unit = units_.size();
       units_.push_back({fqn, {}});
     }
@@ -63,29 +63,21 @@ class Planner {
       const at::Tensor& tensor = entry.value();
       if (!tensor.defined() || is_ignored(tensor)) continue;
       const std::string name = join(fqn, entry.key());
-      const auto [known, is_new] =
-          places_.try_emplace(tensor.unsafeGetTensorImpl(), Place{unit, units_[unit].parameters.size()});
-      if (is_new) {
-        units_[unit].parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
-      } else {
-        units_[known->second.unit].parameters[known->second.index].aliases.push_back(name);
-      }
+      auto& parameters = units_[unit].parameters;
+      const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
+      if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
+      const auto [owner, index] = known->second;
+      if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
     }
     for (const auto& child : module.named_children()) collect(*child.value(), join(fqn, child.key()), unit);
   }
 
-  struct Place {
-    size_t unit;
-    size_t index;
-  };
-
   const WrapPolicy& policy_;
   std::unordered_set<const torch::nn::Module*> full_precision_;
   std::unordered_set<const c10::TensorImpl*> ignored_;
-  std::unordered_set<const torch::nn::Module*> asked_;
-  std::unordered_set<const torch::nn::Module*> claimed_;
+  std::unordered_set<const torch::nn::Module*> asked_, claimed_;
   std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
-  std::unordered_map<const c10::TensorImpl*, Place> places_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and place in it
   std::vector<PlannedUnit> units_;
 };
 

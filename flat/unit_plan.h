@@ -12,15 +12,13 @@ namespace tessera {
 
 // Names the modules that become units: what is gathered, computed with and released together.
 //
-// A policy is asked bottom-up, children before parents, about every module but the root, and is
-// told how many elements of trainable or frozen parameters below the module no unit has claimed
-// yet. Parameters that no unit claims belong to the root's unit. An empty policy makes one unit
-// of the whole model.
+// A policy is asked bottom-up, children before parents, about every module but the root, and is told how many elements
+// of trainable or frozen parameters below the module no unit has claimed yet. Parameters that no unit claims belong to
+// the root's unit. An empty policy makes one unit of the whole model.
 using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
-// A unit for each module of one of these types: wrap_modules<BlockImpl>(). As FairScale's and
-// FSDP's transformer_auto_wrap_policy.
+// A unit for each module of one of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy).
 template <class... Modules>
 WrapPolicy wrap_modules() {
   return [](const std::string&, const torch::nn::Module& module, int64_t) {
@@ -28,8 +26,8 @@ WrapPolicy wrap_modules() {
   };
 }
 
-// A unit for each module below which at least min_numel elements are unclaimed (FSDP's
-// size_based_auto_wrap_policy). Throws std::invalid_argument if min_numel < 1.
+// A unit for each module below which at least min_numel elements are unclaimed (FSDP's size_based_auto_wrap_policy).
+// Throws std::invalid_argument if min_numel < 1.
 WrapPolicy wrap_by_size(int64_t min_numel);
 
 // A unit for each module for which `predicate` says so; fqn is the module's dotted name.
@@ -44,9 +42,10 @@ struct PlannedParameter {
   at::Tensor values = {};            // where a deferred parameter's values are; else undefined
 };
 
+// What is gathered, computed with and released together.
 struct PlannedUnit {
-  std::string name;  // the module's dotted name; "(root)" for what no policy claims
-  std::vector<PlannedParameter> parameters;
+  std::string name;                          // the module's dotted name; "(root)" for what no policy claims
+  std::vector<PlannedParameter> parameters;  // each once, in order of registration
 };
 
 // Which parameters are treated in another way than the rest: those at or below the modules that a
@@ -56,10 +55,9 @@ struct ParameterPolicies {
   WrapPolicy full_precision;  // are marked, if that is where they are met first
 };
 
-// The parameters of `root` in units, each parameter once, in order of registration; units in the
-// order of their first module, the root's unit first if it has parameters. Units without
-// parameters are left out. A tied parameter goes to the unit that meets it first. Pure: allocates
-// no tensor, changes nothing.
+// The parameters of `root` in units, each parameter once, in order of registration; units in the order of their first
+// module, the root's unit first if it has parameters. Units without parameters are left out. A tied parameter goes to
+// the unit that meets it first. Pure: allocates no tensor, changes nothing.
 std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
                                     const ParameterPolicies& parameters = {});
 

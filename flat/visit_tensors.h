@@ -33,159 +33,127 @@ struct Members {
   template <class... Values>
   void operator()(Values&... members) const;
 };
-struct AnyVisitor {
-  void operator()(const at::Tensor&) const {}
+struct Ignore {
+  void operator()(auto&) const {}
 };
 
 template <class Value>
 concept IsTensor = std::derived_from<std::remove_const_t<Value>, at::Tensor>;
 template <class Value>
-concept IsTaught = requires(Value& value, Members<AnyVisitor> visit) { tessera_visit_tensors(value, visit); };
+concept IsTaught = requires(Value& value, Members<Ignore> visit) { tessera_visit_tensors(value, visit); };
 template <class Value>
-concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
-// Has no tensors in it, certainly.
-template <class Value>
-concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> || requires {
-  requires IsNumber<typename Value::value_type> && !requires { typename Value::mapped_type; };
-};
-template <class Value>
-concept IsOptional = !IsTaught<Value> && requires(Value& value) {
+concept IsOptional = requires(Value& value) {
   value.has_value();
   *value;
 };
 template <class Value>
-concept IsOrderedDict = !IsTaught<Value> && requires(Value& value) {
+concept IsOrderedDict = requires(Value& value) {
   value.begin()->key();
   value.begin()->value();
 };
 template <class Value>
-concept IsMap = !IsTaught<Value> && requires(Value& value) {
+concept IsMap = requires(Value& value) {
   typename Value::mapped_type;
   value.begin()->second;
 };
+template <class Value>
+concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
+// Has no tensors in it, certainly.
+template <class Value>
+concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
+                  requires { requires IsNumber<typename Value::value_type>; };
 // Of elements that are what it says: not of proxies, and not of its own kind, as JSON and file names are.
 template <class Value>
-concept IsRange =
-    !IsTaught<Value> && !IsPlain<Value> && !IsMap<Value> && !IsOrderedDict<Value> && requires(Value& value) {
-      { *value.begin() } -> std::same_as<typename Value::value_type&>;
-      value.begin() != value.end();
-    } && !std::same_as<typename Value::value_type, std::remove_const_t<Value>>;
+concept IsRange = requires(Value& value) {
+  value.begin() != value.end();
+  requires std::is_lvalue_reference_v<decltype(*value.begin())>;
+  requires std::same_as<std::remove_cvref_t<decltype(*value.begin())>, typename Value::value_type>;
+  requires !std::same_as<typename Value::value_type, std::remove_const_t<Value>>;
+};
 template <class Value>
-concept IsConstRange =
-    !IsTaught<Value> && !IsPlain<Value> && !IsMap<Value> && !IsOrderedDict<Value> && requires(Value& value) {
-      { *value.begin() } -> std::same_as<const typename Value::value_type&>;
-      value.begin() != value.end();
-    } && !std::same_as<typename Value::value_type, std::remove_const_t<Value>>;
-template <class Value>
-concept IsTuple =
-    !IsTaught<Value> && !IsRange<Value> && !IsConstRange<Value> && requires { std::tuple_size<Value>::value; };
+concept IsTuple = requires { std::tuple_size<Value>::value; };
 
 // kHolds: somewhere in it may be a tensor that can be exchanged. kKnown: all that may be in it is looked into.
 template <class Value>
-struct Elements {  // opaque
-  static constexpr bool kHolds = false, kKnown = IsPlain<Value>;
-  template <class Visitor>
-  static void visit(Value&, Visitor&) {}
-};
-
+struct Traits;
 template <class... Values>
-struct ElementsOf {
-  static constexpr bool kHolds = (... || Elements<std::remove_reference_t<Values>>::kHolds);
-  static constexpr bool kKnown = (... && Elements<std::remove_reference_t<Values>>::kKnown);
-
- protected:
-  template <class Value, class Visitor>
-  static void visit_one(Value& value, Visitor& visitor) {
-    Elements<Value>::visit(value, visitor);
-  }
+struct Elements {
+  static constexpr bool kHolds = (... || Traits<std::remove_reference_t<Values>>::kHolds);
+  static constexpr bool kKnown = (... && Traits<std::remove_reference_t<Values>>::kKnown);
+};
+struct Opaque {
+  static constexpr bool kHolds = false, kKnown = false;
 };
 
-template <IsTensor Value>
-struct Elements<Value> {
-  static constexpr bool kHolds = !std::is_const_v<Value>, kKnown = true;
-  template <class Visitor>
-  static void visit(Value& tensor, Visitor& visitor) {
-    if constexpr (std::invocable<Visitor&, Value&>) visitor(tensor);  // else it is one that cannot be exchanged
+// Calls act(element) for each element of the value; returns their types.
+template <class Value, class Act>
+auto for_each_element(Value& value, Act act) {
+  if constexpr (IsOptional<Value>) {
+    if (value.has_value()) act(*value);
+    return Elements<decltype(*value)>();
+  } else if constexpr (IsOrderedDict<Value>) {
+    for (auto& entry : value) act(entry.value());
+    return Elements<decltype(value.begin()->value())>();
+  } else if constexpr (IsMap<Value>) {
+    for (auto& entry : value) act(entry.second);
+    return Elements<decltype((value.begin()->second))>();
+  } else if constexpr (IsPlain<Value>) {
+    return Elements<>();
+  } else if constexpr (IsRange<Value>) {
+    for (auto& element : value) act(element);
+    return Elements<decltype(*value.begin())>();
+  } else if constexpr (IsTuple<Value>) {
+    return std::apply([&](auto&... elements) { return (act(elements), ..., Elements<decltype(elements)...>()); },
+                      value);
+  } else {
+    return Opaque();
   }
-};
-
-template <IsTaught Value>
-struct Elements<Value> {
-  static constexpr bool kHolds = true, kKnown = true;
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    tessera_visit_tensors(value, Members<Visitor>{visitor});
-  }
-};
-
-template <IsOptional Value>
-struct Elements<Value> : ElementsOf<decltype(*std::declval<Value&>())> {
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    if (value.has_value()) Elements::visit_one(*value, visitor);
-  }
-};
-
-template <IsOrderedDict Value>
-struct Elements<Value> : ElementsOf<decltype(std::declval<Value&>().begin()->value())> {
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    for (auto& entry : value) Elements::visit_one(entry.value(), visitor);
-  }
-};
-
-template <IsMap Value>
-struct Elements<Value> : ElementsOf<decltype((std::declval<Value&>().begin()->second))> {
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    for (auto& entry : value) Elements::visit_one(entry.second, visitor);
-  }
-};
+}
 
 template <class Value>
-  requires IsRange<Value> || IsConstRange<Value>
-struct Elements<Value> : ElementsOf<decltype(*std::declval<Value&>().begin())> {
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    for (auto& element : value) Elements::visit_one(element, visitor);
-  }
+struct Traits : decltype(for_each_element(std::declval<Value&>(), Ignore())){};
+template <IsTensor Value>
+struct Traits<Value> {
+  static constexpr bool kHolds = !std::is_const_v<Value>, kKnown = true;
+};
+template <IsTaught Value>
+struct Traits<Value> {
+  static constexpr bool kHolds = true, kKnown = true;
 };
 
-template <class Value, class Positions = std::make_index_sequence<std::tuple_size_v<Value>>>
-struct TupleElements;
-template <class Value, size_t... kPositions>
-struct TupleElements<Value, std::index_sequence<kPositions...>>
-    : ElementsOf<std::tuple_element_t<kPositions, Value>...> {};
-template <IsTuple Value>
-struct Elements<Value> : TupleElements<Value> {
-  template <class Visitor>
-  static void visit(Value& value, Visitor& visitor) {
-    std::apply([&](auto&... elements) { (Elements::visit_one(elements, visitor), ...); }, value);
+template <class Value, class Visitor>
+void look_into(Value& value, Visitor& visitor) {
+  if constexpr (IsTensor<Value>) {
+    if constexpr (std::invocable<Visitor&, Value&>) visitor(value);  // else it is one that cannot be exchanged
+  } else if constexpr (IsTaught<Value>) {
+    tessera_visit_tensors(value, Members<Visitor>{visitor});
+  } else {
+    for_each_element(value, [&](auto& element) { look_into(element, visitor); });
   }
-};
+}
 
 template <class Visitor>
 template <class... Values>
 void Members<Visitor>::operator()(Values&... members) const {
-  (Elements<Values>::visit(members, visitor), ...);
+  (look_into(members, visitor), ...);
 }
 
 }  // namespace visit_tensors_detail
 
 // Whether visit_tensors() would look for tensors in a value of this type.
 template <class Value>
-constexpr bool kHoldsTensors = visit_tensors_detail::Elements<std::decay_t<Value>>::kHolds;
+constexpr bool kHoldsTensors = visit_tensors_detail::Traits<std::decay_t<Value>>::kHolds;
 
 // Whether it would miss none: nothing in the type is opaque. (Numbers, enums and strings have no tensors.)
 template <class Value>
-constexpr bool kKnowsTensorsOf = visit_tensors_detail::Elements<std::decay_t<Value>>::kKnown;
+constexpr bool kKnowsTensorsOf = visit_tensors_detail::Traits<std::decay_t<Value>>::kKnown;
 
 // Calls visit(at::Tensor&) for each tensor in `value`, in order, undefined ones too; visit(const at::Tensor&), where
 // it takes that, for those that cannot be exchanged (in a set, an at::TensorList, a const value).
 template <class Value, class Visit>
   requires std::invocable<Visit&, at::Tensor&>
 void visit_tensors(Value& value, Visit&& visit) {
-  visit_tensors_detail::Elements<Value>::visit(value, visit);
+  visit_tensors_detail::look_into(value, visit);
 }
 
 // The defined ones.

@@ -1,10 +1,13 @@
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <string>
 #include <vector>
 
 namespace tessera {
 
+// What summon_full_params() brings, and to whom. The same on all ranks.
 struct SummonOptions {
   bool writeback = true;  // keep what the scope changes; false: changes are lost
   // true: only rank 0 gets them; on the others using a parameter throws std::logic_error. Needs
@@ -18,6 +21,10 @@ struct SummonOptions {
   std::vector<std::string> units;
 };
 
+// The options. Throws std::invalid_argument for ones that do not go together.
+const SummonOptions& checked(const SummonOptions& options, c10::Device device);
+
+// Who gets what full_state_dict() and visit_full_state() bring, and where. The same on all ranks.
 struct StateDictOptions {
   // true: only rank 0 gets the tensors, the others an empty dictionary.
   bool rank0_only = false;

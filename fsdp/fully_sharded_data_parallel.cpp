@@ -1,6 +1,7 @@
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 
 #include <stdexcept>
+#include <unordered_map>
 
 #include "tessera/fsdp/scheduler.h"
 
@@ -10,7 +11,7 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
                                        const FsdpOptions& options)
     : scheduler_(Scheduler::wrap(module, std::move(comm), options)) {}
 
-void FullyShardedModule::begin_forward() { scheduler_->begin_forward(); }
+Scope FullyShardedModule::begin_forward() { return scheduler_->begin_forward(); }
 
 std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
   const MixedPrecision& precision = scheduler_->model().options().mixed_precision;
@@ -27,7 +28,7 @@ void FullyShardedModule::refuse_output_dtype() {
       "no tensors are looked for: expected a tensor, or vectors, tuples, optionals or maps of tensors");
 }
 
-double FullyShardedModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+GradNorm FullyShardedModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   return scheduler_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
@@ -36,13 +37,7 @@ Scope FullyShardedModule::on_gradients(Arrived arrived) {
   return Scope([scheduler = scheduler_] { scheduler->observe_gradients(nullptr); });
 }
 
-Scope FullyShardedModule::no_sync() {
-  const bool before = scheduler_->sync();
-  scheduler_->set_sync(false);
-  return Scope([scheduler = scheduler_, before] { scheduler->set_sync(before); });
-}
-
-void FullyShardedModule::set_gradient_divide_factor(double factor) { scheduler_->set_divisor(factor); }
+BackwardPass& FullyShardedModule::backward_pass() const { return *scheduler_; }
 
 Scope FullyShardedModule::summon_full_params(SummonOptions options) {
   scheduler_->summon(options);
@@ -50,7 +45,20 @@ Scope FullyShardedModule::summon_full_params(SummonOptions options) {
 }
 
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::full_state_dict(StateDictOptions options) {
-  return scheduler_->full_state_dict(options);
+  std::unordered_map<std::string, at::Tensor> by_name;
+  scheduler_->visit_full_state(
+      [&](const std::string& name, const std::vector<std::string>& aliases, const at::Tensor& tensor) {
+        by_name[name] = tensor.clone();
+        for (const std::string& alias : aliases) by_name[alias] = by_name[name];
+      },
+      options);
+  torch::OrderedDict<std::string, at::Tensor> state;
+  if (by_name.empty()) return state;
+  // In the module's order, as state dictionaries are.
+  const torch::nn::Module& module = *scheduler_->model().module();
+  for (const auto& entry : module.named_parameters()) state.insert(entry.key(), by_name.at(entry.key()));
+  for (const auto& entry : defined_buffers(module)) state.insert(entry.key(), by_name.at(entry.key()));
+  return state;
 }
 
 void FullyShardedModule::visit_full_state(const std::function<void(const std::string&, const at::Tensor&)>& visit,
@@ -69,7 +77,7 @@ std::string FullyShardedModule::describe() const { return scheduler_->describe()
 const std::shared_ptr<Communicator>& FullyShardedModule::comm() const { return scheduler_->model().mesh().world; }
 std::vector<NamedShard> FullyShardedModule::named_shards() const { return scheduler_->model().named_shards(); }
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_buffers() const {
-  return scheduler_->model().named_buffers();
+  return defined_buffers(*scheduler_->model().module());
 }
 
 }  // namespace tessera

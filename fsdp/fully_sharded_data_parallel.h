@@ -13,10 +13,8 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/data_parallel.h"
 #include "tessera/flat/gradient_source.h"
-#include "tessera/flat/memory_report.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/scope.h"
 #include "tessera/flat/visit_tensors.h"
 #include "tessera/fsdp/full_parameters.h"
 #include "tessera/fsdp/options.h"
@@ -26,7 +24,7 @@ namespace tessera {
 class Scheduler;
 
 // The part of the wrapper that does not depend on the module's type. See FullyShardedDataParallel.
-class FullyShardedModule : public ModelShards, public GradientSource {
+class FullyShardedModule : public DataParallel, public GradientSource {
  public:
   // parameters(): this rank's part of every parameter, each once, in the module's order: 1-D leaf tensors on
   // the communicator's device (in host memory with FsdpOptions::offload), in the parameter's dtype, empty where the
@@ -35,26 +33,11 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   // ranks; undefined for a parameter that no rank used; after one under no_sync(), or one that failed, a tensor without
   // data that any operator refuses by name, until a backward that reduces, or zero_grad().
 
-  // Scales the gradients so that their norm over all parameters and ranks is at most max_norm, as
-  // torch::nn::utils::clip_grad_norm_ does, and returns the norm before. norm_type may be
-  // infinity. Collective; between backward and step. Throws std::runtime_error if
-  // error_if_nonfinite and the norm is not finite; std::invalid_argument for max_norm < 0 or
-  // norm_type <= 0, or inside a backward pass.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
+  GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
   // For an optimizer that steps while backward goes on; StepInBackward is the one that uses it. Throws
   // std::invalid_argument with FsdpOptions::check_finite.
   Scope on_gradients(Arrived arrived) override;
-
-  // While the scope lives, backward adds up the full gradients on each rank without reducing them;
-  // the next backward outside it reduces the sum. Costs memory for the full gradients. The scope
-  // must be open, or not, in forward and backward alike on all ranks.
-  Scope no_sync();
-
-  // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
-  // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on
-  // all ranks. Throws std::invalid_argument unless it is above 0.
-  void set_gradient_divide_factor(double factor);
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may
   // be read in any way and changed under NoGradGuard. On leaving, each rank keeps its own part of
@@ -75,10 +58,8 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   void visit_full_state(const std::function<void(const std::string& name, const at::Tensor& tensor)>& visit,
                         StateDictOptions options = {});
 
-  // Bytes that the wrapper holds now, and the most that units took at one time. Not collective.
-  MemoryReport memory() const;
-  // Starts the peaks of memory() again from what is held now.
-  void reset_peak_memory();
+  MemoryReport memory() const override;
+  void reset_peak_memory() override;
 
   // A table of units: name, parameters, numbers of elements, dtypes, bytes per rank.
   std::string describe() const;
@@ -89,7 +70,7 @@ class FullyShardedModule : public ModelShards, public GradientSource {
 
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
-  void begin_forward();
+  Scope begin_forward();  // lives as long as forward goes on
   // Floating-point tensors become of this type on their way into forward, and out of it.
   std::optional<at::ScalarType> input_dtype() const;
   std::optional<at::ScalarType> output_dtype() const;
@@ -104,6 +85,8 @@ class FullyShardedModule : public ModelShards, public GradientSource {
   }
 
  private:
+  BackwardPass& backward_pass() const override;
+
   std::shared_ptr<Scheduler> scheduler_;
 };
 
@@ -143,7 +126,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   // tensors are looked for (flat/visit_tensors.h).
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
-    begin_forward();
+    const Scope forward_goes_on = begin_forward();
     if constexpr ((... || kHoldsTensors<Args>)) {
       if (input_dtype()) {
         std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;
@@ -163,6 +146,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
     return forward(std::forward<Args>(args)...);
   }
 
+  // The module that was given.
   const Holder& module() const { return module_; }
 
  private:

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
+#include "tessera/flat/int8_blocks.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/offload/cpu_offload.h"
 
@@ -41,6 +43,19 @@ struct HybridSharding {
   int ranks_per_copy = 0;
 };
 
+// In what form bytes travel between the ranks that share a copy of the model, for links that are slow: a quarter of
+// fp32's bytes, half of bf16's, for an error (see Int8Blocks). Shards, the optimizer, checkpoints and what
+// summon_full_params() shows stay exact. Parameters of modules of full_precision, integers and a single rank's are
+// never rounded.
+struct WireFormats {
+  // All-gathers (ZeRO++'s qwZ): forward and backward compute with parameters rounded to blocks, the same on all ranks.
+  WireFormat parameters = WireFormat::kDtype;
+  // Reduce-scatters (one hop of its qgZ): each rank's gradients are rounded once, exchanged, and added in fp32, in rank
+  // order.
+  WireFormat gradients = WireFormat::kDtype;
+};
+
+// What FullyShardedDataParallel does, and what it costs. The same on all ranks.
 struct FsdpOptions {
   // Which modules become units (see WrapPolicy). Empty: the whole model is one unit.
   WrapPolicy auto_wrap{};
@@ -51,8 +66,13 @@ struct FsdpOptions {
   // evaluation until the next backward ends.
   bool reshard_after_forward = true;
 
+  // Which dtypes parameters, gradients and buffers travel and compute in.
   MixedPrecision mixed_precision{};
 
+  // Whether they travel in 8 bit.
+  WireFormats wire{};
+
+  // Whether shards and gradients lie in host memory, or on a disk.
   CpuOffload offload{};
 
   // How many units ahead of the one in use are gathered, in forward and in backward, in the order
@@ -67,6 +87,7 @@ struct FsdpOptions {
   // they are the same on all ranks already.
   bool sync_module_states = true;
 
+  // Whether several copies of the model are sharded, each over some of the ranks.
   HybridSharding hybrid{};
 
   // Modules whose parameters stay as they are: whole on every rank, not in parameters(), their
@@ -81,5 +102,10 @@ struct FsdpOptions {
   // NaN, and names units and ranks. Costs one pass over the gradient shards and one small all-reduce.
   bool check_finite = false;
 };
+
+// The options. Throws std::invalid_argument, naming the field, for values that cannot be meant.
+const FsdpOptions& checked(const FsdpOptions& options);
+// What must be the same on all ranks, as text.
+std::string describe(const FsdpOptions& options);
 
 }  // namespace tessera

@@ -18,8 +18,8 @@ ReducerOptions reducer_options(ShardedModel& model) {
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
   if (model.options().offload.grads) {
-    options.to_host = model.copies();
-    options.staging = &model.staging();
+    options.to_host = model.offload().copies();
+    options.staging = &model.offload().staging();
   }
   return options;
 }
@@ -37,15 +37,18 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       binding_(model.module(), model.parameters(), "FullyShardedDataParallel", model.mesh().world->rank()),
       reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
       is_expected_(model.units().size(), false),
+      versions_(model.units().size()),
       incomplete_(model.units().size(), 0) {
   std::vector<GradientBucket> buckets;
   for (auto& unit : model.units()) {
     buckets_of_.push_back(buckets.size());
     for (auto& group : unit->groups()) {
-      FlatGroup& flat = group->flat;
+      FlatParameter& flat = group->flat;
       group->first_parameter = places_.size();
-      GradientBucket bucket{flat.name(),         {}, flat.geometries(), flat.layout(), 0,
-                            flat.reduce_dtype(), {}, &flat.gradient()};
+      const bool is_exempt = flat.parameters()[0].full_precision;
+      const WireFormat wire = is_exempt ? WireFormat::kDtype : model.options().wire.gradients;
+      GradientBucket bucket{flat.name(), {},   flat.geometries(), flat.layout(), 0, flat.reduce_dtype(),
+                            {},          wire, &flat.gradient()};
       for (const at::Tensor& shard : flat.parameter_shards()) {
         bucket.members.push_back(places_.size());
         places_.push_back({unit.get(), shard, shard.requires_grad()});
@@ -80,8 +83,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
                                                             },
                                                             [this](size_t parameter) {
                                                               std::lock_guard lock(mutex_);
-                                                              forget(parameter);
-                                                              not_ready_->take_out(parameter, places_[parameter].shard);
+                                                              clear(parameter);
                                                               places_[parameter].shard.mutable_grad() =
                                                                   at::zeros_like(places_[parameter].shard.detach());
                                                             }});
@@ -97,14 +99,10 @@ ShardedGradients::~ShardedGradients() {
 }
 
 std::string ShardedGradients::reason(size_t parameter) const {
-  if (places_[parameter].is_lost)
-    return "the gradient of " + binding_.label(parameter) +
-           " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
-           "backward again";
+  if (places_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
-         "it "
-         "with zero_grad()";
+         "it with zero_grad()";
 }
 
 void ShardedGradients::forget(size_t parameter) {
@@ -119,7 +117,19 @@ void ShardedGradients::clear(size_t parameter) {
   places_[parameter].shard.mutable_grad().reset();
 }
 
-void ShardedGradients::expect(const Unit& unit) {
+// Autograd would find that a saved parameter was changed in place; here it is the shards that were.
+void ShardedGradients::require_unchanged(const Unit& unit) const {
+  const auto& seen = versions_[unit.index()];
+  if (seen && *seen != unit.version())
+    throw std::logic_error("the shards of " + unit.name() + " on rank " + model_.rank_text() +
+                           " were modified by an inplace operation (optimizer.step(), say) between a forward and its "
+                           "backward, which needs the values that forward used: step after backward");
+}
+
+void ShardedGradients::forget_versions() { std::fill(versions_.begin(), versions_.end(), std::nullopt); }
+
+void ShardedGradients::expect(const Unit& unit, bool backward) {
+  if (!backward) versions_[unit.index()] = unit.version();
   if (is_expected_[unit.index()]) return;
   is_expected_[unit.index()] = true;
   first_uses_.push_back(unit.index());
@@ -228,9 +238,19 @@ void ShardedGradients::abandon() {
   settle();
 }
 
-void ShardedGradients::require_ready() const {
+std::vector<at::Tensor> ShardedGradients::ready() const {
   for (size_t i = 0; i < places_.size(); ++i)
     if (not_ready_->is_in(i, places_[i].shard)) throw std::logic_error(reason(i));
+  std::vector<at::Tensor> gradients;
+  for (const GradientBucket& bucket : reducer_.buckets()) {
+    if (at::Tensor whole = bucket.result->whole_gradient(); whole.defined()) {
+      gradients.push_back(whole);
+      continue;
+    }
+    for (const at::Tensor& shard : bucket.result->leaves())
+      if (shard.grad().defined()) gradients.push_back(shard.grad());
+  }
+  return gradients;
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,8 +33,12 @@ class ShardedGradients {
   GradientReducer& reducer() { return reducer_; }
   const GradientReducer& reducer() const { return reducer_; }
 
-  // Forward used this unit with autograd recording: backward will have gradients for it.
-  void expect(const Unit& unit);
+  // A forward, or a part of one that `backward` computes again, used this unit with autograd recording: gradients for
+  // it will come.
+  void expect(const Unit& unit, bool backward);
+  // Throws std::logic_error if the unit's shards have changed since a forward that backward belongs to.
+  void require_unchanged(const Unit& unit) const;
+  void forget_versions();
   // Looks for what has happened to the parameters of a unit, outside of a backward: hooks them anew, has requires_grad
   // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
   void inspect(const Unit& unit);
@@ -50,8 +55,9 @@ class ShardedGradients {
   void fail();
   void abandon();
 
-  // Throws std::logic_error where gradients are not ready for a step.
-  void require_ready() const;
+  // The gradients of all shards: of a group as one tensor where they lie in its buffer. Throws std::logic_error where
+  // they are not ready for a step.
+  std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *places_[parameter].unit; }
 
  private:
@@ -72,11 +78,12 @@ class ShardedGradients {
   std::recursive_mutex& mutex_;
   Binding binding_;
   GradientReducer reducer_;
-  std::vector<Place> places_;        // by parameter
-  std::vector<size_t> buckets_of_;   // by unit: its first bucket; and their end
-  std::vector<int> first_uses_;      // units in order of their first use in forward
-  std::vector<bool> is_expected_;    // by unit
-  std::vector<int64_t> incomplete_;  // by unit: its buckets that miss gradients of this pass
+  std::vector<Place> places_;                      // by parameter
+  std::vector<size_t> buckets_of_;                 // by unit: its first bucket; and their end
+  std::vector<int> first_uses_;                    // units in order of their first use in forward
+  std::vector<bool> is_expected_;                  // by unit
+  std::vector<std::optional<uint32_t>> versions_;  // by unit: of its shards when forward recorded their use
+  std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
   std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
   std::shared_ptr<GradientGuard> not_ready_;  // in shards

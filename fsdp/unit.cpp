@@ -24,8 +24,8 @@ std::string traits_of(const PlannedParameter& parameter) {
 
 }  // namespace
 
-Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options,
-           CountedBuffers& buffers, OrderLog& log, bool sync, ShardSource source)
+Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
+           CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source)
     : index_(index),
       name_(label_of(plan)),
       plan_name_(plan.name),
@@ -34,12 +34,13 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGro
       log_(log),
       source_(source) {
   at::NoGradGuard no_grad;
-  auto parts = split_into_groups(plan);
+  auto parts = split_into_flat_parameters(plan);
   for (auto& parameters : parts) {
     const std::string name = parts.size() > 1 ? name_ + traits_of(parameters[0]) : name_;
     const bool is_exempt = parameters[0].full_precision;
-    auto group = std::make_unique<PagedGroup>(PagedGroup{FlatGroup(name, std::move(parameters), comm, sync, options)});
-    const FlatGroup& flat = group->flat;
+    auto group = std::make_unique<PagedFlatParameter>(
+        PagedFlatParameter{FlatParameter(name, std::move(parameters), comm, sync_module_states, options)});
+    const FlatParameter& flat = group->flat;
     group->page = std::make_unique<Page>(options.pager, index, name, comm.device());
     if (flat.is_cast()) group->exact_page = std::make_unique<Page>(options.pager, index, name, comm.device());
     if (is_exempt && options.gather_dtype && *options.gather_dtype != flat.dtype() && at::isFloatingType(flat.dtype()))
@@ -68,7 +69,7 @@ Unit::~Unit() {
 }
 
 // The module's members, ties and requires_grad stay; the data is now where the page says.
-void Unit::point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype) {
+void Unit::point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype) {
   const auto& parameters = group.flat.parameters();
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterGeometry& geometry = group.flat.geometry(i);
@@ -77,6 +78,24 @@ void Unit::point_parameters(PagedGroup& group, const Page& page, at::ScalarType 
         page.view(dtype, geometry.sizes, geometry.strides, group.flat.layout().offset(static_cast<int64_t>(i)));
     is_deferred(parameter) ? fill_deferred(parameter, view) : parameter.set_data(view);
   }
+}
+
+std::string Unit::parameter_at(const Page& page, const at::Tensor& view) const {
+  for (const auto& group : groups_) {
+    if (group->page.get() != &page) continue;
+    for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
+      const auto begin = group->flat.layout().offset(static_cast<int64_t>(i));
+      const auto end = begin + std::max<int64_t>(group->flat.layout().numel(static_cast<int64_t>(i)), 1);
+      if (view.storage_offset() >= begin && view.storage_offset() < end)
+        return "parameter '" + group->flat.parameters()[i].fqn + "'";
+    }
+  }
+  return "a parameter";
+}
+
+bool Unit::is_shard_page(const Page& page) const {
+  return std::any_of(groups_.begin(), groups_.end(),
+                     [&](const auto& group) { return &group->flat.shard_page() == &page; });
 }
 
 int64_t Unit::full_bytes() const {
@@ -95,7 +114,7 @@ int64_t Unit::trainable_count() const {
 void Unit::read_ahead() {
   if (state_ != State::kSharded || source_.engine == nullptr) return;
   for (auto& group : groups_)
-    if (DiskPager* disk = DiskPager::of(group->flat.shard()); disk != nullptr && !group->flat.has_narrow_copy())
+    if (DiskPager* disk = DiskPager::of(group->flat.shard()); disk != nullptr && !group->flat.has_low_precision_copy())
       disk->read_ahead(group->flat.shard());
 }
 
@@ -105,7 +124,7 @@ void Unit::start_fetch() {
   if (state_ != State::kSharded || source_.engine == nullptr) return;
   const bool is_alone = comm_.size() == 1;
   for (auto& group : groups_) {
-    FlatGroup& flat = group->flat;
+    FlatParameter& flat = group->flat;
     group->page->accept_writes();
     CountedBuffers& memory = is_alone ? memory_ : *source_.staging;
     group->staging = memory.take(flat.layout().full_numel() / comm_.size(), flat.gather_dtype());
@@ -122,8 +141,8 @@ void Unit::start_fetch() {
 void Unit::return_staging() {
   for (auto& group : groups_) {
     if (!group->staging.defined()) continue;
-    // The handle keeps the staging alive; but to let go of it makes the host wait where a device has streams.
-    if (comm_.device().is_cpu() || group->held.values().defined()) group->fetching = Copy();
+    group->fetching = Copy();
+    if (group->held.values().defined()) source_.engine->wait_for_host_memory(group->held.values());
     group->held.release();
     group->staging.reset();
   }
@@ -133,16 +152,19 @@ void Unit::start_gather() {
   start_fetch();
   if (state_ != State::kSharded && state_ != State::kFetching) return;
   for (size_t i = 0; i < groups_.size(); ++i) {
-    PagedGroup& group = *groups_[i];
+    PagedFlatParameter& group = *groups_[i];
     if (buffers_.size() == i)
       buffers_.push_back(memory_.take(group.flat.layout().full_numel(), group.flat.gather_dtype()));
     log_.add("all-gather", group.flat.name(), buffers_[i].numel());
-    if (state_ == State::kFetching) {
-      group.fetching.wait();
-      group.gathering = comm_.all_gather(buffers_[i], group.staging, {}, group.flat.name());
+    const bool is_fetched = state_ == State::kFetching;
+    is_fetched ? group.fetching.wait() : group.page->accept_writes();
+    if (const int64_t encoded_bytes = group.flat.encoded_bytes(); encoded_bytes > 0) {
+      group.wire = memory_.take(encoded_bytes * comm_.size(), at::kByte);
+      const at::Tensor& shard = is_fetched ? group.staging : group.flat.shard();
+      group.gathering = group.flat.gather_encoded(group.wire, shard, comm_);
     } else {
-      group.page->accept_writes();
-      group.gathering = group.flat.gather(buffers_[i], comm_);
+      group.gathering = is_fetched ? comm_.all_gather(buffers_[i], group.staging, {}, group.flat.name())
+                                   : group.flat.gather(buffers_[i], comm_);
     }
   }
   state_ = State::kGathering;
@@ -152,21 +174,24 @@ void Unit::finish_gather() {
   if (state_ != State::kGathering) return;
   for (size_t i = 0; i < groups_.size(); ++i) {
     groups_[i]->gathering.wait();
+    if (groups_[i]->wire.defined()) groups_[i]->flat.decode(std::exchange(groups_[i]->wire, {}), buffers_[i]);
     groups_[i]->page->lend(buffers_[i]);
   }
+  uses_.begin(comm_.device());
   return_staging();
   state_ = State::kResident;
 }
 
 void Unit::release() {
-  if (is_whole_) return set_current(Page::Use::kNone);
+  if (is_whole_) return set_current(Page::GradMode::kNone);
   finish_gather();
   if (state_ == State::kSharded) return;
-  // The shards may be written to from now on, so that nothing may read them any more. (What a copy that
-  // was never waited for has to say is of no interest.)
+  uses_.join();  // the buffers go
+  // What a copy that was never waited for has to say is of no interest.
   for (auto& group : groups_) {
     group->fetching = Copy();
     group->gathering.wait();
+    group->wire.reset();
   }
   return_staging();
   for (auto& group : groups_)
@@ -175,13 +200,22 @@ void Unit::release() {
   state_ = State::kSharded;
 }
 
+void Unit::wait_for_reads() {
+  if (source_.engine == nullptr) return;
+  for (auto& group : groups_) {
+    source_.engine->wait_for_host_memory(group->flat.shard());
+    if (const at::Tensor copy = group->flat.low_precision_values(); copy.defined())
+      source_.engine->wait_for_host_memory(copy);
+  }
+}
+
 bool Unit::is_stale() const {
   for (const auto& group : groups_)
     if (group->page->is_stale()) return true;
   return false;
 }
 
-void Unit::set_current(Page::Use use) {
+void Unit::set_current(Page::GradMode use) {
   for (auto& group : groups_) {
     group->page->set_current(use);
     if (group->exact_page) group->exact_page->set_current(use);
@@ -200,14 +234,11 @@ uint32_t Unit::version() const {
 void Unit::pin(bool writeback) {
   at::NoGradGuard no_grad;
   release();
-  is_pinned_ = true;
   for (auto& group : groups_) {
     if (!is_whole_) {
       Page& page = group->exact_page ? *group->exact_page : *group->page;
-      buffers_.push_back(memory_.take(group->flat.layout().full_numel(), group->flat.dtype()));
-      log_.add("all-gather", group->flat.name(), buffers_.back().numel());
       group->page->accept_writes();
-      group->flat.gather(buffers_.back(), comm_).wait();
+      buffers_.push_back(full_values(*group));
       page.lend(buffers_.back());
       if (group->exact_page) point_parameters(*group, page, group->flat.dtype());
       group->flat.set_shard_writable(false);
@@ -216,25 +247,21 @@ void Unit::pin(bool writeback) {
     }
     page_in_use(*group).set_writable(true);
   }
+  is_pinned_ = true;
   state_ = State::kResident;
 }
 
 void Unit::help_to_pin() {
   release();
   if (is_whole_) return;
-  for (auto& group : groups_) {
-    const FlatGroup& flat = group->flat;
-    const at::Tensor full = memory_.take(flat.layout().full_numel(), flat.dtype());
-    log_.add("all-gather", flat.name(), full.numel());
-    flat.gather(full, comm_).wait();
-  }
+  for (auto& group : groups_) full_values(*group);
 }
 
 void Unit::unpin(bool writeback) {
   at::NoGradGuard no_grad;
   bring_home(/*may_change=*/true);
   for (size_t i = 0; i < groups_.size(); ++i) {
-    PagedGroup& group = *groups_[i];
+    PagedFlatParameter& group = *groups_[i];
     Page& page = page_in_use(group);
     page.set_writable(false);
     group.flat.set_shard_writable(true);
@@ -251,9 +278,12 @@ void Unit::unpin(bool writeback) {
   is_pinned_ = false;
 }
 
-at::Tensor Unit::pinned_values(const PagedGroup& group) const {
-  if (!is_pinned_) return {};
-  return (group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page).buffer();
+at::Tensor Unit::full_values(const PagedFlatParameter& group) {
+  if (is_pinned_) return page_in_use(group).buffer();
+  const at::Tensor full = memory_.take(group.flat.layout().full_numel(), group.flat.dtype());
+  log_.add("all-gather", group.flat.name(), full.numel());
+  group.flat.gather(full, comm_).wait();
+  return full;
 }
 
 void Unit::bring_home(bool may_change) {
@@ -276,9 +306,9 @@ void Unit::bring_home(bool may_change) {
 }
 
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
-void Unit::bring_home(PagedGroup& group, size_t index) {
+void Unit::bring_home(PagedFlatParameter& group, size_t index) {
   at::NoGradGuard no_grad;
-  FlatGroup& flat = group.flat;
+  FlatParameter& flat = group.flat;
   const at::Tensor parameter = flat.parameters()[index].tensor;
   const int64_t offset = flat.layout().offset(static_cast<int64_t>(index));
   Page& page = page_in_use(group);

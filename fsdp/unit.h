@@ -4,8 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "tessera/async/stream_uses.h"
 #include "tessera/comm/communicator.h"
-#include "tessera/flat/flat_group.h"
+#include "tessera/flat/flat_parameter.h"
 #include "tessera/flat/order_log.h"
 #include "tessera/memory/counted_buffers.h"
 #include "tessera/offload/copy_engine.h"
@@ -14,9 +15,9 @@
 
 namespace tessera {
 
-// A flat group whose parameters are paged: the module's parameters are views of `page`.
-struct PagedGroup {
-  FlatGroup flat;
+// A flat parameter that is paged: the module's parameters are views of `page`.
+struct PagedFlatParameter {
+  FlatParameter flat;
   std::unique_ptr<Page> page;
   // Where parameters are cast for use: what the module's parameters are views of while the unit is
   // pinned, in their own dtype. Else null.
@@ -27,6 +28,7 @@ struct PagedGroup {
   Copy fetching;
   DiskPager::Hold held;  // of a shard on the disk, while it is copied
   Pending gathering;
+  at::Tensor wire;  // what is gathered of a flat parameter that travels in blocks; undefined else
 };
 
 // Where a unit's shards come from when they lie in host memory.
@@ -49,9 +51,9 @@ class Unit {
   enum class State { kSharded, kFetching, kGathering, kResident };
 
   // Takes the values of the planned parameters and turns the module's own into views of pages.
-  // Collective if `sync`.
-  Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatGroupOptions& options, CountedBuffers& buffers,
-       OrderLog& log, bool sync, ShardSource source = {});
+  // Collective if `sync_module_states`.
+  Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
+       CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source = {});
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -60,22 +62,28 @@ class Unit {
   const std::string& name() const { return name_; }            // "unit 'blocks.3'"
   const std::string& plan_name() const { return plan_name_; }  // "blocks.3"
   State state() const { return state_; }
-  std::vector<std::unique_ptr<PagedGroup>>& groups() { return groups_; }
-  const std::vector<std::unique_ptr<PagedGroup>>& groups() const { return groups_; }
+  std::vector<std::unique_ptr<PagedFlatParameter>>& groups() { return groups_; }
+  const std::vector<std::unique_ptr<PagedFlatParameter>>& groups() const { return groups_; }
+  // For errors: "parameter 'fc.weight'", of which `view` is a view of `page`; and whether a page is that of a shard.
+  std::string parameter_at(const Page& page, const at::Tensor& view) const;
+  bool is_shard_page(const Page& page) const;
   int64_t full_bytes() const;
   int64_t trainable_count() const;  // parameters that require a gradient now
 
-  void read_ahead();     // starts reading what lies on a disk; not collective
-  void start_fetch();    // kSharded -> kFetching with offload, else nothing; not collective
-  void start_gather();   // kSharded or kFetching -> kGathering; collective
-  void finish_gather();  // kGathering -> kResident; waits
-  void release();        // any -> kSharded; waits for a copy or gather under way. Not for a pinned unit.
+  void read_ahead();                // starts reading what lies on a disk; not collective
+  void start_fetch();               // kSharded -> kFetching with offload, else nothing; not collective
+  void start_gather();              // kSharded or kFetching -> kGathering; collective
+  void finish_gather();             // kGathering -> kResident; waits
+  void use_here() { uses_.use(); }  // of a resident one: the current stream waits for the gather, too
+  void release();                   // any -> kSharded; waits for a copy or gather under way. Not for a pinned unit.
 
+  // Before shards in host memory are written to: waits until no copy reads them any more.
+  void wait_for_reads();
   // Whether the shards were written to since they were gathered.
   bool is_stale() const;
   // What autograd counts of the shards' changes, to compare what forward and backward see of them.
   uint32_t version() const;
-  void set_current(Page::Use use);
+  void set_current(Page::GradMode use);
 
   // A pinned unit stays resident, in the parameters' own dtype, and may be written to by operators; its shards may not.
   // Collective. Unpinning with `writeback` copies this rank's part of the full parameters into the shards, without it
@@ -86,8 +94,9 @@ class Unit {
   void unpin(bool writeback);
   bool is_pinned() const { return is_pinned_; }
 
-  // The group's full parameters in their own dtype while the unit is pinned, else undefined.
-  at::Tensor pinned_values(const PagedGroup& group) const;
+  // The group's full parameters in their own dtype: the unit's own while it is pinned, else gathered, in memory of the
+  // caller's. Collective.
+  at::Tensor full_values(const PagedFlatParameter& group);
 
   // Finds parameters that the user has given other data (torch::load(), set_data(), vector_to_parameters()) since the
   // last look: takes their values, this rank's part of them, and points them back. Throws std::logic_error, naming the
@@ -96,9 +105,9 @@ class Unit {
 
  private:
   void return_staging();
-  void bring_home(PagedGroup& group, size_t parameter);
-  void point_parameters(PagedGroup& group, const Page& page, at::ScalarType dtype);
-  static Page& page_in_use(PagedGroup& group) {
+  void bring_home(PagedFlatParameter& group, size_t parameter);
+  void point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype);
+  static Page& page_in_use(const PagedFlatParameter& group) {
     return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
   }
 
@@ -112,8 +121,9 @@ class Unit {
   bool is_whole_ = false;  // a world of one, nothing cast, on the device
   State state_ = State::kSharded;
   bool is_pinned_ = false;
-  std::vector<std::unique_ptr<PagedGroup>> groups_;
+  std::vector<std::unique_ptr<PagedFlatParameter>> groups_;
   std::vector<at::Tensor> buffers_;  // one a group, while gathering or resident
+  StreamUses uses_;                  // of the buffers
   std::vector<at::Tensor> saved_;    // one a group, of a pinned unit that is whole and whose changes will be lost
 };
 

@@ -34,20 +34,28 @@ class OSS : public ShardedOptimizer {
   template <class Options>
   OSS(std::vector<at::Tensor> parameters, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
-      : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), std::move(oss_options)) {}
+      : OSS(one_group(std::move(parameters)), std::move(options), std::move(comm), oss_options) {}
 
   // The same with groups, which may have options of their own.
   template <class Options>
   OSS(std::vector<torch::optim::OptimizerParamGroup> groups, Options options, std::shared_ptr<Communicator> comm,
       OssOptions oss_options = {})
-      : ShardedOptimizer(std::move(groups), defaults_of(options), factory(options), std::move(comm),
-                         std::move(oss_options)) {}
+      : ShardedOptimizer(std::move(groups), defaults_of(options), factory(options), std::move(comm), oss_options,
+                         step_cost()) {}
 
  private:
   static std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::Tensor> parameters) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(std::move(parameters));
     return groups;
+  }
+  // Muon's, for one.
+  static StepCost step_cost() {
+    if constexpr (requires { LocalOptimizer::step_cost; }) {
+      return &LocalOptimizer::step_cost;
+    } else {
+      return nullptr;
+    }
   }
   template <class Options>
   static Factory factory(const Options& options) {

@@ -17,7 +17,7 @@ ParameterBuckets::ParameterBuckets(std::vector<at::Tensor> parameters, std::vect
       owners_(std::move(owners)),
       broadcast_dtype_(broadcast_dtype),
       comm_(comm),
-      buffers_(comm.device()) {
+      buffers_(comm.device(), MemoryKind::kStaging) {
   at::NoGradGuard no_grad;
   if (comm_.size() == 1) return;  // nothing travels
   plan(bucket_bytes);
@@ -54,9 +54,12 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
   }
   Bucket bucket{std::move(name), std::move(members), std::move(geometries),
                 FlatLayout::by_owner(std::move(numels), owners, comm_.size(),
-                                     FlatLayout::alignment_numel(static_cast<int64_t>(first.element_size())))};
-  if (bucket.members.size() > 1 || !first.is_non_overlapping_and_dense())
+                                     FlatLayout::alignment_numel(static_cast<int64_t>(first.element_size()))),
+                first.scalar_type()};
+  if (bucket.members.size() > 1 || !first.is_non_overlapping_and_dense()) {
+    const MemoryKindScope kind(MemoryKind::kParameters);
     bucket.flat = at::zeros({bucket.layout.full_numel()}, first.options().requires_grad(false));
+  }
   return bucket;
 }
 
@@ -66,11 +69,6 @@ void ParameterBuckets::adopt(Bucket& bucket) {
     const at::Tensor place =
         view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
     if (parameter.storage().is_alias_of(bucket.flat.storage())) continue;
-    if (parameter.scalar_type() != bucket.flat.scalar_type() || parameter.sizes() != place.sizes())
-      throw std::logic_error("OSS: parameter number " + std::to_string(bucket.members[member]) + " is " +
-                             c10::str(parameter.scalar_type(), " ", parameter.sizes()) + " now, but was " +
-                             c10::str(bucket.flat.scalar_type(), " ", place.sizes()) +
-                             " when the optimizer was built: convert a module before that");
     place.copy_(parameter.detach());
     parameter.set_data(place);
   }
@@ -80,6 +78,27 @@ void ParameterBuckets::adopt(Bucket& bucket) {
 bool ParameterBuckets::is_adopted(const Bucket& bucket) const {
   return std::all_of(bucket.members.begin(), bucket.members.end(),
                      [&](size_t index) { return parameters_[index].storage().is_alias_of(bucket.flat.storage()); });
+}
+
+bool ParameterBuckets::is_published(const Bucket& bucket) const {
+  return std::any_of(bucket.members.begin(), bucket.members.end(),
+                     [&](size_t index) { return parameters_[index].requires_grad(); });
+}
+
+void ParameterBuckets::require_unconverted() const {
+  for (const Bucket& bucket : buckets_) {
+    if (!is_published(bucket)) continue;
+    for (size_t member = 0; member < bucket.members.size(); ++member) {
+      const at::Tensor& parameter = parameters_[bucket.members[member]];
+      const at::IntArrayRef sizes = bucket.geometries[member].sizes;
+      if (parameter.scalar_type() == bucket.dtype && parameter.sizes() == sizes && parameter.device() == comm_.device())
+        continue;
+      throw std::logic_error("OSS: parameter number " + std::to_string(bucket.members[member]) + " is " +
+                             c10::str(parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device()) +
+                             " now, but was " + c10::str(bucket.dtype, " ", sizes, " on ", comm_.device()) +
+                             " when the optimizer was built: convert a module before that");
+    }
+  }
 }
 
 ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
@@ -117,16 +136,19 @@ void ParameterBuckets::finish(Flight& flight) {
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-void ParameterBuckets::publish(OrderLog& log) {
+std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   for (Bucket& bucket : buckets_) {
-    const bool any_trainable = std::any_of(bucket.members.begin(), bucket.members.end(),
-                                           [&](size_t index) { return parameters_[index].requires_grad(); });
-    if (!any_trainable) continue;
+    if (!is_published(bucket)) continue;
     log.add("all-gather", bucket.name, bucket.layout.full_numel());
     flights.push_back(start(bucket));
   }
+  return flights;
+}
+
+void ParameterBuckets::finish(std::vector<Flight>& flights) {
+  at::NoGradGuard no_grad;
   for (Flight& flight : flights) finish(flight);
 }
 

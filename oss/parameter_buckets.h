@@ -27,9 +27,15 @@ class ParameterBuckets {
   ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm);
 
-  // Every parameter that requires a gradient <- its owner's, all buckets at once. Collective. Notes in `log` what it
-  // starts.
-  void publish(OrderLog& log);
+  // Throws std::logic_error, naming it by its number, for a parameter to publish that is no longer of the dtype, shape
+  // and device that it had when it came. Not collective.
+  void require_unconverted() const;
+
+  // Every parameter that requires a gradient <- its owner's, all buckets at once. Collective: starts it, notes in `log`
+  // what it has started, and finish() ends it.
+  struct Flight;
+  std::vector<Flight> publish(OrderLog& log);
+  void finish(std::vector<Flight>& flights);
 
  private:
   struct Bucket {
@@ -37,19 +43,14 @@ class ParameterBuckets {
     std::vector<size_t> members;  // indices of parameters, by owner
     std::vector<ParameterGeometry> geometries;
     FlatLayout layout;
+    at::ScalarType dtype;
     at::Tensor flat;  // undefined: the only member's own memory
   };
-  struct Flight {
-    Bucket* bucket;
-    at::Tensor values;  // [layout.full_numel()]
-    at::Tensor wire;    // what travels: the values, or a copy of another dtype
-    Pending pending;
-  };
-
   void plan(int64_t bucket_bytes);
   Bucket make_bucket(std::vector<size_t> members) const;
   void adopt(Bucket& bucket);  // (again) makes the members views of the bucket's memory
   bool is_adopted(const Bucket& bucket) const;
+  bool is_published(const Bucket& bucket) const;  // some member requires a gradient
   Flight start(Bucket& bucket);
   void finish(Flight& flight);
 
@@ -59,6 +60,13 @@ class ParameterBuckets {
   Communicator& comm_;
   CountedBuffers buffers_;  // for what travels in another dtype
   std::vector<Bucket> buckets_;
+};
+
+struct ParameterBuckets::Flight {
+  const Bucket* bucket;
+  at::Tensor values;  // [layout.full_numel()]
+  at::Tensor wire;    // what travels: the values, or a copy of another dtype
+  Pending pending;
 };
 
 }  // namespace tessera

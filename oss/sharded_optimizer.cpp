@@ -15,6 +15,7 @@
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
+#include "tessera/optim/lbfgs.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -58,16 +59,19 @@ std::string describe_states(const std::map<int64_t, ParameterState>& states) {
 // ---- groups and owners -------------------------------------------------------------------------
 
 ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                   Factory make, std::shared_ptr<Communicator> comm, OssOptions options)
+                                   Factory make, std::shared_ptr<Communicator> comm, OssOptions options,
+                                   StepCost step_cost)
     : Optimizer(checked(groups, comm.get()), std::move(defaults)),
       comm_(std::move(comm)),
       options_(options),
-      make_(std::move(make)) {
-  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
+      make_(std::move(make)),
+      step_cost_(std::move(step_cost)) {
+  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr ||
+      dynamic_cast<const LbfgsOptions*>(&this->defaults()) != nullptr)
     throw std::invalid_argument(
         "OSS<LBFGS>: LBFGS searches along one direction for all parameters together, so its history and its line "
-        "search "
-        "cannot be split by parameters; use it unsharded");
+        "search cannot be split by parameters; use tessera::Lbfgs with FullyShardedDataParallel or "
+        "DistributedDataParallel");
   if (options_.broadcast_dtype && !at::isFloatingType(*options_.broadcast_dtype))
     throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") +
                                 c10::toString(*options_.broadcast_dtype) + ", expected a floating-point dtype");
@@ -137,16 +141,31 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
       std::move(parameters), std::move(owners), options_.broadcast_bucket_bytes, options_.broadcast_dtype, *comm_));
 }
 
-// Trainable parameters first, by weight; frozen ones, which have no state, evenly beside them.
+// Those whose steps are expensive first, by what they cost; then trainable ones, by weight; frozen ones, which have no
+// state, evenly beside them.
 void ShardedOptimizer::weigh(size_t first_group) {
   auto index = static_cast<int64_t>(partition_.owners.size());
-  std::vector<at::Tensor> trainable, frozen;
+  std::vector<at::Tensor> expensive, trainable, frozen;
+  std::vector<int64_t> costs;
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     for (const at::Tensor& parameter : param_groups_[group].params()) {
-      if (places_.try_emplace(parameter.unsafeGetTensorImpl(), Place{index, 0}).second)
-        (parameter.requires_grad() ? trainable : frozen).push_back(parameter);
-      ++index;
+      if (!places_.try_emplace(parameter.unsafeGetTensorImpl(), Place{index++, 0}).second) continue;
+      const int64_t cost =
+          step_cost_ && parameter.requires_grad()
+              ? step_cost_(
+                    {"", {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter},
+                    param_groups_[group].options())
+              : 0;
+      if (cost > 0) costs.push_back(cost);
+      (cost > 0 ? expensive : parameter.requires_grad() ? trainable : frozen).push_back(parameter);
     }
+  }
+  const Partition by_cost = partition_greedily(costs, comm_->size(), owned_costs_);
+  owned_costs_ = by_cost.owned_bytes;
+  partition_.owned_bytes.resize(comm_->size());
+  for (size_t i = 0; i < expensive.size(); ++i) {
+    places_.at(expensive[i].unsafeGetTensorImpl()).owner = by_cost.owners[i];
+    partition_.owned_bytes[by_cost.owners[i]] += static_cast<int64_t>(expensive[i].nbytes());
   }
   auto bytes_of = [](const std::vector<at::Tensor>& parameters) {
     std::vector<int64_t> bytes;
@@ -223,29 +242,48 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   require_ready_gradients(all_parameters());
+  for (const auto& buckets : buckets_) buckets->require_unconverted();
   copy_options(*local_);
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
-  OrderLog log;
-  for (auto& buckets : buckets_) buckets->publish(log);
-  require_same_order(log);
+  if (comm_->size() > 1) publish();
   return loss;
 }
 
-// As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name.
-void ShardedOptimizer::require_same_order(const OrderLog& log) const {
-  if (comm_->size() == 1) return;
-  at::Tensor own = at::empty({1}, at::kLong);
-  *own.mutable_data_ptr<int64_t>() = static_cast<int64_t>(log.fingerprint());
-  own = own.to(comm_->device());
-  at::Tensor all = at::empty({comm_->size()}, own.options());
-  comm_->all_gather(all, own, {}, "the end of a step").wait();
-  all = all.cpu();
-  const auto* first = all.const_data_ptr<int64_t>();
-  if (!std::all_of(first, first + comm_->size(), [&](int64_t value) { return value == *first; }))
-    require_agreement(*comm_, "what was published in a step", log.lines());
+// As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name. What tells it
+// travels beside the parameters.
+void ShardedOptimizer::publish() {
+  OrderLog log;
+  std::vector<std::vector<ParameterBuckets::Flight>> flights;
+  for (auto& buckets : buckets_) flights.push_back(buckets->publish(log));
+  const uint64_t fingerprint = log.fingerprint();
+  const auto* bytes = reinterpret_cast<const uint8_t*>(&fingerprint);
+  GatheredReports reports(*comm_, {bytes, bytes + sizeof(fingerprint)}, "the end of a step");
+  for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
+  reports.finish();
+  if (comm_->device().is_cpu()) {
+    if (first_unlike(reports.wait(), sizeof(fingerprint)))
+      require_agreement(*comm_, "what was published in a step", log.lines());
+    return;
+  }
+  late_reports_.add(std::move(reports));
+  late_reports_.require_alike(sizeof(fingerprint), "what was published in an earlier step");
+}
+
+bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }
+
+// Owners swap, and send what they have then, as after a step.
+Scope ShardedOptimizer::swap_in_averages() {
+  auto* averages = dynamic_cast<Averages*>(local_.get());
+  if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
+  auto own = std::make_shared<Scope>(averages->swap_in_averages());
+  if (comm_->size() > 1) publish();
+  return Scope([this, own] {
+    own->leave();
+    if (comm_->size() > 1) publish();
+  });
 }
 
 int64_t ShardedOptimizer::host_bytes() const { return host_ ? host_->host_bytes() : 0; }
@@ -259,16 +297,14 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
   return gradients;
 }
 
-double ShardedOptimizer::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   at::NoGradGuard no_grad;
-  const double norm = clip_shards_by_norm(owned_gradients(), max_norm, norm_type, error_if_nonfinite, *comm_);
-  const double scale = max_norm / (norm + 1e-6);  // as there, for what other ranks own and this one has, too
-  if (!(scale < 1.0)) return norm;
+  std::vector<at::Tensor> others;  // what other ranks own and this one has, too
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const at::Tensor& parameter : all_parameters())
     if (seen.insert(parameter.unsafeGetTensorImpl()).second && !owns(parameter) && parameter.grad().defined())
-      parameter.grad().mul_(scale);
-  return norm;
+      others.push_back(parameter.grad());
+  return clip_shards_by_norm(owned_gradients(), max_norm, norm_type, error_if_nonfinite, *comm_, others);
 }
 
 // ---- state dictionaries ------------------------------------------------------------------------
@@ -310,7 +346,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
         for (const auto& [key, mine] : own.state.at(index).tensors)
           if (key == name) tensor = mine.contiguous();
       } else {
-        tensor = at::empty(parameters[index].sizes(),
+        tensor = at::empty(state_sizes(name, parameters[index].sizes().vec()),
                            parameters[index].options().requires_grad(false).dtype(static_cast<at::ScalarType>(value)));
       }
       comm_->broadcast(tensor, source, "the optimizer's state").wait();

@@ -9,16 +9,20 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/gathered_reports.h"
+#include "tessera/flat/grad_norm.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/partition.h"
+#include "tessera/optim/averages.h"
 #include "tessera/optim/optimizer_state_dict.h"
 #include "tessera/oss/oss_offload.h"
 #include "tessera/oss/parameter_buckets.h"
-#include "tessera/oss/partition.h"
 
 namespace tessera {
 
 class HostStep;
 
+// How OSS exchanges parameters after a step. The same on all ranks.
 struct OssOptions {
   // What updated parameters travel in, kHalf or kBFloat16 say: half the bytes for fp32 parameters.
   // The owner's values stay exact, as its master copy; the other ranks get them rounded, as
@@ -37,7 +41,7 @@ struct OssOptions {
 // all parameters, with all groups and options, but its step() updates only those that this rank
 // owns, with an optimizer that holds only their state; then each rank sends its parameters to all
 // others. Everything is used by one thread at a time.
-class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards {
+class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
@@ -45,7 +49,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   // `closure`, if any, computes the gradients again, once, and its loss is returned. Options of the
   // groups (learning rates) are those of param_groups() now. Throws std::logic_error, before
   // anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
-  // backward that failed); CommError.
+  // backward that failed) and, in a world above 1, for a parameter that was converted since it came; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Collective, as construction. The parameters of earlier groups keep their owners.
@@ -54,17 +58,29 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   // torch::nn::utils::clip_grad_norm_ over all parameters: gradients that DistributedDataParallel
   // or ShardedDataParallel have averaged. Each parameter counts once, at its owner. Returns the norm
   // before. Collective: one all-reduce of one number. Throws as clip_shards_by_norm().
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
+    return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
+  }
+  // The same without waiting for a device to compute the norm.
+  GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+
+  // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
+  // Collective. Throws std::logic_error for any other optimizer.
+  Scope swap_in_averages() override;
+  bool keeps_averages() const override;  // whether the optimizer is such a one
 
   // Who owns what: parameters counted through all groups. Frozen ones weigh nothing.
   const Partition& partition() const { return partition_; }
+  // Whether the tensor is one of this optimizer's parameters, on whichever rank its state is.
   bool has(const at::Tensor& parameter) const;
   // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's.
   int owner(const at::Tensor& parameter) const;
+  // The group that the optimizer was made with.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now; and
-  // what of it is page-locked. The optimizer's own state comes on top.
+  // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now. The
+  // optimizer's own state comes on top.
   int64_t host_bytes() const;
+  // What of host_bytes() is page-locked.
   int64_t pinned_bytes() const;
 
   // Sends the whole state to `rank`, in host memory, where state_dict() then returns it and save()
@@ -83,6 +99,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file
   // of OSS<Adam> is one of Adam. save() after consolidate_state_dict().
   void save(torch::serialize::OutputArchive& archive) const override;
+  // As load_state_dict(), with what save() has written.
   void load(torch::serialize::InputArchive& archive) override;
 
   torch::optim::Optimizer& local() override { return *local_; }
@@ -91,8 +108,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
   using Factory = std::function<std::unique_ptr<torch::optim::Optimizer>(Groups)>;
+  // What a step of a parameter costs, the same on all ranks, where that is not its bytes: those of more than 0 are
+  // shared out by it before the others are by bytes. Null: by bytes all.
+  using StepCost = std::function<int64_t(const NamedShard&, const torch::optim::OptimizerOptions&)>;
   ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::OptimizerOptions> defaults, Factory make,
-                   std::shared_ptr<Communicator> comm, OssOptions options);
+                   std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);
 
  private:
   struct Place {
@@ -104,16 +124,19 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards 
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
-  void require_same_order(const OrderLog& log) const;
+  void publish();
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;
 
   const std::shared_ptr<Communicator> comm_;
   const OssOptions options_;
   const Factory make_;
+  const StepCost step_cost_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   Partition partition_;
+  std::vector<int64_t> owned_costs_;  // by rank, of step_cost_
   std::unique_ptr<torch::optim::Optimizer> local_;
+  LateReports late_reports_;                                // of steps before, on a device
   std::unique_ptr<HostStep> host_;                          // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;

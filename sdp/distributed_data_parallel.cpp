@@ -63,7 +63,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   reduce_gradients(nullptr, replicated);
 }
 
-double DdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   if (!(max_norm >= 0) || !(norm_type > 0))
     throw std::invalid_argument("clip_grad_norm_: max_norm is " + std::to_string(max_norm) + " and norm_type " +
                                 std::to_string(norm_type) + ", expected max_norm >= 0 and norm_type > 0");

@@ -32,7 +32,7 @@ struct DdpOptions {
 
   bool broadcast_buffers = true;   // before each forward that follows a reduced backward, from rank 0
   bool sync_module_states = true;  // parameters and buffers from rank 0 at construction
-  GradientCompression compression = GradientCompression::kNone;
+  GradientCompression compression = GradientCompression::kNone;  // what gradients travel in
 
   // true: the backend's own all-reduce, whatever order it adds in; false: comm's, in rank order.
   bool backend_all_reduce = false;
@@ -42,10 +42,7 @@ struct DdpOptions {
 class DdpModule : public ReplicatedModule {
  public:
   // torch::nn::utils::clip_grad_norm_: every rank has all gradients, so nothing is exchanged.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
-
-  // Parameters and gradients here, in full, and buckets that are not the gradients themselves.
-  MemoryReport memory() const { return memory_of_replica(); }
+  GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
  protected:
   DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options);
@@ -71,7 +68,8 @@ class DistributedDataParallel : public DdpModule {
 
   // What module->forward(args...) returns. Collective where buffers move. Throws std::logic_error, naming the
   // parameter, for what has been done to the module that cannot be trained: a parameter added, converted, or changed in
-  // forward.
+  // forward; std::runtime_error, naming it, for one that no rank used since the last forward, unless
+  // DdpOptions::find_unused_parameters or static_graph allows it.
   template <class... Args>
   auto forward(Args&&... args) {
     return run_forward(module_, std::forward<Args>(args)...);
@@ -81,6 +79,7 @@ class DistributedDataParallel : public DdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
+  // The module that was given.
   const Holder& module() const { return module_; }
 
  private:

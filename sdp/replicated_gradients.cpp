@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/quiet.h"
 #include "tessera/memory/memory_cache.h"
 
@@ -37,40 +36,30 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 
 // What refers to the shared object.
 void ReplicatedGradients::install() {
-  auto with_self = [weak = weak_from_this()](auto act) {
-    return [weak, act] {
-      if (const auto self = weak.lock()) act(*self);
-    };
+  const auto locked = [weak = weak_from_this()] {
+    return std::static_pointer_cast<ReplicatedGradients>(weak.lock());  // null: the wrapper is gone
   };
-  pass_ =
-      std::make_shared<BackwardPass>(BackwardPass::Events{with_self([](ReplicatedGradients& self) { self.end(); }),
-                                                          with_self([](ReplicatedGradients& self) { self.fail(); })});
-  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{
-      [weak = weak_from_this()](size_t parameter) {
-        const auto self = weak.lock();
-        return self ? self->reason(parameter) : std::string("a gradient of a wrapper that no longer exists");
-      },
-      [](size_t) {},
-      [weak = weak_from_this()](size_t parameter) {
-        const auto self = weak.lock();
-        if (!self) return;
-        const at::Tensor leaf = self->binding_.tensor(parameter);
-        leaf.mutable_grad() = at::zeros_like(leaf.detach());
-      }});
-  binding_.set_take([weak = weak_from_this()](size_t parameter, const at::Tensor& gradient) {
-    const auto self = weak.lock();
-    return self ? self->take(parameter, gradient) : gradient;  // the wrapper is gone
+  guard_ = std::make_shared<GradientGuard>(
+      GradientGuard::Events{[locked](size_t parameter) {
+                              const auto self = locked();
+                              return self ? GradientGuard::lost(self->binding_.label(parameter))
+                                          : std::string("a gradient of a wrapper that no longer exists");
+                            },
+                            [](size_t) {},
+                            [locked](size_t parameter) {
+                              const auto self = locked();
+                              if (!self) return;
+                              const at::Tensor leaf = self->binding_.tensor(parameter);
+                              leaf.mutable_grad() = at::zeros_like(leaf.detach());
+                            }});
+  binding_.set_take([locked](size_t parameter, const at::Tensor& gradient) {
+    const auto self = locked();
+    return self ? self->take(parameter, gradient) : gradient;
+  });
+  keeper_.emplace([locked] {
+    if (const auto self = locked()) self->require_averages();
   });
   refresh_trainable();
-}
-
-// Again and again, since a change of a parameter's data takes the note away.
-void ReplicatedGradients::keep_gradients() {
-  std::vector<at::Tensor> tensors;
-  for (const PlannedParameter& parameter : binding_.parameters()) tensors.push_back(parameter.tensor);
-  keep_gradients_of(tensors, [weak = weak_from_this()] {
-    if (const auto self = weak.lock()) self->require_averages();
-  });
 }
 
 void ReplicatedGradients::refresh_trainable() {
@@ -116,8 +105,10 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
     if (!owner_of_ || owner == rank) {
       std::vector<GradientBuffer::Member> leaves;
       for (size_t i = 0; i < members.size(); ++i)
-        leaves.push_back({parameters[members[i]].tensor, geometries[i], layout.offset(static_cast<int64_t>(i))});
+        leaves.push_back({parameters[members[i]].tensor, geometries[i], layout.offset(static_cast<int64_t>(i)),
+                          owner_of_ && world > 1 ? binding_.label(members[i]) : ""});
       auto memory = [device = mesh_.world->device()](int64_t numel, at::ScalarType dtype) {
+        const MemoryKindScope kind(MemoryKind::kGradients);
         return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
       };
       results_.push_back(std::make_unique<GradientBuffer>(std::move(leaves), layout.full_numel(), first.dtype, memory,
@@ -126,7 +117,7 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
     }
     std::string name = label(members);
     buckets.push_back({std::move(name), std::move(members), std::move(geometries), layout, owner, first.dtype,
-                       options_.wire_dtype, result});
+                       options_.wire_dtype, options_.wire, result});
   }
   reducer_.set_buckets(std::move(buckets));
 }
@@ -148,8 +139,12 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
   Quiet quiet;
-  if (guard_->is_in(parameter, tensor)) throw std::logic_error(reason(parameter));
-  if (!sync_) {
+  if (guard_->is_in(parameter, tensor)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
+  if (!states_[parameter].trainable)
+    throw std::logic_error(binding_.label(parameter) +
+                           " was frozen when forward was last called through the wrapper, and has a gradient now: "
+                           "call the wrapper's forward after requires_grad_(true), not the module's");
+  if (!sync()) {
     keep_own_sum(parameter, gradient.defined());
     return gradient;  // which autograd adds to what is there
   }
@@ -165,17 +160,10 @@ void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   ParameterState& state = states_[parameter];
   if (tensor.grad().defined() && state.holds == Holds::kAverage) {
     const double ranks = mesh_.world->size();
-    const double factor = divisor_.value_or(ranks) / (owner_of_ ? 1 : ranks);
+    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
   if (adds) state.holds = Holds::kOwnSum;
-}
-
-std::string ReplicatedGradients::reason(size_t parameter) const {
-  return "the gradient of " + binding_.label(parameter) +
-         " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
-         "backward "
-         "again";
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -184,13 +172,15 @@ void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return;  // a checkpointed part is computed again
   Quiet quiet;
-  if (failed_) recover();
+  recover();
   binding_.require_nothing_new();
-  for (size_t i = 0; i < states_.size(); ++i) binding_.require_same_kind(i);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    binding_.require_same_kind(i);
+    keeper_->keep(binding_.tensor(i));
+  }
   if (options_.must_use_all && any_backward_) require_all_used();
   any_backward_ = false;
   refresh_trainable();
-  keep_gradients();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
 
@@ -208,25 +198,22 @@ void ReplicatedGradients::require_all_used() {
 // again, must not end it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
-  if (passes_through() || !sync_ || inside_backward() || !c10::GradMode::is_enabled()) return;
+  if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
+  refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
+  if (!sync()) return;
+  log_.add_forward();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
     output.register_hook([weak = weak_from_this()](const at::Tensor&) {
-      const auto self = weak.lock();
+      const auto self = std::static_pointer_cast<ReplicatedGradients>(weak.lock());
       if (!self) return;
       std::lock_guard lock(self->mutex_);
-      if (self->sync_) self->enter();
+      if (self->sync()) self->enter();
     });
   }
 }
 
-void ReplicatedGradients::enter() {
-  if (pass_->enter()) begin();
-}
-
 void ReplicatedGradients::begin() {
-  Quiet quiet;
-  if (failed_) recover();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   reducer_.begin(order);
@@ -239,17 +226,7 @@ void ReplicatedGradients::begin() {
 }
 
 void ReplicatedGradients::end() {
-  std::lock_guard lock(mutex_);
-  Quiet quiet;
-  try {
-    reducer_.finish();
-  } catch (const CommError&) {
-    throw;  // nothing can be waited for any more
-  } catch (const std::exception&) {
-    fail();
-    recover();
-    throw;
-  }
+  reducer_.finish();
   any_backward_ = true;
   bool any_used = false;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -262,15 +239,11 @@ void ReplicatedGradients::end() {
 }
 
 void ReplicatedGradients::fail() {
-  std::lock_guard lock(mutex_);
-  Quiet quiet;
-  failed_ = true;
   for (size_t i = 0; i < states_.size(); ++i)
     if (states_[i].trainable) guard_->put(i, binding_.label(i), binding_.tensor(i));
 }
 
-void ReplicatedGradients::recover() {
-  failed_ = false;
+void ReplicatedGradients::abandon() {
   reducer_.abandon();
   for (ParameterState& state : states_) state.holds = Holds::kNothing;
 }
@@ -295,18 +268,8 @@ void ReplicatedGradients::agree_on_order() {
 
 // ---- what wrappers ask for ----------------------------------------------------------------------
 
-void ReplicatedGradients::set_sync(bool sync) {
-  std::lock_guard lock(mutex_);
-  if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
-  sync_ = sync;
-}
-
 void ReplicatedGradients::set_divisor(double divisor) {
-  if (!(divisor > 0))
-    throw std::invalid_argument("set_gradient_divide_factor: got " + std::to_string(divisor) +
-                                ", expected more than 0");
   std::lock_guard lock(mutex_);
-  divisor_ = divisor;
   reducer_.set_divisor(divisor);
 }
 
@@ -314,11 +277,12 @@ void ReplicatedGradients::require_averages() const {
   std::lock_guard lock(mutex_);
   if (passes_through()) return;
   const std::string rank = std::to_string(mesh_.world->rank());
-  if (pass_->is_running()) throw std::logic_error("a step on rank " + rank + " inside a backward pass");
+  if (is_running()) throw std::logic_error("a step on rank " + rank + " inside a backward pass");
   for (size_t i = 0; i < states_.size(); ++i) {
     const at::Tensor& tensor = binding_.tensor(i);
     if (guard_->is_in(i, tensor))
-      throw std::logic_error("a step on rank " + rank + " after a backward pass that failed: " + reason(i));
+      throw std::logic_error("a step on rank " + rank +
+                             " after a backward pass that failed: " + GradientGuard::lost(binding_.label(i)));
     if (states_[i].holds == Holds::kOwnSum && tensor.grad().defined())
       throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "
@@ -326,14 +290,10 @@ void ReplicatedGradients::require_averages() const {
   }
 }
 
-int64_t ReplicatedGradients::bucket_bytes() const {
+void ReplicatedGradients::report(MemoryReport& report) const {
   std::lock_guard lock(mutex_);
-  return reducer_.bucket_bytes();
-}
-
-int64_t ReplicatedGradients::peak_bucket_bytes() const {
-  std::lock_guard lock(mutex_);
-  return reducer_.peak_bucket_bytes();
+  report.bucket_bytes = reducer_.bucket_bytes();
+  report.peak_bucket_bytes = reducer_.peak_bucket_bytes();
 }
 
 void ReplicatedGradients::reset_peak() {

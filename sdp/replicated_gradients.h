@@ -2,7 +2,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,13 +12,16 @@
 #include "tessera/flat/bucket_plan.h"
 #include "tessera/flat/gradient_buffer.h"
 #include "tessera/flat/gradient_guard.h"
+#include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/gradient_reducer.h"
+#include "tessera/flat/memory_report.h"
 
 namespace tessera {
 
 struct ReplicatedOptions {
   BucketLimits limits;
   std::optional<at::ScalarType> wire_dtype;  // what gradients travel in
+  WireFormat wire = WireFormat::kDtype;      // with owners
   bool gradients_are_views = true;           // of buckets
   bool must_use_all = false;                 // a parameter that no backward of an iteration used is an error
   ReducerOptions reducer;
@@ -32,9 +34,7 @@ struct ReplicatedOptions {
 // undefined; under no_sync() this rank's own sum, on every rank. After a backward that failed it is a guard: a step
 // is refused until zero_grad(). The order in which buckets are reduced is that of registration, reversed, at first;
 // from then on the order in which rank 0 saw the gradients come.
-//
-// The engine calls back from its own threads where a device has one; the mutex makes that safe.
-class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradients> {
+class ReplicatedGradients : public BackwardPass {
  public:
   // `owner_of` is asked anew whenever requires_grad has changed, and may throw; empty: every rank gets all.
   using OwnerOf = std::function<int(const PlannedParameter&)>;
@@ -49,17 +49,19 @@ class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradie
   void end_forward(const std::vector<at::Tensor>& outputs);
   void refresh_trainable();
 
-  void set_sync(bool sync);
-  bool sync() const { return sync_; }
-  void set_divisor(double divisor);
+  void set_divisor(double divisor) override;
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;
 
-  const std::vector<PlannedParameter>& parameters() const { return binding_.parameters(); }
-  int64_t bucket_bytes() const;
-  int64_t peak_bucket_bytes() const;
+  void report(MemoryReport& report) const;  // the bytes of buckets
   void reset_peak();
+
+ protected:
+  void begin() override;
+  void end() override;
+  void fail() override;
+  void abandon() override;
 
  private:
   enum class Holds { kNothing, kOwnSum, kAverage };  // what a parameter's .grad is, where it is defined
@@ -72,22 +74,14 @@ class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradie
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
                       std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
   void install();
-  void keep_gradients();
   void plan(const std::vector<size_t>& order);
   std::string label(const std::vector<size_t>& members) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void keep_own_sum(size_t parameter, bool adds);
-  void enter();
-  void begin();
-  void end();
-  void fail();
-  void recover();
   void agree_on_order();
   void require_all_used();
-  std::string reason(size_t parameter) const;
-  bool passes_through() const { return mesh_.world->size() == 1 && !divisor_; }
+  bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
-  mutable std::recursive_mutex mutex_;  // a hook of the user's, or an observer, may ask
   const Mesh mesh_;
   const OwnerOf owner_of_;
   const ReplicatedOptions options_;
@@ -96,11 +90,8 @@ class ReplicatedGradients : public std::enable_shared_from_this<ReplicatedGradie
   GradientReducer reducer_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;
-  std::shared_ptr<BackwardPass> pass_;
   std::shared_ptr<GradientGuard> guard_;
-  std::optional<double> divisor_;
-  bool sync_ = true;
-  bool failed_ = false;  // and what was under way has not been waited for
+  std::optional<GradientKeeper> keeper_;
   bool order_agreed_ = false;
   bool any_backward_ = false;  // since the last forward
   bool first_backward_ = true;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
-#include "tessera/flat/module_sync.h"
+#include "tessera/flat/module_state.h"
 #include "tessera/flat/shardable.h"
 #include "tessera/sdp/replicated_gradients.h"
 
@@ -36,13 +36,7 @@ void ReplicatedModule::reduce_gradients(std::function<int(const PlannedParameter
   gradients_ = ReplicatedGradients::make(module_, parameters_, comm_, setup_.wrapper, std::move(owner_of), options);
 }
 
-Scope ReplicatedModule::no_sync() {
-  const bool before = gradients_->sync();
-  gradients_->set_sync(false);
-  return Scope([gradients = gradients_, before] { gradients->set_sync(before); });
-}
-
-void ReplicatedModule::set_gradient_divide_factor(double factor) { gradients_->set_divisor(factor); }
+BackwardPass& ReplicatedModule::backward_pass() const { return *gradients_; }
 
 // ---- forward ------------------------------------------------------------------------------------
 
@@ -62,10 +56,7 @@ void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
 // ---- what users ask for -------------------------------------------------------------------------
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
-  torch::OrderedDict<std::string, at::Tensor> buffers;
-  for (const auto& buffer : module_->named_buffers())
-    if (buffer.value().defined()) buffers.insert(buffer.key(), buffer.value());
-  return buffers;
+  return defined_buffers(*module_);
 }
 
 void ReplicatedModule::broadcast_buffers() {
@@ -98,18 +89,19 @@ std::vector<NamedShard> ReplicatedModule::named_shards() const {
   return shards;
 }
 
-MemoryReport ReplicatedModule::memory_of_replica() const {
+MemoryReport ReplicatedModule::memory() const {
   MemoryReport report;
   for (const PlannedParameter& parameter : parameters_) {
     report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
     if (parameter.tensor.grad().defined()) report.grad_bytes += static_cast<int64_t>(parameter.tensor.grad().nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
-  report.bucket_bytes = gradients_->bucket_bytes();
-  report.peak_bucket_bytes = gradients_->peak_bucket_bytes();
+  gradients_->report(report);
   report.device_bytes = report.shard_bytes + report.grad_bytes + report.bucket_bytes;
   return report;
 }
+
+void ReplicatedModule::reset_peak_memory() { gradients_->reset_peak(); }
 
 void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) const {
   Trace::active()->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());

@@ -10,9 +10,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/flat/memory_report.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/scope.h"
+#include "tessera/flat/data_parallel.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/flat/visit_tensors.h"
 #include "tessera/trace/trace.h"
@@ -24,7 +22,7 @@ struct ReplicatedOptions;
 
 // A module whose parameters every rank holds in full: what DistributedDataParallel and
 // ShardedDataParallel have in common.
-class ReplicatedModule : public ModelShards {
+class ReplicatedModule : public DataParallel {
  public:
   ReplicatedModule(const ReplicatedModule&) = delete;
   ReplicatedModule& operator=(const ReplicatedModule&) = delete;
@@ -34,15 +32,10 @@ class ReplicatedModule : public ModelShards {
   // All parameters (under each of their names) and buffers by name, as copies. Not collective.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
-  // While the scope lives, backward adds to this rank's own gradients, of all parameters; the next backward outside it
-  // reduces the sum. (Without it, each backward reduces, and the averages add up.) Open, or not, in forward and
-  // backward alike, on all ranks.
-  Scope no_sync();
-
-  // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
-  // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on
-  // all ranks. Throws std::invalid_argument unless it is above 0.
-  void set_gradient_divide_factor(double factor);
+  // Bytes of parameters and of the gradients that are defined now, and of buckets that are not the gradients
+  // themselves.
+  MemoryReport memory() const override;
+  void reset_peak_memory() override;
 
   const std::shared_ptr<Communicator>& comm() const override { return comm_; }
   std::vector<NamedShard> named_shards() const override;
@@ -62,7 +55,6 @@ class ReplicatedModule : public ModelShards {
   // The last part of construction: whom gradients go to (see ReplicatedGradients).
   void reduce_gradients(std::function<int(const PlannedParameter&)> owner_of, const ReplicatedOptions& options);
   ReplicatedGradients& gradients() const { return *gradients_; }
-  const std::shared_ptr<ReplicatedGradients>& shared_gradients() const { return gradients_; }
 
   // What module->forward(args...) returns, and everything around it.
   template <class Holder, class... Args>
@@ -73,11 +65,10 @@ class ReplicatedModule : public ModelShards {
     return output;
   }
 
-  // Bytes of parameters and of the gradients that are defined now, and of buckets.
-  MemoryReport memory_of_replica() const;
   const std::vector<PlannedParameter>& planned_parameters() const { return parameters_; }
 
  private:
+  BackwardPass& backward_pass() const override;
   void begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs);
   void broadcast_buffers();

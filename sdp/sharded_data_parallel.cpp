@@ -13,7 +13,7 @@ namespace {
 
 std::string describe(const SdpOptions& options) {
   std::ostringstream text;
-  text << "reduce_buffer_size=" << options.reduce_buffer_size
+  text << "reduce_buffer_size=" << options.reduce_buffer_size << " wire=" << static_cast<int>(options.wire)
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
        << " broadcast_buffers=" << options.broadcast_buffers
        << " sync_models_at_startup=" << options.sync_models_at_startup;
@@ -24,6 +24,9 @@ const SdpOptions& checked(const SdpOptions& options) {
   if (options.reduce_buffer_size < 0)
     throw std::invalid_argument("SdpOptions::reduce_buffer_size is " + std::to_string(options.reduce_buffer_size) +
                                 " elements, expected 0 (off) or more");
+  if (options.reduce_dtype && options.wire != WireFormat::kDtype)
+    throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
+                                ", and SdpOptions::wire is kInt8Blocks: gradients travel in one of them");
   if (options.reduce_dtype && !at::isFloatingType(*options.reduce_dtype))
     throw std::invalid_argument(std::string("SdpOptions::reduce_dtype is ") + c10::toString(*options.reduce_dtype) +
                                 ", expected a floating-point dtype");
@@ -48,6 +51,7 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   ReplicatedOptions replicated;
   replicated.limits.bucket_numel = options.reduce_buffer_size;
   replicated.wire_dtype = options.reduce_dtype;
+  replicated.wire = options.wire;
   reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
 }
 
@@ -70,7 +74,7 @@ int SdpModule::owner_of(const PlannedParameter& parameter) const {
 
 void SdpModule::refresh_trainable() { gradients().refresh_trainable(); }
 
-double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_if_nonfinite) {
+GradNorm SdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   gradients().require_averages();
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> owned;
@@ -84,14 +88,12 @@ double SdpModule::clip_grad_norm_(double max_norm, double norm_type, bool error_
 }
 
 MemoryReport SdpModule::memory() const {
-  MemoryReport report = memory_of_replica();
+  MemoryReport report = ReplicatedModule::memory();
   for (const ShardedOptimizer* optimizer : optimizers_) {
     report.host_bytes += optimizer->host_bytes();
     report.pinned_bytes += optimizer->pinned_bytes();
   }
   return report;
 }
-
-void SdpModule::reset_peak_memory() { gradients().reset_peak(); }
 
 }  // namespace tessera

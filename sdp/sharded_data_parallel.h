@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/flat/int8_blocks.h"
 #include "tessera/oss/sharded_optimizer.h"
 #include "tessera/sdp/replicated_module.h"
 
@@ -20,6 +21,9 @@ struct SdpOptions {
   // What gradients travel in, kHalf or kBFloat16 say (added in fp32, rounded again). Empty: as they are.
   std::optional<at::ScalarType> reduce_dtype;
 
+  // kInt8Blocks: gradients travel in 8 bit, rounded once by each rank and added in fp32 by the owner (see Int8Blocks).
+  WireFormat wire = WireFormat::kDtype;
+
   bool broadcast_buffers = true;       // before each forward that trains, from rank 0
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
 };
@@ -32,12 +36,10 @@ class SdpModule : public ReplicatedModule {
 
   // torch::nn::utils::clip_grad_norm_ over the parameters of all optimizers. Collective; after
   // backward. Throws as ShardedOptimizer::clip_grad_norm_.
-  double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
+  GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
-  // Bytes of parameters (in full), of gradients kept (those of owned parameters, between steps), and
-  // of gradients on their way to other owners, now and at most.
-  MemoryReport memory() const;
-  void reset_peak_memory();
+  // Also what the optimizers have in host memory.
+  MemoryReport memory() const override;
 
  protected:
   SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
@@ -86,6 +88,7 @@ class ShardedDataParallel : public SdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
+  // The module that was given.
   const Holder& module() const { return module_; }
 
  private:

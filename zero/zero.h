@@ -15,16 +15,24 @@
 #include <variant>
 #include <vector>
 
-#include "tessera/flat/module_sync.h"
+#include "tessera/flat/module_state.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/optim/adafactor.h"
+#include "tessera/optim/adamw_8bit.h"
+#include "tessera/optim/lion.h"
+#include "tessera/optim/muon.h"
+#include "tessera/optim/schedule_free.h"
 #include "tessera/oss/oss.h"
 #include "tessera/sdp/distributed_data_parallel.h"
 #include "tessera/sdp/sharded_data_parallel.h"
 
 namespace tessera {
 
+// The stage, and the options of each wrapper. The same on all ranks.
 struct ZeroOptions {
+  // By name, as the module registers them.
   using Parameters = torch::OrderedDict<std::string, at::Tensor>;
+  // Parameters with options of their own, as torch's optimizers take them.
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
   // What is split over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
@@ -39,46 +47,35 @@ struct ZeroOptions {
   FsdpOptions fsdp;
 };
 
-// The optimizer that torch's options belong to.
-template <class Options>
-struct OptimizerOfOptions;
-template <>
-struct OptimizerOfOptions<torch::optim::AdamOptions> {
-  using type = torch::optim::Adam;
-};
-template <>
-struct OptimizerOfOptions<torch::optim::AdamWOptions> {
-  using type = torch::optim::AdamW;
-};
-template <>
-struct OptimizerOfOptions<torch::optim::SGDOptions> {
-  using type = torch::optim::SGD;
-};
-template <>
-struct OptimizerOfOptions<torch::optim::RMSpropOptions> {
-  using type = torch::optim::RMSprop;
-};
-template <>
-struct OptimizerOfOptions<torch::optim::AdagradOptions> {
-  using type = torch::optim::Adagrad;
-};
+// The optimizer that torch's options belong to: as a type, in decltype().
+torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
+torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
+torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
+torch::optim::RMSprop optimizer_of(const torch::optim::RMSpropOptions&);
+torch::optim::Adagrad optimizer_of(const torch::optim::AdagradOptions&);
+Muon optimizer_of(const MuonOptions&);
+AdamW8bit optimizer_of(const AdamW8bitOptions&);
+Lion optimizer_of(const LionOptions&);
+Adafactor optimizer_of(const AdafactorOptions&);
+ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
 // Each call does what the wrapper of the stage does; see there for what is collective and throws.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
+  // For zero(), which says what Options are.
   template <class Options>
   Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
       : stage_(zero.stage), module_(std::move(module)) {
     switch (stage_) {
       case 0:
         wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
-        optimizer_ = make_optimizer<Optimizer>(zero, options);
+        optimizer_ = make_optimizer(groups_of(zero, named_parameters()), options);
         break;
       case 1:
         wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
-        optimizer_ = make_optimizer<OSS<Optimizer>>(zero, options, comm, zero.oss);
+        optimizer_ = std::make_unique<OSS<Optimizer>>(groups_of(zero, named_parameters()), options, comm, zero.oss);
         break;
       case 2: {
         // Before the wrapper, which wants to know the owners.
@@ -89,13 +86,14 @@ class Zero : public ModelShards {
       }
       case 3:
         wrapper_.template emplace<Fsdp>(module_, comm, zero.fsdp);
-        optimizer_ = make_optimizer<Optimizer>(zero, options);
+        optimizer_ = make_optimizer(groups_of(zero, named_parameters()), options);
         break;
       default:
         throw std::invalid_argument("ZeroOptions::stage is " + std::to_string(stage_) + ", expected 0 to 3");
     }
   }
 
+  // ZeroOptions::stage.
   int stage() const { return stage_; }
 
   // What module->forward(args...) returns.
@@ -114,45 +112,36 @@ class Zero : public ModelShards {
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
     return optimizer_->step(std::move(closure));
   }
-  void zero_grad(bool set_to_none = true) {
-    with_wrapper([&](auto& wrapper) { wrapper.zero_grad(set_to_none); });
-  }
   // The norm before. Collective but in stage 0.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
-    return with_wrapper(
-        [&](auto& wrapper) { return wrapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite); });
+    return wrapper().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
   }
-  void set_gradient_divide_factor(double factor) {
-    with_wrapper([&](auto& wrapper) { wrapper.set_gradient_divide_factor(factor); });
-  }
-  Scope no_sync() {
-    return with_wrapper([](auto& wrapper) { return wrapper.no_sync(); });
-  }
+  // What sums of gradients over ranks are divided by from the next backward on, instead of the number of ranks.
+  void set_gradient_divide_factor(double factor) { wrapper().set_gradient_divide_factor(factor); }
+  // The same by the sum of `own` over the ranks: see DataParallel.
+  int64_t divide_gradients_by_sum(int64_t own) { return wrapper().divide_gradients_by_sum(own); }
+  // While the scope lives, backward adds up gradients without reducing them.
+  Scope no_sync() { return wrapper().no_sync(); }
 
-  // What the optimizer was given: whole parameters, or this rank's shards of them in stage 3.
-  std::vector<at::Tensor> parameters() const {
-    return with_wrapper([](const auto& wrapper) { return wrapper.parameters(); });
-  }
-  ZeroOptions::Parameters named_parameters() const {
-    return with_wrapper([](const auto& wrapper) { return wrapper.named_parameters(); });
-  }
+  // parameters(): what the optimizer was given, whole parameters, or this rank's shards of them in stage 3.
+
   // Whole, by the module's names, as copies. Collective.
   ZeroOptions::Parameters full_state_dict() {
     return with_wrapper([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
-  MemoryReport memory() const {
-    return with_wrapper([](const auto& wrapper) { return wrapper.memory(); });
-  }
+  // Bytes that the wrapper holds on this rank.
+  MemoryReport memory() const { return wrapper().memory(); }
 
   // For learning rates and schedulers, and beside this object for save_checkpoint().
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  // The module that was given.
   const Holder& module() const { return module_; }
 
-  const std::shared_ptr<Communicator>& comm() const override { return shards().comm(); }
-  std::vector<NamedShard> named_shards() const override { return shards().named_shards(); }
-  ZeroOptions::Parameters named_buffers() const override { return shards().named_buffers(); }
+  const std::shared_ptr<Communicator>& comm() const override { return wrapper().comm(); }
+  std::vector<NamedShard> named_shards() const override { return wrapper().named_shards(); }
+  ZeroOptions::Parameters named_buffers() const override { return wrapper().named_buffers(); }
 
  private:
   using Ddp = DistributedDataParallel<Holder>;
@@ -165,14 +154,19 @@ class Zero : public ModelShards {
     if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
     return act(std::get<Fsdp>(wrapper_));
   }
-  template <class Act>
-  auto with_wrapper(Act act) const {
-    if (const auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
-    if (const auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
-    return act(std::get<Fsdp>(wrapper_));
+  DataParallel& wrapper() {
+    return *with_wrapper([](auto& wrapper) -> DataParallel* { return &wrapper; });
   }
-  const ModelShards& shards() const {
-    return *with_wrapper([](const auto& wrapper) -> const ModelShards* { return &wrapper; });
+  const DataParallel& wrapper() const { return const_cast<Zero*>(this)->wrapper(); }
+
+  // Optimizers that look at whole parameters are told of the wrapper.
+  template <class Options>
+  std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
+    if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>) {
+      return std::make_unique<Optimizer>(wrapper(), std::move(groups), options);
+    } else {
+      return std::make_unique<Optimizer>(std::move(groups), options);
+    }
   }
 
   ZeroOptions::Parameters module_parameters() const {
@@ -186,11 +180,6 @@ class Zero : public ModelShards {
     ZeroOptions::Groups groups;
     groups.emplace_back(parameters.values());
     return groups;
-  }
-  template <class Made, class... Arguments>
-  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const ZeroOptions& zero,
-                                                          const Arguments&... arguments) const {
-    return std::make_unique<Made>(groups_of(zero, named_parameters()), arguments...);
   }
 
   const int stage_;
@@ -214,8 +203,7 @@ template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {
   if constexpr (std::is_void_v<Optimizer>) {
-    return Zero<Holder, typename OptimizerOfOptions<Options>::type>(std::move(module), options, std::move(comm),
-                                                                    zero_options);
+    return Zero<Holder, decltype(optimizer_of(options))>(std::move(module), options, std::move(comm), zero_options);
   } else {
     return Zero<Holder, Optimizer>(std::move(module), options, std::move(comm), zero_options);
   }

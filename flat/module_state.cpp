@@ -1,11 +1,10 @@
-#include "tessera/flat/module_sync.h"
+#include "tessera/flat/module_state.h"
 
 #include <ATen/ops/cat.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <map>
-#include <sstream>
 #include <utility>
 
 namespace tessera {
@@ -55,12 +54,10 @@ std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>
   std::vector<std::string> lines;
   for (const PlannedParameter& parameter : parameters) {
     const at::Tensor& tensor = parameter.tensor;
-    std::ostringstream line;
-    line << "parameter '" << parameter.fqn << "' " << tensor.scalar_type() << " " << tensor.sizes()
-         << (tensor.is_contiguous() ? "" : " not contiguous") << (tensor.requires_grad() ? "" : " frozen")
-         << (parameter.full_precision ? " full precision" : "");
-    for (const std::string& alias : parameter.aliases) line << " = '" << alias << "'";
-    lines.push_back(line.str());
+    lines.push_back(c10::str("parameter '", parameter.fqn, "' ", tensor.scalar_type(), " ", tensor.sizes(),
+                             tensor.is_contiguous() ? "" : " not contiguous", tensor.requires_grad() ? "" : " frozen",
+                             parameter.full_precision ? " full precision" : ""));
+    for (const std::string& alias : parameter.aliases) lines.back() += " = '" + alias + "'";
   }
   return lines;
 }
@@ -68,10 +65,8 @@ std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>
 std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   std::vector<std::string> lines;
   for (const auto& buffer : module.named_buffers()) {
-    std::ostringstream line;
-    line << "buffer '" << buffer.key() << "' ";
-    if (buffer.value().defined()) line << buffer.value().scalar_type() << " " << buffer.value().sizes();
-    lines.push_back(line.str());
+    lines.push_back("buffer '" + buffer.key() + "' ");
+    if (buffer.value().defined()) lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
   }
   return lines;
 }

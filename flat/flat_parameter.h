@@ -12,43 +12,44 @@
 #include "tessera/flat/flat_layout.h"
 #include "tessera/flat/geometry.h"
 #include "tessera/flat/gradient_buffer.h"
+#include "tessera/flat/int8_blocks.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/paging/residency.h"
 
 namespace tessera {
 
-// In what a group of floating-point parameters differs from plain sharding over all ranks.
-struct FlatGroupOptions {
-  // Gathered parameters, and so what is computed with them and their gradients, are of this type;
-  // the shards stay in the parameters' own. Ignored for full_precision parameters and integers.
+// In what floating-point parameters differ from plain sharding over all ranks.
+struct FlatParameterOptions {
+  // Gathered parameters, and so what is computed with them and their gradients, are of this type; the shards stay in
+  // the parameters' own. Ignored for full_precision parameters and integers.
   std::optional<at::ScalarType> gather_dtype;
   // Gradients are reduced in this type. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
+  // How parameters travel in gathers for use: in blocks where they would be cast, and there are other ranks.
+  WireFormat wire = WireFormat::kDtype;
   // The ranks that hold the same part in the other copies of the model, this one among them. With
-  // `sync`, values come from the first rank of the first copy. Outlives the constructor only.
+  // `sync_module_states`, values come from the first rank of the first copy. Outlives the constructor only.
   Communicator* replicas = nullptr;
   // Where the shard and its gradient lie, if not on the communicator's device: called for a tensor
   // [numel] in host memory. Empty: on the device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Is asked about writes to the shard that are not allowed (set_shard_writable). Outlives the group.
+  // Is asked about writes to the shard that are not allowed (set_shard_writable). Outlives the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory narrow_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
+  Memory low_precision_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
 };
 
-// The parameters of a unit that have one dtype and are all trainable or all frozen: one flat
-// buffer, of which this rank keeps an even part, and the same of gradients.
-//
-// Used by one thread at a time, under no autograd.
-class FlatGroup {
+// The parameters of a unit that have one dtype and are all trainable or all frozen, as one: a flat buffer, of which
+// this rank keeps an even part, and the same of gradients. Used by one thread at a time, under no autograd.
+class FlatParameter {
  public:
-  // Takes this rank's part of the parameters' values: rank 0's if `sync`, else its own. Collective
-  // if `sync`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
-  FlatGroup(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync,
-            const FlatGroupOptions& options = {});
+  // Takes this rank's part of the parameters' values: rank 0's if `sync_module_states`, else its own. Collective
+  // if `sync_module_states`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
+  FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
+                const FlatParameterOptions& options = {});
 
   const std::string& name() const { return name_; }
   const std::vector<PlannedParameter>& parameters() const { return parameters_; }
@@ -60,10 +61,9 @@ class FlatGroup {
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
   bool is_cast() const { return gather_dtype_ != dtype_; }
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
-  int64_t exact_full_bytes() const { return bytes(layout_.full_numel(), dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
-  bool has_narrow_copy() const { return narrow_ != nullptr; }
+  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
   // This rank's part of the flat buffer, [layout().shard_numel()].
@@ -84,9 +84,19 @@ class FlatGroup {
   // host memory is copied to the device first.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
 
+  // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
+  int64_t encoded_bytes() const { return encoded_bytes_; }
+  // The same with `shard`, of any dtype on the device, in blocks. `wire`, [size() * encoded_bytes()] uint8, is decoded
+  // into `full` after the exchange: this rank's own part too, so that all ranks have the same.
+  Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
+  void decode(const at::Tensor& wire, const at::Tensor& full) const;
+
   // What travels of a shard in host memory, in gather_dtype(): the shard itself, or its copy in 16
   // bit, brought up to date if the shard was written by someone who did not write the copy.
   const at::Tensor& link_source();
+
+  // That copy as it is; undefined without one.
+  at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
   // Where reduced gradients become those of parameter_shards().
   GradientBuffer& gradient() { return *gradient_; }
@@ -96,8 +106,12 @@ class FlatGroup {
   static int64_t bytes(int64_t numel, at::ScalarType dtype) {
     return numel * static_cast<int64_t>(c10::elementSize(dtype));
   }
-  void make_shard(Communicator& comm, bool sync, const FlatGroupOptions& options);
-  void make_parameter_shards();
+  void make_shard(Communicator& comm, bool sync_module_states, const FlatParameterOptions& options);
+  void read_own_parts(const at::Tensor& shard) const;
+  void make_parameter_shards(at::Device device, const FlatParameterOptions::Memory& grad_memory);
+  at::Tensor own_part_of(const at::Tensor& full) const {
+    return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
+  }
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
 
   const std::string name_;
@@ -108,12 +122,10 @@ class FlatGroup {
   const at::ScalarType reduce_dtype_;
   const FlatLayout layout_;
   const int rank_;
-  const at::Device device_;
-  const FlatGroupOptions::Memory shard_memory_;
-  const FlatGroupOptions::Memory grad_memory_;
-  const FlatGroupOptions::Memory narrow_memory_;
+  const bool is_on_host_;
+  const int64_t encoded_bytes_;
   at::Tensor shard_;
-  std::shared_ptr<NarrowCopy> narrow_;  // of a shard in host memory that is cast for use
+  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;
   std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
   std::unique_ptr<GradientBuffer> gradient_;
@@ -121,6 +133,6 @@ class FlatGroup {
 
 // Splits a unit's parameters into groups: by dtype, those of full precision from those that are
 // cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
-std::vector<std::vector<PlannedParameter>> split_into_groups(const PlannedUnit& unit);
+std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
 }  // namespace tessera

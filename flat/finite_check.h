@@ -1,0 +1,14 @@
+#pragma once
+
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/gradient_bucket.h"
+
+namespace tessera {
+
+// Throws std::runtime_error, on all ranks, if some rank's part of the gradients of one of the buckets is infinite or
+// NaN, with buckets and ranks. `reduced`: by bucket, whether to look. Collective; waits for the device once.
+void require_finite(const std::vector<GradientBucket>& buckets, const std::vector<bool>& reduced, Communicator& comm);
+
+}  // namespace tessera

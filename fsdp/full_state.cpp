@@ -1,0 +1,35 @@
+#include "tessera/fsdp/full_state.h"
+
+#include <unordered_set>
+
+#include "tessera/flat/data_parallel.h"
+
+namespace tessera {
+
+void visit_full_state(ShardedModel& model, const VisitState& visit, const StateDictOptions& options) {
+  const bool keep = !options.rank0_only || model.mesh().world->rank() == 0;
+  std::unordered_set<std::string> sharded;
+  auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
+    if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+  };
+  for (auto& unit : model.units()) {
+    for (auto& group : unit->groups()) {
+      const at::Tensor full = unit->full_values(*group);
+      for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
+        const PlannedParameter& parameter = group->flat.parameters()[i];
+        sharded.insert(parameter.fqn);
+        sharded.insert(parameter.aliases.begin(), parameter.aliases.end());
+        show(parameter.fqn, group->flat.view_in(full, i), parameter.aliases);
+      }
+    }
+  }
+  for (const auto& parameter : model.module()->named_parameters())
+    if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
+  for (const auto& buffer : defined_buffers(*model.module())) {
+    const at::Tensor value = buffer.value().detach();
+    const auto cast = model.cast_buffers().find(buffer.key());
+    show(buffer.key(), cast == model.cast_buffers().end() ? value : value.to(cast->second));
+  }
+}
+
+}  // namespace tessera

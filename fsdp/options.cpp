@@ -1,0 +1,65 @@
+#include "tessera/fsdp/options.h"
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "tessera/fsdp/full_parameters.h"
+
+namespace tessera {
+namespace {
+
+std::string name_of(std::optional<at::ScalarType> dtype) { return dtype ? c10::toString(*dtype) : "own"; }
+
+void check_dtype(const char* field, std::optional<at::ScalarType> dtype) {
+  if (dtype && !at::isFloatingType(*dtype))
+    throw std::invalid_argument(std::string("FsdpOptions::mixed_precision.") + field + " is " + c10::toString(*dtype) +
+                                ", expected a floating-point type");
+}
+
+void check_least(const char* field, int64_t value, int64_t least) {
+  if (value < least)
+    throw std::invalid_argument(std::string("FsdpOptions::") + field + " is " + std::to_string(value) + ", expected " +
+                                std::to_string(least) + " or more");
+}
+
+}  // namespace
+
+const FsdpOptions& checked(const FsdpOptions& options) {
+  check_dtype("param_dtype", options.mixed_precision.param_dtype);
+  check_dtype("reduce_dtype", options.mixed_precision.reduce_dtype);
+  check_dtype("buffer_dtype", options.mixed_precision.buffer_dtype);
+  check_dtype("output_dtype", options.mixed_precision.output_dtype);
+  check_least("offload.host_limit_bytes", options.offload.host_limit_bytes, 0);
+  if (!options.offload.directory.empty() && !options.offload.params)
+    throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
+                                "', but offload.params is false: shards that stay on the device cannot lie on a disk");
+  check_least("prefetch", options.prefetch, 0);
+  check_least("keep_recent", options.keep_recent, 1);
+  return options;
+}
+
+const SummonOptions& checked(const SummonOptions& options, c10::Device device) {
+  if (options.rank0_only && options.writeback)
+    throw std::invalid_argument("SummonOptions::rank0_only and writeback are both true, expected writeback = false");
+  if (options.offload_to_cpu && !device.is_cpu())
+    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + device.str() +
+                                ": not built yet, expected false");
+  return options;
+}
+
+std::string describe(const FsdpOptions& options) {
+  std::ostringstream text;
+  text << "reshard_after_forward=" << options.reshard_after_forward << " prefetch=" << options.prefetch
+       << " keep_recent=" << options.keep_recent << " sync_module_states=" << options.sync_module_states
+       << " param_dtype=" << name_of(options.mixed_precision.param_dtype)
+       << " reduce_dtype=" << name_of(options.mixed_precision.reduce_dtype)
+       << " buffer_dtype=" << name_of(options.mixed_precision.buffer_dtype)
+       << " wire=" << static_cast<int>(options.wire.parameters) << static_cast<int>(options.wire.gradients)
+       << " refuse_uneven_use=" << options.refuse_uneven_use << " check_finite=" << options.check_finite
+       << " offload.params=" << options.offload.params << " offload.grads=" << options.offload.grads
+       << " offload.disk=" << !options.offload.directory.empty();
+  return text.str();
+}
+
+}  // namespace tessera

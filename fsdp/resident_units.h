@@ -1,0 +1,53 @@
+#pragma once
+
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "tessera/fsdp/sharded_model.h"
+#include "tessera/fsdp/unit.h"
+#include "tessera/paging/prefetch_order.h"
+#include "tessera/paging/residency.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+
+// Which units are gathered, and which go for them: least recently used first, as many ahead as FsdpOptions::prefetch
+// says. Sole writer of the units' states, but for pinned ones. Used by one thread at a time.
+class ResidentUnits {
+ public:
+  explicit ResidentUnits(ShardedModel& model) : model_(model) {}
+
+  // Nothing is in use, and what was prefetched for a pass that took another way goes.
+  void begin_forward();
+  void begin_backward();
+  // An operator needs these units: evicts others beyond keep_recent, gathers these, unless a prefetch did, then starts
+  // gathering the units that followed them last time.
+  void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
+  void release(Unit& unit);
+  void release_all();
+  // The next use that is no backward's begins another forward.
+  void expect_forward() { forward_is_new_ = true; }
+
+  // For the trace: the units of the last use() compute until now.
+  void computing_ends();
+  // The order of units in the last passes that used any, a line each.
+  void describe(std::ostream& text) const;
+
+ private:
+  void evict_for(const std::vector<Unit*>& needed);
+  void prefetch(const PrefetchOrder& order);
+  void set_current(std::vector<Unit*> units, Page::GradMode mode);
+  void describe(std::ostream& text, const char* pass, const PrefetchOrder& order) const;
+
+  ShardedModel& model_;
+  PrefetchOrder forward_order_;
+  PrefetchOrder backward_order_;
+  bool forward_is_new_ = true;  // no unit was used since the last backward
+  std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
+  std::vector<Unit*> current_;  // of the last operator that came here
+  std::string computing_;       // their names, while they are being traced
+  Trace::Clock::time_point computing_since_;
+};
+
+}  // namespace tessera
