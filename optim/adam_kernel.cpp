@@ -1,5 +1,7 @@
 #include "tessera/optim/adam_kernel.h"
 
+#include <c10/util/Half.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -66,26 +68,8 @@ template <bool kDecoupled, bool kAmsgrad>
   }
 }
 
-uint16_t half_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);
-  const uint32_t magnitude = bits & 0x7FFFFFFFU;
-  if (magnitude > 0x7F800000U) return static_cast<uint16_t>(sign | 0x7E00U);
-  if (magnitude >= 0x477FF000U) return static_cast<uint16_t>(sign | 0x7C00U);  // rounds to infinity
-  if (magnitude < 0x38800000U) {  // below the normal range: the addition shifts and rounds
-    float shifted;
-    std::memcpy(&shifted, &magnitude, sizeof(shifted));
-    shifted += 0.5F;
-    uint32_t sum;
-    std::memcpy(&sum, &shifted, sizeof(sum));
-    return static_cast<uint16_t>(sign | (sum - 0x3F000000U));
-  }
-  return static_cast<uint16_t>(sign | ((magnitude - 0x38000000U + 0xFFFU + ((magnitude >> 13) & 1U)) >> 13));
-}
-
 void round_to_half(const float* from, uint16_t* to, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) to[i] = half_of(from[i]);
+  for (int64_t i = 0; i < numel; ++i) to[i] = c10::Half(from[i]).x;
 }
 
 void update_baseline(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
@@ -142,20 +126,19 @@ const Kernels& kernels() {
 
 }  // namespace
 
-AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled,
-                         int64_t step) {
+AdamFactors adam_factors(const AdamRule& rule, int64_t step) {
   const auto t = static_cast<double>(step);
-  AdamFactors factors;
-  factors.beta1 = static_cast<float>(beta1);
-  factors.one_minus_beta1 = static_cast<float>(1 - beta1);
-  factors.beta2 = static_cast<float>(beta2);
-  factors.one_minus_beta2 = static_cast<float>(1 - beta2);
-  factors.step = static_cast<float>(lr / (1 - std::pow(beta1, t)));
-  factors.root_correction = static_cast<float>(1 / std::sqrt(1 - std::pow(beta2, t)));
-  factors.eps = static_cast<float>(eps);
-  factors.decay = static_cast<float>(is_decoupled ? 1 - lr * weight_decay : weight_decay);
-  factors.is_decoupled = is_decoupled;
-  return factors;
+  const double correction1 = 1 - std::pow(rule.beta1, t), correction2 = 1 - std::pow(rule.beta2, t);
+  auto single = [](double value) { return static_cast<float>(value); };
+  return {.beta1 = single(rule.beta1),
+          .one_minus_beta1 = single(1 - rule.beta1),
+          .beta2 = single(rule.beta2),
+          .one_minus_beta2 = single(1 - rule.beta2),
+          .step = single(rule.lr / correction1),
+          .root_correction = single(1 / std::sqrt(correction2)),
+          .eps = single(rule.eps),
+          .decay = single(rule.is_decoupled ? 1 - rule.lr * rule.weight_decay : rule.weight_decay),
+          .is_decoupled = rule.is_decoupled};
 }
 
 AdamSpan AdamSpan::part(int64_t begin, int64_t end) const {

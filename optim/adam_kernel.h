@@ -4,24 +4,29 @@
 
 namespace tessera {
 
-// What a step of Adam is for all elements of a parameter; made from the options in double.
+// A group's options: torch::optim::AdamOptions or AdamWOptions.
+struct AdamRule {
+  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
+  bool amsgrad = false;
+  bool is_decoupled = false;  // AdamW: weights decay by themselves. Adam: through the gradient
+};
+
+// What step `step` (the first is 1) is for all elements of a parameter, computed in double.
 struct AdamFactors {
   float beta1 = 0, one_minus_beta1 = 0;
   float beta2 = 0, one_minus_beta2 = 0;
   float step = 0;             // lr / (1 - beta1^t)
   float root_correction = 0;  // 1 / sqrt(1 - beta2^t)
   float eps = 0;
-  float decay = 0;           // AdamW: 1 - lr * weight_decay. Adam: weight_decay
-  bool is_decoupled = true;  // AdamW: weights decay by themselves. Adam: through the gradient
+  float decay = 0;  // AdamW: 1 - lr * weight_decay. Adam: weight_decay
+  bool is_decoupled = true;
 };
-
-AdamFactors adam_factors(double lr, double beta1, double beta2, double eps, double weight_decay, bool is_decoupled,
-                         int64_t step);
+AdamFactors adam_factors(const AdamRule& rule, int64_t step);
 
 enum class LowPrecision : uint8_t { kNone, kBFloat16, kHalf };
 
-// Part of a parameter on the host, fp32 all of it; `maximum` only with amsgrad, else null. `low_precision`
-// gets the new values rounded to nearest even in 16 bit, as torch rounds them.
+// Part of a parameter in host memory, fp32 all of it; `maximum` only with amsgrad, else null. `low_precision`
+// gets the new values in 16 bit, rounded to nearest even as torch rounds them.
 struct AdamSpan {
   float* parameter = nullptr;
   const float* gradient = nullptr;
@@ -35,9 +40,9 @@ struct AdamSpan {
   AdamSpan part(int64_t begin, int64_t end) const;
 };
 
-// One step of Adam or AdamW on all elements, in the vector instructions that the processor has; the
-// 16-bit copy is written while the new values are in the cache. One thread. (The formula: Loshchilov
-// and Hutter, 2019, algorithm 2, in the order of torch::optim's operations.)
+// One step of Adam or AdamW on all elements, in the vector instructions that the processor has; the low-precision
+// copy is written while the new values are in the cache. One thread. (Loshchilov and Hutter, 2019, algorithm 2, in
+// the order of torch::optim's operations.)
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 
 // "avx512", "avx2" or "baseline": what adam_step() uses here.

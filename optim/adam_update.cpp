@@ -10,7 +10,6 @@
 
 #include <map>
 #include <stdexcept>
-#include <string>
 #include <tuple>
 #include <unordered_set>
 #include <utility>
@@ -20,58 +19,45 @@ namespace {
 
 template <class Options>
 AdamRule rule_of(const Options& options, bool is_decoupled) {
-  return {options.lr(),  std::get<0>(options.betas()), std::get<1>(options.betas()),
-          options.eps(), options.weight_decay(),       options.amsgrad(),
-          is_decoupled};
+  const auto [beta1, beta2] = options.betas();
+  return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), is_decoupled};
 }
 
 AdamRule rule_of(const torch::optim::OptimizerOptions& options) {
-  if (const auto* decoupled = dynamic_cast<const torch::optim::AdamWOptions*>(&options))
-    return rule_of(*decoupled, true);
-  return rule_of(dynamic_cast<const torch::optim::AdamOptions&>(options), false);
+  const auto* decoupled = dynamic_cast<const torch::optim::AdamWOptions*>(&options);
+  return decoupled != nullptr ? rule_of(*decoupled, true)
+                              : rule_of(dynamic_cast<const torch::optim::AdamOptions&>(options), false);
 }
 
-// In words after the parameter's shape; "" if it can be stepped.
-std::string problem_of(const at::Tensor& parameter, const AdamPlace& place) {
-  if (std::string problem = place.problem(parameter); !problem.empty()) return problem;
-  if (!at::isFloatingType(parameter.scalar_type()))
-    return c10::str("is ", parameter.scalar_type(), ", expected a floating-point type");
-  if (parameter.grad().layout() != at::kStrided)
-    return c10::str("has a gradient of layout ", parameter.grad().layout(), ", expected a dense one");
-  if (!parameter.is_non_overlapping_and_dense())
-    return c10::str("has strides ", parameter.strides(), ", expected dense ones");
-  return "";
-}
-
-void check(const at::Tensor& parameter, const AdamPlace& place) {
-  const std::string problem = problem_of(parameter, place);
-  if (!problem.empty())
-    throw std::invalid_argument(std::string(place.name) + ": a parameter of shape " + c10::str(parameter.sizes()) +
-                                " " + problem);
-}
-
-template <class State>
-AdamUpdate begin(torch::optim::Optimizer& optimizer, const AdamWork& work, const AdamPlace& place) {
-  const at::Tensor& parameter = work.parameter;
-  auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
-  if (!slot) {
-    auto fresh = std::make_unique<State>();
-    fresh->step(0);
-    fresh->exp_avg(place.zeros(parameter));
-    fresh->exp_avg_sq(place.zeros(parameter));
-    slot = std::move(fresh);
+void require_steppable(const at::Tensor& parameter, const AdamPlacement& placement) {
+  std::string problem = placement.problem(parameter);
+  if (!problem.empty()) {
+  } else if (!at::isFloatingType(parameter.scalar_type())) {
+    problem = c10::str("is ", parameter.scalar_type(), ", expected a floating-point type");
+  } else if (parameter.grad().layout() != at::kStrided) {
+    problem = c10::str("has a gradient of layout ", parameter.grad().layout(), ", expected a dense one");
+  } else if (!parameter.is_non_overlapping_and_dense()) {
+    problem = c10::str("has strides ", parameter.strides(), ", expected dense ones");
   }
-  auto& state = static_cast<State&>(*slot);
-  state.exp_avg(place.placed(state.exp_avg(), parameter));
-  state.exp_avg_sq(place.placed(state.exp_avg_sq(), parameter));
-  if (work.rule.amsgrad)
-    state.max_exp_avg_sq(state.max_exp_avg_sq().defined() ? place.placed(state.max_exp_avg_sq(), parameter)
-                                                          : place.zeros(parameter));
-  state.step(state.step() + 1);
-  AdamUpdate update{work.group, work.rule, state.step(), parameter, {}, state.exp_avg(), state.exp_avg_sq()};
-  if (work.rule.amsgrad) update.maximum = state.max_exp_avg_sq();
+  if (!problem.empty())
+    throw std::invalid_argument(c10::str(placement.name, ": a parameter of shape ", parameter.sizes(), " ", problem));
+}
+
+// Gives the update the parameter's state, and counts the step in it. Of a parameter of no elements (nothing of it is
+// on this rank) nothing is to be updated.
+template <class State>
+void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
+  const at::Tensor& parameter = update.parameter;
+  State& state = adam_state<State>(optimizer, parameter, placement.zeros);
+  state.exp_avg(update.average = placement.placed(state.exp_avg(), parameter));
+  state.exp_avg_sq(update.square = placement.placed(state.exp_avg_sq(), parameter));
+  if (update.rule.amsgrad) {
+    const at::Tensor& known = state.max_exp_avg_sq();
+    state.max_exp_avg_sq(update.maximum =
+                             known.defined() ? placement.placed(known, parameter) : placement.zeros(parameter));
+  }
+  state.step(update.step = state.step() + 1);
   if (parameter.numel() > 0) update.gradient = laid_out_as(parameter.grad(), parameter);
-  return update;
 }
 
 // The arguments of one call.
@@ -112,36 +98,33 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type() &&
       tensor.device() == parameter.device())
     return tensor;
-  at::Tensor copy = at::empty_like(parameter);
-  copy.copy_(tensor);
-  return copy;
+  return at::empty_like(parameter).copy_(tensor);
 }
 
-std::vector<AdamWork> adam_work(const torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
-                                const AdamPlace& place) {
+void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
+                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take) {
   std::unordered_set<const c10::TensorImpl*> wanted;
   if (chosen != nullptr)
     for (const at::Tensor& parameter : *chosen) wanted.insert(parameter.unsafeGetTensorImpl());
-  std::vector<AdamWork> work;
+  std::vector<AdamUpdate> updates;
   for (size_t index = 0; index < optimizer.param_groups().size(); ++index) {
     const auto& group = optimizer.param_groups()[index];
     const AdamRule rule = rule_of(group.options());
     for (const at::Tensor& parameter : group.params()) {
       if (chosen != nullptr && wanted.erase(parameter.unsafeGetTensorImpl()) == 0) continue;
       if (!parameter.grad().defined()) continue;
-      check(parameter, place);
-      work.push_back({parameter, index, rule});
+      require_steppable(parameter, placement);
+      updates.push_back({.group = index, .rule = rule, .parameter = parameter});
     }
   }
   if (!wanted.empty())
-    throw std::invalid_argument("step_parameters: " + std::to_string(wanted.size()) + " of " +
-                                std::to_string(chosen->size()) + " tensors are no parameters of the optimizer");
-  return work;
-}
-
-AdamUpdate begin_adam_update(torch::optim::Optimizer& optimizer, const AdamWork& work, const AdamPlace& place) {
-  return work.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, work, place)
-                                : begin<torch::optim::AdamParamState>(optimizer, work, place);
+    throw std::invalid_argument(c10::str("step_parameters: ", wanted.size(), " of ", chosen->size(),
+                                         " tensors are no parameters of the optimizer"));
+  for (AdamUpdate& update : updates) {
+    update.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, update, placement)
+                             : begin<torch::optim::AdamParamState>(optimizer, update, placement);
+    take(std::move(update));
+  }
 }
 
 void fused_adam_update(const std::vector<AdamUpdate>& updates) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tessera/flat/shard_mark.h"
+#include "tessera/memory/without_data.h"
 #include "tessera/optim/adam_kernel.h"
 #include "tessera/optim/adam_update.h"
 #include "tessera/paging/disk_pager.h"
@@ -18,11 +19,6 @@ namespace {
 
 // What one thread takes at a time: enough to be worth a call, little enough to share evenly.
 constexpr int64_t kPartNumel = 1 << 16;
-
-struct Part {
-  AdamSpan span;
-  AdamFactors factors;
-};
 
 std::string problem_of(const at::Tensor& parameter) {
   if (has_lost_its_pager(parameter)) return "lay on a disk with a wrapper that no longer exists";
@@ -41,17 +37,15 @@ at::Tensor zeros_beside(const at::Tensor& parameter) {
 at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
   if (parameter.numel() == 0 || DiskPager::of(parameter) == nullptr) return laid_out_as(state, parameter);
   if (DiskPager::of(state) == DiskPager::of(parameter)) return state;
-  at::Tensor moved = zeros_beside(parameter);  // from a checkpoint, say
-  moved.copy_(state);
-  return moved;
+  return zeros_beside(parameter).copy_(state);  // from a checkpoint, say
 }
 
-constexpr AdamPlace kInHostMemory{"a host optimizer", &problem_of, &zeros_beside, &placed_as};
+constexpr AdamPlacement kInHostMemory{"a host optimizer", &problem_of, &zeros_beside, &placed_as};
 
 // One call's work: what must stay alive for it, and the parts that threads share.
 struct Pass {
   std::vector<at::Tensor> kept;
-  std::vector<Part> parts;
+  std::vector<std::pair<AdamSpan, AdamFactors>> parts;
   std::vector<at::Tensor> written;
   std::vector<DiskPager::Hold> held;
 
@@ -59,22 +53,21 @@ struct Pass {
     const at::Tensor& parameter = update.parameter;
     if (parameter.numel() == 0) return;  // nothing of it is on this rank
     if (parameter.scalar_type() != at::kFloat) return fused_adam_update({update});
+    before_write(parameter);
     kept.push_back(update.gradient);
     written.push_back(parameter);
     AdamSpan span{data_of(parameter), update.gradient.const_data_ptr<float>(), data_of(update.average),
                   data_of(update.square)};
     if (update.maximum.defined()) span.maximum = data_of(update.maximum);
-    if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) {
+    if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) {
       span.low_precision = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
       span.low_precision_dtype =
           copy->values.scalar_type() == at::kBFloat16 ? LowPrecision::kBFloat16 : LowPrecision::kHalf;
     }
     span.numel = parameter.numel();
-    const AdamRule& rule = update.rule;
-    const AdamFactors factors =
-        adam_factors(rule.lr, rule.beta1, rule.beta2, rule.eps, rule.weight_decay, rule.is_decoupled, update.step);
+    const AdamFactors factors = adam_factors(update.rule, update.step);
     for (int64_t begin = 0; begin < span.numel; begin += kPartNumel)
-      parts.push_back({span.part(begin, std::min(begin + kPartNumel, span.numel)), factors});
+      parts.emplace_back(span.part(begin, std::min(begin + kPartNumel, span.numel)), factors);
   }
 
   float* data_of(const at::Tensor& tensor) {
@@ -85,50 +78,42 @@ struct Pass {
   }
 
   void run() const {
-    at::parallel_for(0, static_cast<int64_t>(parts.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) adam_step(parts[i].span, parts[i].factors);
+    const auto count = is_without_data() ? 0 : static_cast<int64_t>(parts.size());
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) adam_step(parts[i].first, parts[i].second);
     });
     // The pass writes memory without an operator, so the version is raised here, by which others know of writes.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
       note_write(parameter);
-      if (const NarrowPart* copy = narrow_copy_of(parameter); copy != nullptr) copy->note_write(parameter);
+      if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }
 };
 
-void host_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
+void step_on_host(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
   at::NoGradGuard no_grad;
   Pass pass;
-  for (const AdamWork& work : adam_work(optimizer, chosen, kInHostMemory)) {
-    const AdamUpdate update = begin_adam_update(optimizer, work, kInHostMemory);
-    if (DiskPager::of(work.parameter) == nullptr) {
-      pass.add(update);
-    } else {  // by itself, so that memory holds one such parameter and its state, and what is read ahead
-      Pass alone;
-      alone.add(update);
-      alone.run();
-    }
-  }
+  for_each_adam_update(optimizer, chosen, kInHostMemory, [&](const AdamUpdate& update) {
+    if (DiskPager::of(update.parameter) == nullptr) return pass.add(update);
+    Pass alone;  // so that memory holds one such parameter and its state, and what is read ahead
+    alone.add(update);
+    alone.run();
+  });
   pass.run();
+}
+
+at::Tensor step_all_on_host(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
+  at::Tensor loss = loss_of(closure);
+  step_on_host(optimizer, nullptr);
+  return loss;
 }
 
 }  // namespace
 
-at::Tensor HostAdam::step(LossClosure closure) {
-  at::Tensor loss = loss_of(closure);
-  host_step(*this, nullptr);
-  return loss;
-}
-
-void HostAdam::step_parameters(const std::vector<at::Tensor>& parameters) { host_step(*this, &parameters); }
-
-at::Tensor HostAdamW::step(LossClosure closure) {
-  at::Tensor loss = loss_of(closure);
-  host_step(*this, nullptr);
-  return loss;
-}
-
-void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { host_step(*this, &parameters); }
+at::Tensor HostAdam::step(LossClosure closure) { return step_all_on_host(*this, closure); }
+at::Tensor HostAdamW::step(LossClosure closure) { return step_all_on_host(*this, closure); }
+void HostAdam::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
+void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
 
 }  // namespace tessera

@@ -9,29 +9,30 @@
 
 namespace tessera {
 
-// torch::optim::Adam and AdamW for parameters in host memory: one pass over parameter, gradient and
-// state in the widest vector instructions that the processor has, on all threads of at::parallel_for;
-// where a wrapper sends the parameters to a device in 16 bit, that copy is written in the same pass.
-// Options, states and archives are torch's; results agree to rounding (ZeRO-Offload's CPU Adam: Ren
-// et al., 2021).
+// torch::optim::Adam and AdamW for parameters in host memory: one pass over parameter, gradient and state in the
+// widest vector instructions that the processor has, on all threads of at::parallel_for; where a wrapper sends
+// parameters to a device in 16 bit, that copy is written in the same pass. Options, states and archives are torch's;
+// results agree to rounding (ZeRO-Offload's CPU Adam: Ren et al., 2021).
 //
 //   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
-// Parameters of fp32 take the pass; other floating-point types take libtorch's fused operator. Used
-// by one thread at a time. step() and step_parameters() throw std::invalid_argument, with nothing
-// changed, for parameters that are not in host memory or not dense, and for sparse gradients. A
-// gradient on a device is copied to the host first.
+// fp32 takes the pass, other floating-point types libtorch's fused operator. A gradient on a device is copied to the
+// host first. Used by one thread at a time. Both steps throw std::invalid_argument, with nothing changed, for
+// parameters that are not in host memory or not dense, and for sparse gradients.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;
+  // One step; returns the closure's loss, if there is a closure. Not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
 };
 
+// As HostAdam, with weights that decay by themselves.
 class HostAdamW : public torch::optim::AdamW, public PartialStep {
  public:
   using torch::optim::AdamW::AdamW;
+  // As HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
 };

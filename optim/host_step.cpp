@@ -1,6 +1,7 @@
 #include "tessera/optim/host_step.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
@@ -23,9 +24,7 @@ void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
   const auto found = optimizer.state().find(key);
   if (found == optimizer.state().end()) return;
   ParameterState values = read_state(*found->second);
-  const bool is_elsewhere = std::any_of(values.tensors.begin(), values.tensors.end(),
-                                        [](const auto& entry) { return !entry.second.device().is_cpu(); });
-  if (!is_elsewhere) return;
+  if (std::ranges::all_of(values.tensors, [](const auto& entry) { return entry.second.device().is_cpu(); })) return;
   for (auto& [name, tensor] : values.tensors) tensor = tensor.cpu();
   found->second = make_state(optimizer_kind(optimizer), values);
 }
@@ -54,25 +53,24 @@ void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   for (const auto& group : optimizer.param_groups()) {
     std::vector<at::Tensor> hosts;
     for (const at::Tensor& parameter : group.params()) {
-      const auto known = std::find_if(host_copies_.begin(), host_copies_.end(),
-                                      [&](const HostCopy& copy) { return copy.parameter.is_same(parameter); });
-      if (known != host_copies_.end()) {
-        copies.push_back(std::move(*known));
-      } else {
-        const bool is_dense = parameter.is_non_overlapping_and_dense();
-        const at::Tensor memory = pool_.take(parameter.numel(), parameter.scalar_type(),
-                                             "a copy of a parameter of shape " + c10::str(parameter.sizes()));
-        at::Tensor host =
-            is_dense ? memory.as_strided(parameter.sizes(), parameter.strides()) : memory.view(parameter.sizes());
-        host.copy_(parameter.detach());
-        copies.push_back({parameter, host.detach(), static_cast<uint32_t>(parameter._version())});
-      }
+      const auto known =
+          std::ranges::find_if(host_copies_, [&](const HostCopy& copy) { return copy.parameter.is_same(parameter); });
+      copies.push_back(known != host_copies_.end() ? std::move(*known) : copy_of(parameter));
       hosts.push_back(copies.back().host);
     }
     groups.emplace_back(std::move(hosts), group.options().clone());
   }
   host_copies_ = std::move(copies);
   host_optimizer_ = make_(std::move(groups));
+}
+
+HostStep::HostCopy HostStep::copy_of(const at::Tensor& parameter) {
+  const at::Tensor memory = pool_.take(parameter.numel(), parameter.scalar_type(),
+                                       "a copy of a parameter of shape " + c10::str(parameter.sizes()));
+  at::Tensor host = parameter.is_non_overlapping_and_dense() ? memory.as_strided(parameter.sizes(), parameter.strides())
+                                                             : memory.view(parameter.sizes());
+  host.copy_(parameter.detach());
+  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version())};
 }
 
 void HostStep::start_gradient(HostCopy& copy) {
@@ -86,6 +84,11 @@ void HostStep::start_gradient(HostCopy& copy) {
     copy.host.mutable_grad() = memory.as_strided(gradient.sizes(), gradient.strides());
     copy.arriving = engine_->to_host(memory, flat(gradient));
   }
+}
+
+void HostStep::finish_gradient(HostCopy& copy) {
+  copy.arriving.wait_on_host();
+  if (drops_gradients_) copy.parameter.mutable_grad().reset();
 }
 
 void HostStep::start_return(HostCopy& copy) {
@@ -107,10 +110,7 @@ void HostStep::finish_return(HostCopy& copy) {
 
 void HostStep::step_all(const std::vector<HostCopy*>& work) {
   for (HostCopy* copy : work) start_gradient(*copy);
-  for (HostCopy* copy : work) {
-    copy->arriving.wait_on_host();
-    if (drops_gradients_) copy->parameter.mutable_grad().reset();
-  }
+  for (HostCopy* copy : work) finish_gradient(*copy);
   host_optimizer_->step();
   for (HostCopy* copy : work) start_return(*copy);
   for (HostCopy* copy : work) finish_return(*copy);
@@ -119,43 +119,39 @@ void HostStep::step_all(const std::vector<HostCopy*>& work) {
 // Note [Three at once]. While parameter i is stepped, the gradients of the next two come and the values
 // of the last two go.
 void HostStep::step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial) {
-  for (size_t i = 0; i < std::min(kUnderWay, work.size()); ++i) start_gradient(*work[i]);
+  const size_t ahead = std::min(kUnderWay, work.size());
+  for (size_t i = 0; i < ahead; ++i) start_gradient(*work[i]);
   for (size_t i = 0; i < work.size(); ++i) {
-    work[i]->arriving.wait_on_host();
-    if (drops_gradients_) work[i]->parameter.mutable_grad().reset();
+    finish_gradient(*work[i]);
     if (i + kUnderWay < work.size()) start_gradient(*work[i + kUnderWay]);
     partial.step_parameters({work[i]->host});
     start_return(*work[i]);
     if (i >= kUnderWay) finish_return(*work[i - kUnderWay]);
   }
-  for (size_t i = work.size() - std::min(kUnderWay, work.size()); i < work.size(); ++i) finish_return(*work[i]);
+  for (size_t i = work.size() - ahead; i < work.size(); ++i) finish_return(*work[i]);
 }
 
 void HostStep::step(torch::optim::Optimizer& optimizer) {
   at::NoGradGuard no_grad;
   rebuild(optimizer);
   std::vector<HostCopy*> work;
-  for (HostCopy& copy : host_copies_) copy.host.mutable_grad().reset();  // of a step that failed
-  for (HostCopy& copy : host_copies_)
+  for (HostCopy& copy : host_copies_) {
+    copy.host.mutable_grad().reset();  // of a step that failed
     if (copy.parameter.grad().defined()) work.push_back(&copy);
+  }
 
-  auto lend_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_host) {
-    for (HostCopy& copy : host_copies_) {
-      void* own = copy.parameter.unsafeGetTensorImpl();
-      void* other = copy.host.unsafeGetTensorImpl();
-      const auto found = from.state().find(to_host ? own : other);
+  // Gives each parameter's state, or its copy's, to the other of the two.
+  auto hand_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_host) {
+    for (const HostCopy& copy : host_copies_) {
+      const auto found = from.state().find((to_host ? copy.parameter : copy.host).unsafeGetTensorImpl());
       if (found == from.state().end()) continue;
-      auto state = std::move(found->second);
+      to.state()[(to_host ? copy.host : copy.parameter).unsafeGetTensorImpl()] = std::move(found->second);
       from.state().erase(found);
-      to.state()[to_host ? other : own] = std::move(state);
-      if (to_host) move_to_host(to, other);
+      if (to_host) move_to_host(to, copy.host.unsafeGetTensorImpl());
     }
   };
-  struct Return {
-    std::function<void()> act;
-    ~Return() { act(); }
-  } give_back{[&] { lend_states(*host_optimizer_, optimizer, /*to_host=*/false); }};
-  lend_states(optimizer, *host_optimizer_, /*to_host=*/true);
+  const auto give_back = c10::make_scope_exit([&] { hand_states(*host_optimizer_, optimizer, /*to_host=*/false); });
+  hand_states(optimizer, *host_optimizer_, /*to_host=*/true);
   auto* partial = dynamic_cast<PartialStep*>(host_optimizer_.get());
   partial != nullptr ? step_one_by_one(work, *partial) : step_all(work);
 }

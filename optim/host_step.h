@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "tessera/memory/pinned_pool.h"
@@ -19,12 +18,9 @@ struct HostStepOptions {
   bool drops_gradients = false;  // those on the device become undefined as soon as they have left
 };
 
-// Takes an optimizer's step in host memory for parameters that stay on their device.
-//
-// Each parameter gets a copy in host memory, which a second optimizer of the same class steps. For the
-// time of a step that one has the states, so that whoever looks at the first between steps (state
-// dictionaries, checkpoints) finds them where they always are. A copy is renewed if its parameter was
-// written by somebody else since.
+// Takes an optimizer's step in host memory for parameters that stay on their device. Each has a copy in host memory,
+// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter. That
+// one has the states for the time of a step: between steps they are where state dictionaries and checkpoints look.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -32,8 +28,8 @@ class HostStep {
   HostStep(Factory make, HostStepOptions options);
   ~HostStep();
 
-  // What optimizer.step() does, with its groups and options as they are now. Throws std::runtime_error
-  // beyond the memory's limit, with nothing changed.
+  // What optimizer.step() does, with its groups and options as they are now. Throws std::runtime_error beyond the
+  // memory's limit, with nothing changed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -48,7 +44,9 @@ class HostStep {
   };
 
   void rebuild(torch::optim::Optimizer& optimizer);
+  HostCopy copy_of(const at::Tensor& parameter);
   void start_gradient(HostCopy& copy);
+  void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);
   void finish_return(HostCopy& copy);
   void step_all(const std::vector<HostCopy*>& work);

@@ -1,6 +1,5 @@
 #include "tessera/optim/lamb.h"
 
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
@@ -9,6 +8,7 @@
 #include <stdexcept>
 
 #include "tessera/flat/shard_norm.h"
+#include "tessera/optim/adam_update.h"
 
 namespace tessera {
 namespace {
@@ -21,26 +21,13 @@ void check_options(const AdamWOptions& options) {
   if (options.amsgrad()) throw std::invalid_argument("Lamb: amsgrad is true, expected false: LAMB has no such form");
 }
 
-std::vector<at::Tensor> tensors_of(const ModelShards& model) {
-  std::vector<at::Tensor> tensors;
-  for (const NamedShard& shard : model.named_shards()) tensors.push_back(shard.tensor);
-  return tensors;
-}
-
 // exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter
 at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& parameter, const AdamWOptions& options) {
   const at::Tensor& gradient = parameter.grad();
   if (gradient.layout() != at::kStrided)
     throw std::invalid_argument("Lamb: a parameter of shape " + c10::str(parameter.sizes()) + " has a sparse gradient");
-  auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
-  if (!slot) {
-    auto fresh = std::make_unique<AdamWParamState>();
-    fresh->step(0);
-    fresh->exp_avg(at::zeros_like(parameter));
-    fresh->exp_avg_sq(at::zeros_like(parameter));
-    slot = std::move(fresh);
-  }
-  auto& state = static_cast<AdamWParamState&>(*slot);
+  auto& state =
+      adam_state<AdamWParamState>(optimizer, parameter, [](const at::Tensor& p) { return at::zeros_like(p); });
   state.step(state.step() + 1);
   const auto [beta1, beta2] = options.betas();
   state.exp_avg().mul_(beta1).add_(gradient, 1 - beta1);
@@ -56,38 +43,29 @@ at::Tensor direction(torch::optim::Optimizer& optimizer, const at::Tensor& param
 }  // namespace
 
 Lamb::Lamb(std::vector<OptimizerParamGroup> groups, AdamWOptions defaults)
-    : Optimizer(std::move(groups), std::make_unique<AdamWOptions>(defaults)) {
-  check_options(defaults);
-  for (auto& group : param_groups()) check_options(static_cast<const AdamWOptions&>(group.options()));
+    : Optimizer(groups, std::make_unique<AdamWOptions>(defaults)) {
+  check();
 }
 
 Lamb::Lamb(std::vector<at::Tensor> parameters, AdamWOptions defaults)
     : Lamb({OptimizerParamGroup(std::move(parameters))}, std::move(defaults)) {}
 
 Lamb::Lamb(const ModelShards& model, std::vector<OptimizerParamGroup> groups, AdamWOptions defaults)
-    : Lamb(std::move(groups), std::move(defaults)) {
-  comm_ = model.comm();
-  std::unordered_set<const c10::TensorImpl*> known;
-  for (const NamedShard& shard : model.named_shards()) {
-    known.insert(shard.tensor.unsafeGetTensorImpl());
-    if (shard.replica == 0) counted_.insert(shard.tensor.unsafeGetTensorImpl());
-  }
-  for (auto& group : param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (!known.contains(parameter.unsafeGetTensorImpl()))
-        throw std::invalid_argument("Lamb on rank " + std::to_string(comm_->rank()) + ": a parameter of shape " +
-                                    c10::str(parameter.sizes()) + " is none of the wrapper's parameters()");
+    : Optimizer(groups, std::make_unique<AdamWOptions>(defaults)), parts_(model) {
+  check();
+}
+
+void Lamb::check() const {
+  check_options(static_cast<const AdamWOptions&>(defaults()));
+  for (const auto& group : param_groups()) check_options(static_cast<const AdamWOptions&>(group.options()));
+  parts_.require_known(param_groups(), "Lamb");
 }
 
 Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)
-    : Lamb(model, {OptimizerParamGroup(tensors_of(model))}, std::move(defaults)) {}
+    : Lamb(model, {OptimizerParamGroup(model.parameters())}, std::move(defaults)) {}
 
 at::Tensor Lamb::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode recording(true);
-    loss = closure();
-  }
+  at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   // One row for each parameter, with a gradient or not, so that ranks need not agree on that.
   std::vector<at::Tensor> parameters, directions;
@@ -102,9 +80,8 @@ at::Tensor Lamb::step(LossClosure closure) {
   }
   std::vector<at::Tensor> parts;  // each parameter's, then each direction's
   for (const auto* list : {&parameters, &directions})
-    for (size_t i = 0; i < list->size(); ++i)
-      parts.push_back(comm_ && !counted_.contains(parameters[i].unsafeGetTensorImpl()) ? at::Tensor() : (*list)[i]);
-  const std::vector<double> norms = norms_over_ranks(parts, comm_.get());
+    for (size_t i = 0; i < list->size(); ++i) parts.push_back(parts_.counts(parameters[i]) ? (*list)[i] : at::Tensor());
+  const std::vector<double> norms = norms_over_ranks(parts, parts_.are_cut() ? parts_.comm() : nullptr);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!directions[i].defined()) continue;
     const double weight = norms[i], step = norms[parameters.size() + i];

@@ -6,50 +6,48 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <functional>
+#include <ATen/ops/empty.h>
+
+#include <concepts>
+#include <numeric>
 #include <stdexcept>
+#include <tuple>
+#include <type_traits>
+
+#include "tessera/optim/adafactor.h"
+#include "tessera/optim/adamw_8bit.h"
+#include "tessera/optim/lbfgs.h"
+#include "tessera/optim/lion.h"
+#include "tessera/optim/muon.h"
+#include "tessera/optim/schedule_free.h"
 
 namespace tessera {
 namespace {
 
 using namespace torch::optim;
 
-// visit(name, reference) for each field, of states and of options alike. One list serves reading
-// and writing.
-template <class State, class Visit>
-void visit_adam_state(State& state, Visit visit) {
+template <class Type, class... Types>
+concept IsAny = (... || std::same_as<Type, Types>);
+
+// visit(name, reference) for each field, of states and of options alike. One list serves reading and writing.
+void visit_fields(IsAny<AdamParamState, AdamWParamState> auto& state, auto visit) {
   visit("step", state.step());
   visit("exp_avg", state.exp_avg());
   visit("exp_avg_sq", state.exp_avg_sq());
   visit("max_exp_avg_sq", state.max_exp_avg_sq());
 }
-template <class Visit>
-void visit_fields(AdamParamState& state, Visit visit) {
-  visit_adam_state(state, visit);
-}
-template <class Visit>
-void visit_fields(AdamWParamState& state, Visit visit) {
-  visit_adam_state(state, visit);
-}
-template <class Visit>
-void visit_fields(SGDParamState& state, Visit visit) {
-  visit("momentum_buffer", state.momentum_buffer());
-}
-template <class Visit>
-void visit_fields(RMSpropParamState& state, Visit visit) {
+void visit_fields(SGDParamState& state, auto visit) { visit("momentum_buffer", state.momentum_buffer()); }
+void visit_fields(RMSpropParamState& state, auto visit) {
   visit("step", state.step());
   visit("square_avg", state.square_avg());
   visit("momentum_buffer", state.momentum_buffer());
   visit("grad_avg", state.grad_avg());
 }
-template <class Visit>
-void visit_fields(AdagradParamState& state, Visit visit) {
+void visit_fields(AdagradParamState& state, auto visit) {
   visit("step", state.step());
   visit("sum", state.sum());
 }
-
-template <class Options, class Visit>
-void visit_adam_options(Options& options, Visit visit) {
+void visit_fields(IsAny<AdamOptions, AdamWOptions> auto& options, auto visit) {
   visit("lr", options.lr());
   visit("beta1", std::get<0>(options.betas()));
   visit("beta2", std::get<1>(options.betas()));
@@ -57,24 +55,14 @@ void visit_adam_options(Options& options, Visit visit) {
   visit("weight_decay", options.weight_decay());
   visit("amsgrad", options.amsgrad());
 }
-template <class Visit>
-void visit_fields(AdamOptions& options, Visit visit) {
-  visit_adam_options(options, visit);
-}
-template <class Visit>
-void visit_fields(AdamWOptions& options, Visit visit) {
-  visit_adam_options(options, visit);
-}
-template <class Visit>
-void visit_fields(SGDOptions& options, Visit visit) {
+void visit_fields(SGDOptions& options, auto visit) {
   visit("lr", options.lr());
   visit("momentum", options.momentum());
   visit("dampening", options.dampening());
   visit("weight_decay", options.weight_decay());
   visit("nesterov", options.nesterov());
 }
-template <class Visit>
-void visit_fields(RMSpropOptions& options, Visit visit) {
+void visit_fields(RMSpropOptions& options, auto visit) {
   visit("lr", options.lr());
   visit("alpha", options.alpha());
   visit("eps", options.eps());
@@ -82,8 +70,7 @@ void visit_fields(RMSpropOptions& options, Visit visit) {
   visit("momentum", options.momentum());
   visit("centered", options.centered());
 }
-template <class Visit>
-void visit_fields(AdagradOptions& options, Visit visit) {
+void visit_fields(AdagradOptions& options, auto visit) {
   visit("lr", options.lr());
   visit("lr_decay", options.lr_decay());
   visit("weight_decay", options.weight_decay());
@@ -91,31 +78,53 @@ void visit_fields(AdagradOptions& options, Visit visit) {
   visit("eps", options.eps());
 }
 
-template <class... Types>
-struct Known {
-  // Calls act with `object` as the one of Types that it is; false if it is none of them.
-  template <class Object, class Act>
-  static bool with(const Object& object, Act act) {
-    return (... || [&] {
-      const auto* typed = dynamic_cast<const Types*>(&object);
-      if (typed != nullptr) act(const_cast<Types&>(*typed));
-      return typed != nullptr;
-    }());
-  }
+void visit_fields(auto& listed, auto visit)
+  requires requires { listed.visit(visit); }
+{
+  listed.visit(visit);
+}
+
+template <class Options, class State>
+struct Kind {
+  const char* name;
 };
-using KnownStates = Known<AdamParamState, AdamWParamState, SGDParamState, RMSpropParamState, AdagradParamState>;
-using KnownOptions = Known<AdamOptions, AdamWOptions, SGDOptions, RMSpropOptions, AdagradOptions>;
 
-const char* kind_of(const AdamOptions&) { return "Adam"; }
-const char* kind_of(const AdamWOptions&) { return "AdamW"; }
-const char* kind_of(const SGDOptions&) { return "SGD"; }
-const char* kind_of(const RMSpropOptions&) { return "RMSprop"; }
-const char* kind_of(const AdagradOptions&) { return "Adagrad"; }
+// Calls act(kind) for one kind after the other until it returns true; returns whether it did.
+template <class Act>
+bool any_kind(Act act) {
+  return act(Kind<AdamOptions, AdamParamState>{"Adam"}) || act(Kind<AdamWOptions, AdamWParamState>{"AdamW"}) ||
+         act(Kind<SGDOptions, SGDParamState>{"SGD"}) || act(Kind<RMSpropOptions, RMSpropParamState>{"RMSprop"}) ||
+         act(Kind<AdagradOptions, AdagradParamState>{"Adagrad"}) || act(Kind<MuonOptions, MuonParamState>{"Muon"}) ||
+         act(Kind<AdamW8bitOptions, AdamW8bitParamState>{"AdamW8bit"}) ||
+         act(Kind<LionOptions, LionParamState>{"Lion"}) ||
+         act(Kind<AdafactorOptions, AdafactorParamState>{"Adafactor"}) ||
+         act(Kind<ScheduleFreeOptions, ScheduleFreeParamState>{"ScheduleFreeAdamW"}) ||
+         act(Kind<LbfgsOptions, LbfgsParamState>{"Lbfgs"});
+}
 
-[[noreturn]] void refuse_unknown(const char* what) {
-  throw std::invalid_argument(std::string("the optimizer's ") + what +
-                              " are of a class that Tessera cannot name: expected those of torch's Adam, AdamW, SGD, "
-                              "RMSprop or Adagrad");
+std::string kind_names() {
+  std::string names;
+  any_kind([&](const auto& kind) {
+    if (!names.empty()) names += ", ";
+    names += kind.name;
+    return false;
+  });
+  return names;
+}
+
+// Calls act(options or state as the class that it is, the kind's name).
+template <class Object, class Act>
+void with_class_of(const Object& object, Act act) {
+  constexpr bool kIsOptions = std::is_same_v<Object, OptimizerOptions>;
+  const bool is_known = any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
+    using Class = std::conditional_t<kIsOptions, Options, State>;
+    const auto* typed = dynamic_cast<const Class*>(&object);
+    if (typed != nullptr) act(const_cast<Class&>(*typed), kind.name);
+    return typed != nullptr;
+  });
+  if (!is_known)
+    throw std::invalid_argument(std::string("the optimizer's ") + (kIsOptions ? "options" : "states") +
+                                " are of a class that Tessera cannot name: expected those of one of " + kind_names());
 }
 
 template <class Value>
@@ -129,8 +138,7 @@ template <class State>
 std::unique_ptr<OptimizerParamState> filled(const std::string& kind, const ParameterState& values) {
   auto state = std::make_unique<State>();
   size_t tensors = 0, numbers = 0;
-  std::string names;
-  std::string missing;
+  std::string names, missing;
   visit_fields(*state, [&](const char* name, auto& field) {
     names += std::string(names.empty() ? "" : ", ") + name;
     if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
@@ -154,16 +162,61 @@ std::unique_ptr<OptimizerParamState> filled(const std::string& kind, const Param
 
 }  // namespace
 
+StateForm form_of_state(const std::string& name) {
+  return name.ends_with("_scale") ? StateForm::kBlocks
+         : name.ends_with("_row") ? StateForm::kRows
+         : name.ends_with("_col") ? StateForm::kColumns
+                                  : StateForm::kElements;
+}
+
+std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes) {
+  const int64_t numel = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  const StateForm form = form_of_state(name);
+  if (form == StateForm::kBlocks) return {(numel + kStateBlockNumel - 1) / kStateBlockNumel};
+  if (form == StateForm::kElements) return sizes;
+  if (sizes.size() < 2) throw std::invalid_argument("a state '" + name + "' of a parameter of fewer than 2 dimensions");
+  const int64_t dropped = sizes[sizes.size() - (form == StateForm::kRows ? 1 : 2)];
+  return {dropped == 0 ? 0 : numel / dropped};
+}
+
+NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm) {
+  const StateForm form = form_of_state(name);
+  if (form == StateForm::kElements) return parameter;
+  NamedShard shard = parameter;
+  shard.sizes = state_sizes(name, parameter.sizes);
+  shard.strides = {1};
+  shard.tensor = at::empty({0}, at::kFloat);
+  const Range held = parameter.held;
+  if (form == StateForm::kBlocks) {
+    shard.held = held.numel() == 0
+                     ? Range{}
+                     : Range{held.begin / kStateBlockNumel, (held.end + kStateBlockNumel - 1) / kStateBlockNumel};
+  } else {
+    shard.held = {0, shard.sizes[0]};
+    shard.replica = comm.rank();
+    shard.replica_count = comm.size();
+  }
+  return shard;
+}
+
+Range saved_part(const std::string& name, const NamedShard& parameter) {
+  const Range held = parameter.held;
+  const StateForm form = form_of_state(name);
+  if (form == StateForm::kElements) return held;
+  if (form != StateForm::kBlocks) return {0, state_sizes(name, parameter.sizes)[0]};
+  if (held.numel() == 0) return {};
+  return {(held.begin + kStateBlockNumel - 1) / kStateBlockNumel, (held.end + kStateBlockNumel - 1) / kStateBlockNumel};
+}
+
 std::string optimizer_kind(const Optimizer& optimizer) {
   std::string kind;
-  if (!KnownOptions::with(optimizer.defaults(), [&](auto& options) { kind = kind_of(options); }))
-    refuse_unknown("options");
+  with_class_of(optimizer.defaults(), [&](auto&, const char* name) { kind = name; });
   return kind;
 }
 
 ParameterState read_state(const OptimizerParamState& state) {
   ParameterState values;
-  const bool known = KnownStates::with(state, [&](auto& typed) {
+  with_class_of(state, [&](auto& typed, const char*) {
     visit_fields(typed, [&](const char* name, auto& field) {
       if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
         if (field.defined()) values.tensors.emplace_back(name, field);
@@ -172,26 +225,25 @@ ParameterState read_state(const OptimizerParamState& state) {
       }
     });
   });
-  if (!known) refuse_unknown("states");
   return values;
 }
 
 std::unique_ptr<OptimizerParamState> make_state(const std::string& kind, const ParameterState& values) {
-  if (kind == "Adam") return filled<AdamParamState>(kind, values);
-  if (kind == "AdamW") return filled<AdamWParamState>(kind, values);
-  if (kind == "SGD") return filled<SGDParamState>(kind, values);
-  if (kind == "RMSprop") return filled<RMSpropParamState>(kind, values);
-  if (kind == "Adagrad") return filled<AdagradParamState>(kind, values);
-  throw std::invalid_argument("a state for an optimizer of kind '" + kind +
-                              "', expected Adam, AdamW, SGD, RMSprop or Adagrad");
+  std::unique_ptr<OptimizerParamState> state;
+  any_kind([&]<class Options, class State>(Kind<Options, State> known) {
+    if (known.name == kind) state = filled<State>(kind, values);
+    return state != nullptr;
+  });
+  if (!state)
+    throw std::invalid_argument("a state for an optimizer of kind '" + kind + "', expected one of " + kind_names());
+  return state;
 }
 
 OptionList read_options(const OptimizerOptions& options) {
   OptionList values;
-  const bool known = KnownOptions::with(options, [&](auto& typed) {
+  with_class_of(options, [&](auto& typed, const char*) {
     visit_fields(typed, [&](const char* name, auto& field) { values.emplace_back(name, field); });
   });
-  if (!known) refuse_unknown("options");
   return values;
 }
 
@@ -207,7 +259,7 @@ void write_options(OptimizerOptions& options, const OptionList& values) {
                                   " this optimizer's:" + names);
     }
   }
-  KnownOptions::with(options, [&](auto& typed) {
+  with_class_of(options, [&](auto& typed, const char*) {
     visit_fields(typed, [&](const char* name, auto& field) {
       if (const OptimizerOption* value = find(values, name)) field = std::get<std::decay_t<decltype(field)>>(*value);
     });

@@ -10,10 +10,28 @@
 #include <variant>
 #include <vector>
 
+#include "tessera/flat/model_shards.h"
+
 namespace tessera {
 
-// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have
-// the parameter's shape; undefined ones are left out. They are the optimizer's own, not copies.
+// How a state's tensor belongs to its parameter, by its name: element by element, in the parameter's shape; or, 1-D, a
+// number for each block of 256 elements in the order of memory (names that end in "_scale"), or for each row or column
+// of the last two dimensions ("_row", "_col"), which every rank that has a part of the parameter has all of.
+enum class StateForm { kElements, kBlocks, kRows, kColumns };
+StateForm form_of_state(const std::string& name);
+inline constexpr int64_t kStateBlockNumel = 256;
+
+// The shape of a state's tensor for a parameter of `sizes`.
+std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int64_t>& sizes);
+
+// The part of a state's tensor that goes with a part of the parameter; `tensor` is an empty one, but for kElements. Of
+// blocks that begin or end in another part, both have all.
+NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
+// What of it is this part's to save: each block once, where its first element is.
+Range saved_part(const std::string& name, const NamedShard& parameter);
+
+// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have the shape that
+// StateForm says; undefined ones are left out. They are the optimizer's own, not copies.
 struct ParameterState {
   std::vector<std::pair<std::string, at::Tensor>> tensors;
   std::vector<std::pair<std::string, int64_t>> numbers;
@@ -23,11 +41,10 @@ struct ParameterState {
 using OptimizerOption = std::variant<bool, double>;
 using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
-// All of these know the optimizers that keep torch's Adam, AdamW, SGD, RMSprop or Adagrad options
-// and states (torch's own five and Tessera's), since libtorch's archives do not tell names apart
-// from values. They throw std::invalid_argument for others.
+// All of these know the optimizers that keep torch's Adam, AdamW, SGD, RMSprop or Adagrad options and states, and
+// Tessera's own, and throw std::invalid_argument for others: libtorch's archives do not tell names from values.
 
-// "Adam", "AdamW", "SGD", "RMSprop" or "Adagrad": which options and states the optimizer keeps.
+// "Adam", "AdamW", "Muon", ...: which options and states the optimizer keeps.
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);

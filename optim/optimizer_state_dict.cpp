@@ -38,9 +38,9 @@ void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimi
         continue;
       }
       for (const auto& [name, tensor] : state.tensors)
-        if (tensor.sizes() != parameters[index].sizes())
+        if (const auto sizes = state_sizes(name, parameters[index].sizes().vec()); tensor.sizes() != sizes)
           problems << "\n  " << name << " of parameter " << index << " has shape " << tensor.sizes() << ", expected "
-                   << parameters[index].sizes();
+                   << at::IntArrayRef(sizes);
     }
   }
   if (!problems.str().empty())

@@ -11,18 +11,15 @@
 
 namespace tessera {
 
-// Parameters for which `matches` says so, by name, shape (`sizes`, of the whole parameter) or anything
-// else that a NamedShard tells.
+// Parameters for which `matches` says so, by what a NamedShard tells: name, shape of the whole parameter (`sizes`).
 template <class Options>
 struct GroupRule {
-  std::function<bool(const NamedShard&)> matches;
-  Options options;
+  std::function<bool(const NamedShard&)> matches;  // the same on all ranks
+  Options options;                                 // of the group: torch's AdamOptions, ...
 };
 
-// The parameters of a wrapped model in an optimizer's groups: one for each rule, of those that it is
-// the first to match, and a last one, with the options `rest`, of what no rule matches. The same
-// groups, in the same order, on every rank, since shapes are those of whole parameters. Groups may
-// be empty.
+// The parameters of a wrapped model in an optimizer's groups: one for each rule, of those that it is the first to
+// match, and a last one, with the options `rest`. The same groups, in the same order, on every rank; some may be empty.
 //
 //   auto no_decay = tessera::GroupRule<AdamWOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2; }, AdamWOptions(1e-3).weight_decay(0)};

@@ -63,16 +63,11 @@ bool ShardedGradScaler::step(torch::optim::Optimizer& optimizer) {
 
 void ShardedGradScaler::update() {
   if (seen_.empty()) throw std::logic_error("ShardedGradScaler::update without a step before it");
-  const bool all_finite =
-      std::all_of(seen_.begin(), seen_.end(), [](const auto& entry) { return entry.second.is_finite; });
+  const bool all_finite = std::ranges::all_of(seen_, [](const auto& entry) { return entry.second.is_finite; });
   seen_.clear();
-  if (!all_finite) {
-    scale_ *= options_.backoff_factor;
-    finite_steps_ = 0;
-  } else if (++finite_steps_ == options_.growth_interval) {
-    scale_ *= options_.growth_factor;
-    finite_steps_ = 0;
-  }
+  if (all_finite && ++finite_steps_ < options_.growth_interval) return;
+  scale_ *= all_finite ? options_.growth_factor : options_.backoff_factor;
+  finite_steps_ = 0;
 }
 
 void ShardedGradScaler::load_state(State state) {

@@ -11,16 +11,17 @@
 
 namespace tessera {
 
+// How the scale begins and changes: torch.amp.GradScaler's arguments.
 struct GradScalerOptions {
-  double initial_scale = 65536.0;
-  double growth_factor = 2.0;   // after growth_interval steps in a row with finite gradients; >= 1
-  double backoff_factor = 0.5;  // after a step without; between 0 and 1
-  int64_t growth_interval = 2000;
+  double initial_scale = 65536.0;  // above 0
+  double growth_factor = 2.0;      // after growth_interval steps in a row with finite gradients; >= 1
+  double backoff_factor = 0.5;     // after a step without; between 0 and 1
+  int64_t growth_interval = 2000;  // 1 or more
 };
 
-// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler): gradients that fp16 could
-// not represent are computed from a scaled loss, and divided again before the step. A step with
-// infinite or NaN gradients is left out, on all ranks together, whichever rank's part they are in.
+// Loss scaling for fp16 (torch.amp.GradScaler, FSDP1's ShardedGradScaler): gradients that fp16 could not represent
+// are computed from a scaled loss and divided again before the step, which is left out, on all ranks together, if a
+// gradient is infinite or NaN in whichever rank's part.
 //
 //   tessera::ShardedGradScaler scaler(comm);
 //   scaler.scale(loss).backward();
@@ -29,8 +30,7 @@ struct GradScalerOptions {
 //   scaler.step(optimizer);           // instead of optimizer.step()
 //   scaler.update();
 //
-// For FullyShardedDataParallel, OSS and ShardedDataParallel, whose ranks see different parts of the
-// gradients, and for DistributedDataParallel; any torch::optim optimizer. Used by one thread.
+// For every wrapper and any torch::optim optimizer. Used by one thread.
 class ShardedGradScaler {
  public:
   // Throws std::invalid_argument for factors out of range.
@@ -39,18 +39,17 @@ class ShardedGradScaler {
   // loss * get_scale(), recorded by autograd.
   at::Tensor scale(const at::Tensor& loss) const;
 
-  // Divides the gradients of the optimizer's parameters by the scale, and finds out whether they are
-  // finite on all ranks. Collective: one all-reduce of one number. At most once a step; throws
-  // std::logic_error otherwise.
+  // Divides the gradients of the optimizer's parameters by the scale, and finds out whether they are finite on all
+  // ranks. Collective: one all-reduce of one number. Throws std::logic_error for a second time in one step.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  // unscale_(), unless that was done, and optimizer.step() if all gradients were finite. Returns
-  // whether it stepped; the same on all ranks.
+  // unscale_(), unless that was done, and optimizer.step() if all gradients were finite: returned, alike on all ranks.
   bool step(torch::optim::Optimizer& optimizer);
 
   // Ends the step: the scale grows or backs off.
   void update();
 
+  // What losses are multiplied with now.
   double get_scale() const { return scale_; }
 
   // What a checkpoint needs; load between update() and scale().
@@ -58,7 +57,9 @@ class ShardedGradScaler {
     double scale = 0;
     int64_t finite_steps = 0;  // in a row
   };
+  // As of the last update(); the same on all ranks.
   State state() const { return {scale_, finite_steps_}; }
+  // Goes on from there. Throws std::invalid_argument unless the scale is above 0.
   void load_state(State state);
 
  private:

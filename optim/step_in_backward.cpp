@@ -43,7 +43,8 @@ std::optional<double> StepInBackward::finish() {
     wait_for_steps();
     return std::nullopt;
   }
-  const double norm = source_.clip_grad_norm_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
+  const double norm =
+      source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
   optimizer_.step_parameters(std::exchange(deferred_, {}));
   return norm;
 }

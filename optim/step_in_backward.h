@@ -12,9 +12,9 @@
 
 namespace tessera {
 
+// Whether, and how, StepInBackward clips gradients.
 struct StepInBackwardOptions {
-  // Clip the gradients by their global norm, which is known only when all are there: the steps then
-  // wait for finish(), and are taken all at once.
+  // Clips gradients by their global norm. It is known when all are there: finish() then takes all steps at once.
   std::optional<double> max_norm;
   double norm_type = 2.0;
 };
@@ -30,11 +30,10 @@ struct StepInBackwardOptions {
 //     step.finish();                // in place of optimizer.step()
 //   }
 //
-// Every backward that reduces is a step, with the same results as optimizer.step() after it. Between
-// backward and finish() nobody else touches parameters, gradients and optimizer. Not for loss
-// scaling, which may have to leave a step out (ShardedGradScaler), nor FsdpOptions::check_finite,
-// which finds out too late: the wrapper refuses that. A unit whose gradients come in several parts in
-// one backward (one that several checkpointed blocks use) throws std::logic_error.
+// Every backward that reduces is a step, with the same results as optimizer.step() after it. Between backward and
+// finish() nobody else touches parameters, gradients and optimizer. Not for loss scaling (ShardedGradScaler), which may
+// have to leave a step out, nor FsdpOptions::check_finite, which finds out too late and which the wrapper refuses. A
+// unit whose gradients come in parts in one backward (several checkpointed blocks use it) throws std::logic_error.
 class StepInBackward {
  public:
   // Both outlive this object.
@@ -43,8 +42,8 @@ class StepInBackward {
   StepInBackward(const StepInBackward&) = delete;
   StepInBackward& operator=(const StepInBackward&) = delete;
 
-  // Waits until every parameter with a gradient of this backward has been stepped. Throws what a step
-  // threw. With max_norm: collective, and returns the norm before clipping.
+  // Waits until every parameter with a gradient of this backward has been stepped. Throws what a step threw. With
+  // max_norm: collective, and returns the norm before clipping.
   std::optional<double> finish();
 
  private:

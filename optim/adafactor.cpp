@@ -1,0 +1,207 @@
+#include "tessera/optim/adafactor.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "tessera/optim/adam_update.h"
+#include "tessera/optim/optimizer_state.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t kChunkNumel = int64_t{1} << 20;
+
+double epsilon_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return 9.765625e-4;
+    case at::kBFloat16:
+      return 7.8125e-3;
+    case at::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+double sum_of_squares(const at::Tensor& values) { return values.to(at::kDouble).square().sum().item<double>(); }
+
+}  // namespace
+
+void AdafactorOptions::check() const {
+  ListedDecay::check();
+  require_option(beta2_decay() <= 0, kName, "beta2_decay", beta2_decay(), "0 or less");
+  require_option(eps1() >= 0, kName, "eps1", eps1(), "0 or more");
+  require_option(eps2() >= 0, kName, "eps2", eps2(), "0 or more");
+  require_option(clip_threshold() >= 1, kName, "clip_threshold", clip_threshold(), "1 or more");
+}
+
+// One parameter of a step: this rank's part of it, in the order of memory.
+struct Adafactor::Work {
+  const AdafactorOptions* options;
+  AdafactorParamState* state;
+  NamedShard shape;
+  bool counts;
+  int64_t whole_numel;
+  at::Tensor parameter, gradient;  // [held.numel()]
+  at::Tensor row_means{};          // of each matrix, of state->exp_avg_sq_row
+
+  bool is_matrix() const { return shape.sizes.size() >= 2; }
+  double share() const { return std::pow(static_cast<double>(state->step()), options->beta2_decay()); }
+  void in_chunks(const std::function<void(Range)>& visit) const {
+    for (int64_t begin = 0; begin < shape.held.numel(); begin += kChunkNumel)
+      visit({begin, std::min(begin + kChunkNumel, shape.held.numel())});
+  }
+  at::Tensor squares(Range range) const {
+    return gradient.narrow(0, range.begin, range.numel()).to(at::kDouble).square_();
+  }
+  // For each element, which of the rows, or columns, it is in: [range.numel()].
+  at::Tensor places(Range range, bool of_rows) const {
+    const at::Tensor positions = at::arange(shape.held.begin + range.begin, shape.held.begin + range.end,
+                                            at::TensorOptions().dtype(at::kLong).device(parameter.device()));
+    at::Tensor places = at::zeros_like(positions);
+    const size_t dropped = shape.sizes.size() - (of_rows ? 1 : 2);
+    int64_t stride = 1;
+    for (size_t d = shape.sizes.size(); d-- > 0;) {
+      if (d == dropped) continue;
+      places.add_(positions.div(shape.strides[d], "floor").remainder(shape.sizes[d]), stride);
+      stride *= shape.sizes[d];
+    }
+    return places;
+  }
+  // The gradient over the root of its average square, in fp32.
+  at::Tensor direction(Range range) const {
+    at::Tensor average;
+    if (is_matrix()) {
+      const at::Tensor rows = places(range, true);
+      average = state->exp_avg_sq_row().index_select(0, rows);
+      average.mul_(state->exp_avg_sq_col().index_select(0, places(range, false)));
+      const int64_t rows_of_matrix = shape.sizes[shape.sizes.size() - 2];
+      average.div_(row_means.index_select(0, rows.div(rows_of_matrix, "floor")));
+    } else {
+      average = in_memory_order(state->exp_avg_sq()).narrow(0, range.begin, range.numel()).clone();
+    }
+    const double least = eps1();
+    return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
+  }
+  double eps1() const { return options->eps1() > 0 ? options->eps1() : epsilon_of(parameter.scalar_type()); }
+};
+
+void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
+  if (!parts().are_cut()) return;
+  at::Tensor travels = sums.to(parts().comm()->device());
+  parts().comm()->all_reduce(travels, ReduceOp::kSum, what).wait();
+  sums = travels.to(sums.device());
+}
+
+// The first sums of a step: squares of gradients by row and column, which become the states, and of parameters.
+void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& parameter_squares) const {
+  int64_t numel = static_cast<int64_t>(all.size());
+  for (const Work& work : all)
+    if (work.is_matrix()) numel += work.state->exp_avg_sq_row().numel() + work.state->exp_avg_sq_col().numel();
+  at::Tensor sums = at::zeros({numel}, at::kDouble);
+  auto offset = static_cast<int64_t>(all.size());
+  auto next = [&](int64_t count) { return sums.narrow(0, std::exchange(offset, offset + count), count); };
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Work& work = all[i];
+    if (work.counts) sums[static_cast<int64_t>(i)].fill_(sum_of_squares(work.parameter));
+    if (!work.is_matrix()) continue;
+    for (const bool of_rows : {true, false}) {
+      const at::Tensor& state = of_rows ? work.state->exp_avg_sq_row() : work.state->exp_avg_sq_col();
+      at::Tensor own = at::zeros({state.numel()}, state.options().dtype(at::kDouble));
+      if (work.counts)
+        work.in_chunks([&](Range range) { own.index_add_(0, work.places(range, of_rows), work.squares(range)); });
+      next(state.numel()).copy_(own);
+    }
+  }
+  sum_over_ranks(sums, "rows and columns for Adafactor");
+  offset = static_cast<int64_t>(all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    Work& work = all[i];
+    parameter_squares.push_back(sums[static_cast<int64_t>(i)].item<double>());
+    if (!work.is_matrix()) {
+      const at::Tensor average = in_memory_order(work.state->exp_avg_sq());
+      const at::Tensor gradient = work.gradient.to(at::kFloat);
+      average.mul_(1 - work.share()).addcmul_(gradient, gradient, work.share());
+      continue;
+    }
+    const auto& sizes = work.shape.sizes;
+    for (const bool of_rows : {true, false}) {
+      const at::Tensor& state = of_rows ? work.state->exp_avg_sq_row() : work.state->exp_avg_sq_col();
+      const auto count = static_cast<double>(sizes[sizes.size() - (of_rows ? 1 : 2)]);
+      const at::Tensor mean = (next(state.numel()) / count).to(state.options());
+      state.mul_(1 - work.share()).add_(mean, work.share());
+    }
+    work.row_means = work.state->exp_avg_sq_row().view({-1, sizes[sizes.size() - 2]}).mean(1).clamp_min_(work.eps1());
+  }
+}
+
+at::Tensor Adafactor::step(LossClosure closure) {
+  at::Tensor loss = loss_of(closure);
+  at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "Adafactor");
+  std::vector<at::Tensor> parameters;
+  std::vector<const AdafactorOptions*> options;
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) require_dense(parameter, "Adafactor");
+      parameters.push_back(parameter);
+      options.push_back(&options_of(group));
+    }
+  }
+  const std::vector<bool> used = parts().have_gradients(parameters);
+  std::vector<Work> all;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i];
+    const NamedShard shape = parts().of(parameter);
+    int64_t numel = 1;
+    for (const int64_t size : shape.sizes) numel *= size;
+    if (!used[i] || numel == 0) continue;
+    AdafactorParamState& state = state_of(parameter);
+    const auto fp32 = parameter.options().requires_grad(false).dtype(at::kFloat);
+    if (shape.sizes.size() >= 2 && !state.exp_avg_sq_row().defined()) {
+      state.exp_avg_sq_row(at::zeros(state_sizes("exp_avg_sq_row", shape.sizes), fp32));
+      state.exp_avg_sq_col(at::zeros(state_sizes("exp_avg_sq_col", shape.sizes), fp32));
+    } else if (shape.sizes.size() < 2 && !state.exp_avg_sq().defined()) {
+      state.exp_avg_sq(at::zeros_like(parameter, fp32));
+    }
+    state.step(state.step() + 1);
+    const at::Tensor own = in_memory_order(parameter.detach());
+    all.push_back({options[i], &state, shape, parts().counts(parameter), numel, own,
+                   parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach()))
+                                              : at::zeros_like(own)});
+  }
+  if (all.empty()) return loss;
+  std::vector<double> parameter_squares;
+  average_squares(all, parameter_squares);
+  at::Tensor direction_squares = at::zeros({static_cast<int64_t>(all.size())}, at::kDouble);
+  for (size_t i = 0; i < all.size(); ++i) {
+    double sum = 0;
+    if (all[i].counts) all[i].in_chunks([&](Range range) { sum += sum_of_squares(all[i].direction(range)); });
+    direction_squares[static_cast<int64_t>(i)].fill_(sum);
+  }
+  sum_over_ranks(direction_squares, "norms of directions for Adafactor");
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Work& work = all[i];
+    const auto numel = static_cast<double>(work.whole_numel);
+    const double step_size = std::min(work.options->lr(), 1 / std::sqrt(static_cast<double>(work.state->step())));
+    const double alpha = step_size * std::max(work.options->eps2(), std::sqrt(parameter_squares[i] / numel));
+    const double direction_size = std::sqrt(direction_squares[static_cast<int64_t>(i)].item<double>() / numel);
+    const double divisor = std::max(1.0, direction_size / work.options->clip_threshold());
+    work.in_chunks([&](Range range) {
+      const at::Tensor own = work.parameter.narrow(0, range.begin, range.numel());
+      if (work.options->weight_decay() != 0) own.mul_(1 - work.options->lr() * work.options->weight_decay());
+      own.add_(work.direction(range).to(own.scalar_type()), -alpha / divisor);
+    });
+  }
+  return loss;
+}
+
+}  // namespace tessera

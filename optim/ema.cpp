@@ -1,0 +1,161 @@
+#include "tessera/optim/ema.h"
+
+#include <ATen/ops/_foreach_lerp.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "tessera/optim/parameter_parts.h"
+#include "tessera/paging/disk_pager.h"
+
+namespace tessera {
+namespace {
+
+// Cuts are at multiples of it where they can be: 64 bytes of fp32.
+constexpr int64_t kAlignmentNumel = 16;
+
+at::ScalarType average_dtype(const at::Tensor& parameter) {
+  return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+}  // namespace
+
+// Both under one roof.
+class Ema::WithModel : public ModelShards {
+ public:
+  explicit WithModel(const Ema& ema) : ema_(ema) {}
+  const std::shared_ptr<Communicator>& comm() const override { return ema_.comm(); }
+  std::vector<NamedShard> named_shards() const override {
+    std::vector<NamedShard> shards = ema_.model_.named_shards();
+    for (NamedShard& shard : ema_.named_shards()) {
+      shard.fqn = "ema." + shard.fqn;
+      shard.aliases.clear();
+      shards.push_back(std::move(shard));
+    }
+    return shards;
+  }
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override {
+    auto buffers = ema_.model_.named_buffers();
+    buffers.insert("ema.updates", ema_.updates_);
+    return buffers;
+  }
+
+ private:
+  const Ema& ema_;
+};
+
+Ema::Ema(ModelShards& model, EmaOptions options)
+    : model_(model), options_(options), updates_(at::zeros({}, at::kLong)) {
+  at::NoGradGuard no_grad;
+  if (!(options.decay >= 0 && options.decay < 1))
+    throw std::invalid_argument(c10::str("EmaOptions::decay is ", options.decay, ", expected 0 or more and below 1"));
+  int64_t total = 0;
+  int count = 1, replica = 0;
+  for (NamedShard& shard : model.named_shards()) {
+    if (!at::isFloatingType(shard.tensor.scalar_type())) continue;
+    if (!shard.tensor.is_non_overlapping_and_dense())
+      throw std::invalid_argument(
+          c10::str("Ema: '", shard.fqn, "' has strides ", shard.tensor.strides(), ", expected dense ones"));
+    total += shard.held.numel();
+    count = shard.replica_count;  // of all alike
+    replica = shard.replica;
+    averages_.push_back({.shard = std::move(shard)});
+  }
+  const int ranks_per_copy = comm()->size() / count;
+  if (count == comm()->size())
+    replicas_ = count > 1 ? comm() : nullptr;
+  else if (count > 1)
+    replicas_ = comm()->split(comm()->rank() % ranks_per_copy, replica);
+
+  // The parts of all parameters, one after the other, cut evenly.
+  auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };
+  int64_t offset = 0;
+  for (Average& average : averages_) {
+    const int64_t numel = average.shard.held.numel();
+    auto within = [&](int rank) {
+      return Range{std::clamp(cut(rank) - offset, int64_t{0}, numel),
+                   std::clamp(cut(rank + 1) - offset, int64_t{0}, numel)};
+    };
+    average.part = within(replica);
+    if (replicas_)
+      for (int rank = 0; rank < count; ++rank) average.part_numel.push_back(within(rank).numel());
+    offset += numel;
+    const at::Tensor& tensor = average.shard.tensor;
+    average.values =
+        at::empty({average.part.numel()}, tensor.options().requires_grad(false).dtype(average_dtype(tensor)));
+    average.values.copy_(source(average));
+  }
+}
+
+// What the average is of: a view of this rank's part of the parameter.
+at::Tensor Ema::source(const Average& average) const {
+  return in_memory_order(average.shard.tensor.detach()).narrow(0, average.part.begin, average.part.numel());
+}
+
+void Ema::update() {
+  if (is_swapped_in_) throw std::logic_error("Ema::update() while the averages are swapped in");
+  at::NoGradGuard no_grad;
+  const auto n = static_cast<double>(updates());
+  const double decay = options_.warmup ? std::min(options_.decay, (1 + n) / (10 + n)) : options_.decay;
+  std::vector<at::Tensor> values, sources;
+  for (const Average& average : averages_) {
+    if (average.part.numel() == 0) continue;
+    if (DiskPager::of(average.shard.tensor) != nullptr) {
+      average.values.lerp_(source(average).to(average.values.scalar_type()), 1 - decay);
+      continue;
+    }
+    values.push_back(average.values);
+    sources.push_back(source(average).to(average.values.scalar_type()));
+  }
+  if (!values.empty()) at::_foreach_lerp_(values, sources, 1 - decay);
+  updates_.add_(1);
+}
+
+Scope Ema::swap_in() {
+  if (is_swapped_in_) throw std::logic_error("Ema::swap_in() while the averages are swapped in");
+  at::NoGradGuard no_grad;
+  is_swapped_in_ = true;
+  std::vector<at::Tensor> own;
+  for (const Average& average : averages_) own.push_back(average.shard.tensor.detach().clone());
+  Scope scope([this, own] {
+    at::NoGradGuard quiet;
+    for (size_t i = 0; i < own.size(); ++i) averages_[i].shard.tensor.detach().copy_(own[i]);
+    is_swapped_in_ = false;
+  });
+  for (const Average& average : averages_) {
+    at::Tensor whole = average.values;
+    if (replicas_) {
+      const auto options = whole.options().device(comm()->device());
+      whole = at::empty({average.shard.held.numel()}, options);
+      replicas_
+          ->all_gather(whole, average.values.to(options.device()), average.part_numel,
+                       "the average of '" + average.shard.fqn + "'")
+          .wait();
+    }
+    in_memory_order(average.shard.tensor.detach()).copy_(whole);
+  }
+  return scope;
+}
+
+ModelShards& Ema::with_model() {
+  if (!with_model_) with_model_ = std::make_unique<WithModel>(*this);
+  return *with_model_;
+}
+
+std::vector<NamedShard> Ema::named_shards() const {
+  std::vector<NamedShard> shards;
+  for (const Average& average : averages_) {
+    NamedShard& shard = shards.emplace_back(average.shard);
+    shard.held = {shard.held.begin + average.part.begin, shard.held.begin + average.part.end};
+    shard.tensor = average.values;
+    shard.replica = 0;
+    shard.replica_count = 1;
+  }
+  return shards;
+}
+
+}  // namespace tessera

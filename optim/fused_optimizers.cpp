@@ -1,0 +1,86 @@
+#include "tessera/optim/fused_optimizers.h"
+
+#include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tessera/optim/adam_update.h"
+#include "tessera/optim/listed_optimizer.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+namespace {
+
+constexpr const char* kName = "a fused optimizer";
+constexpr AdamPlacement kBesideTheParameter{kName, [](const at::Tensor&) { return std::string(); },
+                                            [](const at::Tensor& parameter) { return at::zeros_like(parameter); },
+                                            &laid_out_as};
+
+// Of Adam and AdamW.
+void fused_step(torch::optim::Optimizer& optimizer) {
+  std::vector<AdamUpdate> updates;
+  for_each_adam_update(optimizer, nullptr, kBesideTheParameter,
+                       [&](AdamUpdate update) { updates.push_back(std::move(update)); });
+  fused_adam_update(updates);
+}
+
+void fused_step(torch::optim::SGD& optimizer) {
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined()) require_dense(parameter, kName);
+  struct Batch {
+    std::vector<at::Tensor> parameters, gradients, momenta;
+  };
+  for (const auto& group : optimizer.param_groups()) {
+    const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
+    // A first momentum is the gradient, which the kernel is told for all parameters of a call.
+    std::map<std::tuple<at::ScalarType, std::string, bool>, Batch> batches;
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined() || parameter.numel() == 0) continue;
+      at::Tensor momentum;
+      bool is_first = false;
+      if (options.momentum() != 0) {
+        auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
+        if (!slot) slot = std::make_unique<torch::optim::SGDParamState>();
+        auto& state = static_cast<torch::optim::SGDParamState&>(*slot);
+        is_first = !state.momentum_buffer().defined();
+        state.momentum_buffer(momentum = is_first ? at::empty_like(parameter)
+                                                  : laid_out_as(state.momentum_buffer(), parameter));
+      }
+      Batch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first}];
+      batch.parameters.push_back(parameter);
+      batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
+      if (momentum.defined()) batch.momenta.push_back(momentum);
+    }
+    for (const auto& [key, batch] : batches) {
+      at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
+                      options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<2>(key));
+      // The fused operators leave the versions of what they write alone, by which others know of writes.
+      for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+}  // namespace
+
+template <class Base>
+at::Tensor FusedOptimizer<Base>::step(torch::optim::Optimizer::LossClosure closure) {
+  at::Tensor loss = loss_of(closure);
+  at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "a fused step");
+  fused_step(*this);
+  return loss;
+}
+
+template class FusedOptimizer<torch::optim::Adam>;
+template class FusedOptimizer<torch::optim::AdamW>;
+template class FusedOptimizer<torch::optim::SGD>;
+
+}  // namespace tessera

@@ -1,0 +1,388 @@
+#include "tessera/optim/lbfgs.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+
+#include "tessera/optim/adam_update.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+
+void LbfgsOptions::check() const {
+  require_option(lr() >= 0, kName, "lr", lr(), "0 or more");
+  require_option(max_iter() >= 1, kName, "max_iter", static_cast<double>(max_iter()), "1 or more");
+  require_option(max_eval() >= 0, kName, "max_eval", static_cast<double>(max_eval()), "0 or more");
+  require_option(history_size() >= 1 && history_size() <= kMostHistory, kName, "history_size",
+                 static_cast<double>(history_size()), "1 to 100");
+}
+
+// Where the search has been: at x + t * direction.
+struct Lbfgs::Point {
+  double t = 0, loss = 0, slope = 0;  // slope: gradient . direction
+  at::Tensor gradient;
+  double gradient_max = 0, gradient_sum = 0, direction_max = 0;  // of absolute values
+};
+
+namespace {
+
+double cubic_minimum(double x1, double f1, double g1, double x2, double f2, double g2, double low, double high) {
+  const double d1 = g1 + g2 - 3 * (f1 - f2) / (x1 - x2);
+  const double square = d1 * d1 - g1 * g2;
+  if (!(square >= 0)) return (low + high) / 2;
+  const double d2 = std::sqrt(square);
+  const double minimum = x1 <= x2 ? x2 - (x2 - x1) * ((g2 + d2 - d1) / (g2 - g1 + 2 * d2))
+                                  : x1 - (x1 - x2) * ((g1 + d2 - d1) / (g1 - g2 + 2 * d2));
+  return std::min(std::max(minimum, low), high);
+}
+
+}  // namespace
+
+// One step(): vectors are this rank's parts of all parameters, one after the other, [numel].
+struct Lbfgs::Run {
+  Lbfgs& optimizer;
+  const LossClosure& closure;
+  const LbfgsOptions& options;
+  const std::vector<at::Tensor>& parameters;
+  at::Tensor first_loss{};
+  at::Tensor direction{}, gradient{};
+  std::vector<at::Tensor> steps{}, changes{};
+  std::vector<std::vector<double>> step_change{}, change_change{};  // inner products of the history
+  int64_t evaluations = 0;
+
+  // -- vectors -----------------------------------------------------------------------------------
+  at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
+    std::vector<at::Tensor> list;
+    for (const at::Tensor& parameter : parameters) list.push_back(part(parameter));
+    return at::cat(list);
+  }
+  // Of the elements that this rank is to count in a sum: all, or none of a copy's.
+  double product(const at::Tensor& a, const at::Tensor& b) const {
+    double sum = 0;
+    int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      const int64_t numel = parameter.numel();
+      if (numel > 0 && optimizer.parts().counts(parameter))
+        sum +=
+            a.narrow(0, offset, numel).to(at::kDouble).dot(b.narrow(0, offset, numel).to(at::kDouble)).item<double>();
+      offset += numel;
+    }
+    return sum;
+  }
+  double largest(const at::Tensor& a) const { return a.numel() == 0 ? 0 : a.abs().max().item<double>(); }
+  // Sums over ranks of the first numbers, the largest of the others. `mean`, of the loss, is summed wherever there are
+  // ranks, the others where parameters are cut: else all have the same.
+  void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
+    Communicator* comm = optimizer.parts().comm();
+    if (comm == nullptr || comm->size() == 1) return;
+    std::vector<double> own = sums;
+    own.insert(own.end(), maxima.begin(), maxima.end());
+    own.push_back(mean != nullptr ? *mean : 0);
+    const auto count = static_cast<int64_t>(own.size());
+    const at::Tensor mine = at::empty({count}, at::kDouble);
+    std::ranges::copy(own, mine.mutable_data_ptr<double>());
+    at::Tensor all = at::empty({comm->size(), count}, at::TensorOptions().dtype(at::kDouble).device(comm->device()));
+    comm->all_gather(all, mine.to(comm->device()), {}, "inner products for Lbfgs").wait();
+    all = all.cpu();
+    const auto ranks = all.accessor<double, 2>();
+    auto over_ranks = [&](int64_t column, bool is_sum) {
+      double value = is_sum ? 0 : ranks[0][column];
+      for (int rank = 0; rank < comm->size(); ++rank)
+        value = is_sum ? value + ranks[rank][column] : std::max(value, ranks[rank][column]);
+      return value;
+    };
+    if (optimizer.parts().are_cut()) {
+      for (size_t i = 0; i < sums.size(); ++i) sums[i] = over_ranks(static_cast<int64_t>(i), true);
+      for (size_t i = 0; i < maxima.size(); ++i) maxima[i] = over_ranks(static_cast<int64_t>(sums.size() + i), false);
+    }
+    if (mean != nullptr) *mean = over_ranks(count - 1, true) / comm->size();
+  }
+
+  void move_to(const at::Tensor& x, double t) const {
+    int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      const at::Tensor own = in_memory_order(parameter.detach());
+      const int64_t numel = own.numel();
+      at::Tensor value = x.narrow(0, offset, numel);
+      if (t != 0) value = value.add(direction.narrow(0, offset, numel), t);
+      own.copy_(value);
+      offset += numel;
+    }
+  }
+
+  // The closure at x + t * direction, or where the parameters are, without x.
+  Point evaluate(const at::Tensor& x, double t) {
+    if (x.defined()) move_to(x, t);
+    const at::Tensor loss = loss_of(closure);
+    if (!loss.defined()) throw std::invalid_argument("Lbfgs: the closure returned no loss");
+    if (!first_loss.defined()) first_loss = loss;
+    ++evaluations;
+    for (const at::Tensor& parameter : parameters) require_dense(parameter, "Lbfgs");
+    Point point{.t = t, .loss = loss.item<double>()};
+    point.gradient = joined([](const at::Tensor& parameter) {
+      return parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach())).clone()
+                                        : at::zeros({parameter.numel()}, parameter.options().requires_grad(false));
+    });
+    double absolute_sum = 0;
+    int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      if (optimizer.parts().counts(parameter))
+        absolute_sum += point.gradient.narrow(0, offset, parameter.numel()).abs().sum(at::kDouble).item<double>();
+      offset += parameter.numel();
+    }
+    std::vector<double> sums{absolute_sum, direction.defined() ? product(point.gradient, direction) : 0};
+    std::vector<double> maxima{largest(point.gradient), direction.defined() ? largest(direction) : 0};
+    exchange(sums, maxima, &point.loss);
+    point.gradient_sum = sums[0], point.slope = sums[1];
+    point.gradient_max = maxima[0], point.direction_max = maxima[1];
+    return point;
+  }
+
+  // -- the direction -----------------------------------------------------------------------------
+  // Sets it, remembers the last step if its curvature is positive, and returns the slope along it.
+  double choose_direction(double t, bool is_first) {
+    std::vector<double> none;
+    const at::Tensor g = gradient;
+    if (is_first) {
+      direction = g.neg();
+      std::vector<double> sums{product(g, g)};
+      exchange(sums, none, nullptr);
+      previous = g;
+      return -sums[0];
+    }
+    const at::Tensor change = g - previous, step = direction * t;
+    const size_t known = steps.size();
+    std::vector<double> sums{product(step, change), product(change, change), product(step, g), product(change, g),
+                             product(g, g)};
+    for (size_t i = 0; i < known; ++i)
+      for (const double value : {product(step, changes[i]), product(steps[i], change), product(changes[i], change),
+                                 product(steps[i], g), product(changes[i], g)})
+        sums.push_back(value);
+    exchange(sums, none, nullptr);
+    std::vector<double> step_g, change_g;
+    for (size_t i = 0; i < known; ++i) step_g.push_back(sums[5 + 5 * i + 3]), change_g.push_back(sums[5 + 5 * i + 4]);
+    if (sums[0] > 1e-10) {
+      for (size_t i = 0; i < known; ++i) {
+        step_change[i].push_back(sums[5 + 5 * i + 1]);
+        change_change[i].push_back(sums[5 + 5 * i + 2]);
+      }
+      step_change.emplace_back();
+      change_change.emplace_back();
+      for (size_t i = 0; i < known; ++i) {
+        step_change.back().push_back(sums[5 + 5 * i]);
+        change_change.back().push_back(sums[5 + 5 * i + 2]);
+      }
+      step_change.back().push_back(sums[0]);
+      change_change.back().push_back(sums[1]);
+      steps.push_back(step), changes.push_back(change);
+      step_g.push_back(sums[2]), change_g.push_back(sums[3]);
+      if (static_cast<int64_t>(steps.size()) > options.history_size()) {
+        auto drop_first = [](auto& list) { list.erase(list.begin()); };
+        drop_first(steps), drop_first(changes), drop_first(step_g), drop_first(change_g);
+        for (auto* matrix : {&step_change, &change_change}) {
+          drop_first(*matrix);
+          for (auto& row : *matrix) drop_first(row);
+        }
+      }
+    }
+    previous = g;
+    return combine(step_g, change_g, sums[4]);
+  }
+
+  // The two loops over the history, in coefficients: direction = of_g * g + sum of_steps * steps + sum of_changes *
+  // changes. Returns gradient . direction.
+  double combine(const std::vector<double>& step_g, const std::vector<double>& change_g, double g_g) {
+    const size_t count = steps.size();
+    std::vector<double> of_steps(count), of_changes(count), alphas(count);
+    double of_g = -1;
+    for (size_t i = count; i-- > 0;) {
+      double inner = of_g * step_g[i];
+      for (size_t j = 0; j < count; ++j) inner += of_changes[j] * step_change[i][j];
+      alphas[i] = inner / step_change[i][i];
+      of_changes[i] -= alphas[i];
+    }
+    const double scale = count == 0 ? 1 : step_change[count - 1][count - 1] / change_change[count - 1][count - 1];
+    of_g *= scale;
+    for (double& coefficient : of_changes) coefficient *= scale;
+    for (size_t i = 0; i < count; ++i) {
+      double inner = of_g * change_g[i];
+      for (size_t j = 0; j < count; ++j) inner += of_changes[j] * change_change[i][j] + of_steps[j] * step_change[j][i];
+      of_steps[i] += alphas[i] - inner / step_change[i][i];
+    }
+    direction = gradient * of_g;
+    double slope = of_g * g_g;
+    for (size_t i = 0; i < count; ++i) {
+      direction.add_(steps[i], of_steps[i]).add_(changes[i], of_changes[i]);
+      slope += of_steps[i] * step_g[i] + of_changes[i] * change_g[i];
+    }
+    return slope;
+  }
+
+  // -- the line search ---------------------------------------------------------------------------
+  // A point that meets the strong Wolfe conditions, or the best of 25 (minFunc's, as torch has it).
+  Point search(const at::Tensor& x, double t, const Point& start) {
+    constexpr double kArmijo = 1e-4, kCurvature = 0.9;
+    constexpr int kMost = 25;
+    auto rises = [&](const Point& p) { return p.loss > start.loss + kArmijo * p.t * start.slope; };
+    auto is_flat = [&](const Point& p) { return std::abs(p.slope) <= -kCurvature * start.slope; };
+    Point before = start, now = evaluate(x, t);
+    const double direction_max = now.direction_max;
+    std::array<Point, 2> bracket;
+    bool done = false;
+    int count = 0;
+    for (;; ++count) {
+      if (count == kMost) {
+        bracket = {start, now};
+        break;
+      }
+      if (rises(now) || (count > 1 && now.loss >= before.loss) || (now.slope >= 0 && !is_flat(now))) {
+        bracket = {before, now};
+        break;
+      }
+      if (is_flat(now)) {
+        done = true;
+        bracket = {now, now};
+        break;
+      }
+      const double next = cubic_minimum(before.t, before.loss, before.slope, now.t, now.loss, now.slope,
+                                        now.t + 0.01 * (now.t - before.t), now.t * 10);
+      before = std::move(now);
+      now = evaluate(x, next);
+    }
+    bool stalls = false;
+    int low = bracket[0].loss <= bracket[1].loss ? 0 : 1;
+    for (; !done && count < kMost; ++count) {
+      const auto [least, most] = std::minmax(bracket[0].t, bracket[1].t);
+      if ((most - least) * direction_max < options.tolerance_change()) break;
+      double next = cubic_minimum(bracket[0].t, bracket[0].loss, bracket[0].slope, bracket[1].t, bracket[1].loss,
+                                  bracket[1].slope, least, most);
+      const double margin = 0.1 * (most - least);
+      const bool is_close = std::min(most - next, next - least) < margin;
+      if (is_close && (stalls || next >= most || next <= least)) {
+        next = std::abs(next - most) < std::abs(next - least) ? most - margin : least + margin;
+        stalls = false;
+      } else {
+        stalls = is_close;
+      }
+      now = evaluate(x, next);
+      if (rises(now) || now.loss >= bracket[low].loss) {
+        bracket[1 - low] = std::move(now);
+        low = bracket[0].loss <= bracket[1].loss ? 0 : 1;
+        continue;
+      }
+      if (is_flat(now)) {
+        done = true;
+      } else if (now.slope * (bracket[1 - low].t - bracket[low].t) >= 0) {
+        bracket[1 - low] = bracket[low];
+      }
+      bracket[low] = std::move(now);
+    }
+    return bracket[low];
+  }
+
+  // -- states ------------------------------------------------------------------------------------
+  // The vectors out of the parameters' states, and the inner products of what they remember.
+  LbfgsParamState load() {
+    auto state_of = [&](const at::Tensor& parameter) -> const LbfgsParamState& {
+      return optimizer.state_of(parameter);
+    };
+    const LbfgsParamState numbers = state_of(parameters[0]);
+    if (numbers.n_iter == 0) return numbers;
+    auto vector = [&](auto field) {
+      return joined([&](const at::Tensor& parameter) { return in_memory_order(field(state_of(parameter))); });
+    };
+    direction = vector([](const LbfgsParamState& state) { return state.direction; });
+    previous = vector([](const LbfgsParamState& state) { return state.gradient; });
+    const size_t count = numbers.steps.size();
+    for (size_t i = 0; i < count; ++i) {
+      steps.push_back(vector([i](const LbfgsParamState& state) { return state.steps[i]; }));
+      changes.push_back(vector([i](const LbfgsParamState& state) { return state.changes[i]; }));
+    }
+    std::vector<double> sums, none;
+    for (size_t i = 0; i < count; ++i)
+      for (size_t j = 0; j < count; ++j)
+        sums.push_back(product(steps[i], changes[j])), sums.push_back(product(changes[i], changes[j]));
+    exchange(sums, none, nullptr);
+    for (size_t i = 0; i < count; ++i) {
+      step_change.emplace_back(), change_change.emplace_back();
+      for (size_t j = 0; j < count; ++j) {
+        step_change[i].push_back(sums[2 * (i * count + j)]);
+        change_change[i].push_back(sums[2 * (i * count + j) + 1]);
+      }
+    }
+    return numbers;
+  }
+  // As views of the vectors, in the parameters' shapes.
+  void store(int64_t n_iter, int64_t func_evals, double t) const {
+    int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      auto part = [&](const at::Tensor& vector) {
+        return vector.narrow(0, offset, parameter.numel())
+            .as_strided(parameter.sizes(), parameter.strides(), vector.storage_offset() + offset);
+      };
+      LbfgsParamState& state = optimizer.state_of(parameter);
+      state.n_iter = n_iter, state.func_evals = func_evals, state.t = t;
+      state.direction = part(direction), state.gradient = part(previous);
+      state.steps.clear(), state.changes.clear();
+      for (const at::Tensor& step : steps) state.steps.push_back(part(step));
+      for (const at::Tensor& change : changes) state.changes.push_back(part(change));
+      offset += parameter.numel();
+    }
+  }
+
+  at::Tensor previous{};  // gradient
+};
+
+at::Tensor Lbfgs::step(LossClosure closure) {
+  if (!closure) throw std::invalid_argument("Lbfgs::step(): expected a closure that computes the loss and gradients");
+  if (param_groups().size() != 1)
+    throw std::invalid_argument(c10::str("Lbfgs: ", param_groups().size(), " groups, expected one"));
+  at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "Lbfgs");
+  const LbfgsOptions& options = options_of(param_groups()[0]);
+  Run run{*this, closure, options, param_groups()[0].params()};
+  if (run.parameters.empty()) return loss_of(closure);
+  for (const at::Tensor& parameter : run.parameters)
+    if (parameter.scalar_type() != run.parameters[0].scalar_type() || parameter.device() != run.parameters[0].device())
+      throw std::invalid_argument("Lbfgs: parameters of several dtypes or devices, expected one");
+  Point now = run.evaluate({}, 0);
+  if (now.gradient_max <= options.tolerance_grad()) return run.first_loss;
+  const LbfgsParamState numbers = run.load();
+  int64_t n_iter = numbers.n_iter;
+  double t = numbers.t;
+  const int64_t most = options.max_eval() > 0 ? options.max_eval() : options.max_iter() * 5 / 4;
+  for (int64_t i = 1; i <= options.max_iter(); ++i) {
+    const bool is_first = n_iter++ == 0;
+    run.gradient = now.gradient;
+    now.slope = run.choose_direction(t, is_first);
+    t = (is_first ? std::min(1.0, 1.0 / now.gradient_sum) : 1.0) * options.lr();
+    if (now.slope > -options.tolerance_change()) break;
+    const double loss_before = now.loss;
+    const at::Tensor x = run.joined([](const at::Tensor& p) { return in_memory_order(p.detach()); });
+    now.t = 0;
+    if (options.strong_wolfe()) {
+      now = run.search(x, t, now);
+      t = now.t;
+      run.move_to(x, t);
+    } else if (i != options.max_iter()) {
+      now = run.evaluate(x, t);
+    } else {
+      run.move_to(x, t);
+      break;
+    }
+    if (i == options.max_iter() || run.evaluations >= most || now.gradient_max <= options.tolerance_grad() ||
+        std::abs(t) * now.direction_max <= options.tolerance_change() ||
+        std::abs(now.loss - loss_before) < options.tolerance_change())
+      break;
+  }
+  run.store(n_iter, numbers.func_evals + run.evaluations, t);
+  return run.first_loss;
+}
+
+}  // namespace tessera

@@ -1,0 +1,133 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
+
+#include <type_traits>
+
+namespace tessera {
+
+// Bases of the options and the states of Tessera's own optimizers. `Derived` lists its fields once,
+//
+//   template <class Visit> void visit(Visit visit) { visit("lr", lr()), visit("exp_avg", exp_avg()); }
+//
+// which gives libtorch's archives here and names for checkpoints in optimizer_state.h. Fields are bool and double in
+// options, int64_t and tensors in states; a tensor that is undefined is left out of an archive.
+
+// For check(): throws std::invalid_argument, "Muon: momentum is 1, expected 0 or more and below 1", unless it holds.
+void require_option(bool holds, const char* optimizer, const char* option, double value, const char* expected);
+
+// TORCH_ARG in a base: what sets an option returns the derived options.
+#define TESSERA_LISTED_OPTION(name)                       \
+  Derived& name(double value) {                           \
+    name##_ = value;                                      \
+    return static_cast<Derived&>(*this);                  \
+  }                                                       \
+  const double& name() const noexcept { return name##_; } \
+  double& name() noexcept { return name##_; }
+
+namespace listed {
+
+template <class Listed>
+void read(Listed& fields, torch::serialize::InputArchive& archive) {
+  fields.visit([&](const char* name, auto& field) {
+    c10::IValue value;
+    if (archive.try_read(name, value)) field = value.to<std::decay_t<decltype(field)>>();
+  });
+}
+
+template <class Listed>
+void write(const Listed& fields, torch::serialize::OutputArchive& archive) {
+  const_cast<Listed&>(fields).visit([&](const char* name, auto& field) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>) {
+      if (!field.defined()) return;
+    }
+    archive.write(name, c10::IValue(field));
+  });
+}
+
+}  // namespace listed
+
+// Also has a kName and a field lr().
+template <class Derived>
+class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override { listed::read(self(), archive); }
+  void serialize(torch::serialize::OutputArchive& archive) const override { listed::write(self(), archive); }
+  double get_lr() const override { return self().lr(); }
+  void set_lr(double lr) override { self().lr(lr); }
+
+ private:
+  Derived& self() { return static_cast<Derived&>(*this); }
+  const Derived& self() const { return static_cast<const Derived&>(*this); }
+};
+
+// Of those whose parameters decay. What `Derived` adds begins with this one's: check(), visit().
+template <class Derived>
+class ListedDecay : public ListedOptions<Derived> {
+ public:
+  // With these defaults.
+  ListedDecay(double lr, double weight_decay) : lr_(lr), weight_decay_(weight_decay) {}
+
+  TESSERA_LISTED_OPTION(lr)            // the learning rate
+  TESSERA_LISTED_OPTION(weight_decay)  // decoupled: parameters times 1 - lr * weight_decay
+
+  // Throws std::invalid_argument for a value out of its range.
+  void check() const {
+    require_option(lr_ >= 0, Derived::kName, "lr", lr_, "0 or more");
+    require_option(weight_decay_ >= 0, Derived::kName, "weight_decay", weight_decay_, "0 or more");
+  }
+  // Calls visit(name, value) for each.
+  template <class Visit>
+  void visit(Visit visit) {
+    visit("lr", lr_);
+    visit("weight_decay", weight_decay_);
+  }
+
+ private:
+  double lr_, weight_decay_;
+};
+
+// And that keep two moving averages, or one that is mixed in two ways.
+template <class Derived>
+class ListedBetas : public ListedDecay<Derived> {
+ public:
+  // With these defaults.
+  ListedBetas(double lr, double beta1, double beta2, double weight_decay)
+      : ListedDecay<Derived>(lr, weight_decay), beta1_(beta1), beta2_(beta2) {}
+
+  TESSERA_LISTED_OPTION(beta1)  // of the first average
+  TESSERA_LISTED_OPTION(beta2)  // of the second
+
+  // Throws std::invalid_argument for a value out of its range.
+  void check() const {
+    ListedDecay<Derived>::check();
+    require_option(beta1_ >= 0 && beta1_ < 1, Derived::kName, "beta1", beta1_, "0 or more and below 1");
+    require_option(beta2_ >= 0 && beta2_ < 1, Derived::kName, "beta2", beta2_, "0 or more and below 1");
+  }
+  // Calls visit(name, value) for each.
+  template <class Visit>
+  void visit(Visit visit) {
+    ListedDecay<Derived>::visit(visit);
+    visit("beta1", beta1_);
+    visit("beta2", beta2_);
+  }
+
+ private:
+  double beta1_, beta2_;
+};
+
+#undef TESSERA_LISTED_OPTION
+
+template <class Derived>
+class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override {
+    listed::read(static_cast<Derived&>(*this), archive);
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    listed::write(static_cast<const Derived&>(*this), archive);
+  }
+};
+
+}  // namespace tessera

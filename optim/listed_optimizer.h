@@ -1,0 +1,91 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "tessera/optim/listed.h"
+#include "tessera/optim/parameter_parts.h"
+
+namespace tessera {
+
+// Whether an optimizer works on each element by itself, so that it may be given shards as they are.
+enum class Sees { kElements, kParameters };
+
+// What Tessera's own optimizers have in common: how they are made, checked and archived. `Options` has a kName, and
+// check(), which throws std::invalid_argument for values that cannot be meant; both are of listed.h.
+template <class Options, class State, Sees sees>
+class ListedOptimizer : public torch::optim::Optimizer {
+ public:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  // Of whole parameters, as torch's optimizers, or of shards where each element is by itself. Throws
+  // std::invalid_argument for options that cannot be meant, or of another optimizer, and for shards where parameters
+  // are looked at as a whole.
+  explicit ListedOptimizer(Groups groups, Options defaults = Options())
+      : Optimizer(groups, std::make_unique<Options>(defaults)) {
+    check();
+  }
+  explicit ListedOptimizer(std::vector<at::Tensor> parameters, Options defaults = Options())
+      : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
+
+  // Of a wrapper's parameters, in any groups, the same in the same order on all ranks. Collective over model.comm(), as
+  // step() then is. Throws as above, and for tensors that are not among model.named_shards().
+  ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
+    requires(sees == Sees::kParameters)
+      : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
+    check();
+  }
+  explicit ListedOptimizer(const ModelShards& model, Options defaults = Options())
+    requires(sees == Sees::kParameters)
+      : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
+
+  // torch::save and torch::load of this rank's state.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+
+ protected:
+  static const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
+    return static_cast<const Options&>(group.options());
+  }
+  // The parameter's state, a new one if there is none.
+  State& state_of(const at::Tensor& parameter) {
+    auto& slot = state()[parameter.unsafeGetTensorImpl()];
+    if (!slot) slot = std::make_unique<State>();
+    return static_cast<State&>(*slot);
+  }
+  const ParameterParts& parts() const { return parts_; }
+
+ private:
+  static Groups one_group(std::vector<at::Tensor> parameters) {
+    Groups groups;
+    groups.emplace_back(std::move(parameters));
+    return groups;
+  }
+  void check() const {
+    static_cast<const Options&>(defaults()).check();
+    for (const auto& group : param_groups()) {
+      const auto* options = dynamic_cast<const Options*>(&group.options());
+      if (options == nullptr)
+        throw std::invalid_argument(std::string(Options::kName) + ": a group has options of another optimizer");
+      options->check();
+    }
+    if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
+  }
+
+  ParameterParts parts_;
+};
+
+// Throws std::invalid_argument unless the parameter, which has a gradient, is dense and of floating-point type, and
+// the gradient dense.
+void require_dense(const at::Tensor& parameter, const char* optimizer);
+
+}  // namespace tessera

@@ -1,0 +1,263 @@
+#include "tessera/optim/muon.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <deque>
+#include <numeric>
+
+#include "tessera/flat/partition.h"
+#include "tessera/optim/adam_update.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+namespace {
+
+// Matrices of each rank whose parts are on their way before the one in work.
+constexpr size_t kAhead = 2;
+constexpr double kSmallestNorm = 1e-7;
+
+int64_t product(const std::vector<int64_t>& sizes, size_t from) {
+  return std::accumulate(sizes.begin() + static_cast<std::ptrdiff_t>(from), sizes.end(), int64_t{1},
+                         std::multiplies<>());
+}
+
+// From the elements in the order of memory, or back.
+at::Tensor as_matrix(const at::Tensor& elements, const NamedShard& shape) {
+  return elements.as_strided(shape.sizes, shape.strides).reshape({shape.sizes[0], product(shape.sizes, 1)});
+}
+at::Tensor as_elements(const at::Tensor& matrix, const NamedShard& shape) {
+  at::Tensor laid_out = at::empty_strided(shape.sizes, shape.strides, matrix.options());
+  laid_out.copy_(matrix.reshape(shape.sizes));
+  return laid_out.as_strided({laid_out.numel()}, {1});
+}
+
+double step_scale(const NamedShard& shape, const MuonOptions& options) {
+  const auto rows = static_cast<double>(shape.sizes[0]), columns = static_cast<double>(product(shape.sizes, 1));
+  return options.match_rms_adamw() ? 0.2 * std::sqrt(std::max(rows, columns))
+                                   : std::sqrt(std::max(1.0, rows / columns));
+}
+
+}  // namespace
+
+void MuonOptions::check() const {
+  ListedBetas::check();
+  require_option(momentum() >= 0 && momentum() < 1, kName, "momentum", momentum(), "0 or more and below 1");
+  require_option(ns_steps() >= 1 && ns_steps() < 100, kName, "ns_steps", static_cast<double>(ns_steps()), "1 to 99");
+  require_option(eps() >= 0, kName, "eps", eps(), "0 or more");
+}
+
+at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps) {
+  constexpr double kA = 3.4445, kB = -4.7750, kC = 2.0315;
+  const bool is_tall = matrix.size(0) > matrix.size(1);
+  at::Tensor x = is_tall ? matrix.t() : matrix;
+  // The norm in fp32: in bf16 its rounding alone could leave a singular value above 1, where the iteration diverges.
+  x = x / x.norm(2, at::kFloat).clamp_min(kSmallestNorm).to(x.scalar_type());
+  for (int64_t step = 0; step < ns_steps; ++step) {
+    const at::Tensor gram = at::mm(x, x.t());
+    x = at::addmm(x, at::addmm(gram, gram, gram, kB, kC), x, kA, 1);
+  }
+  return is_tall ? x.t() : x;
+}
+
+int64_t Muon::step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options) {
+  const auto& own = dynamic_cast<const MuonOptions&>(options);
+  if (!own.use_muon() || parameter.sizes.size() < 2) return 0;
+  const int64_t rows = parameter.sizes[0], columns = product(parameter.sizes, 1);
+  const int64_t least = std::min(rows, columns), most = std::max(rows, columns);
+  return own.ns_steps() * least * least * (2 * most + least);
+}
+
+// One matrix of a step: what travels, and where the result goes.
+struct Muon::Matrix {
+  at::Tensor parameter;
+  const MuonOptions* options;
+  NamedShard shape;
+  at::Tensor elements;  // this rank's part, in the order of memory: first of the momentum, then of the result
+
+  at::ScalarType dtype() const { return options->bfloat16() ? at::kBFloat16 : at::kFloat; }
+  at::Tensor orthogonal(const at::Tensor& whole) const {
+    return as_elements(orthogonalized(as_matrix(whole, shape), options->ns_steps()), shape);
+  }
+};
+
+Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& options) {
+  Matrix matrix{parameter, &options, parts().of(parameter), {}};
+  MuonParamState& state = state_of(parameter);
+  if (!state.momentum_buffer().defined()) state.momentum_buffer(at::zeros_like(parameter));
+  state.step(state.step() + 1);
+  // Without one here, and with one elsewhere, it counts as 0, as in reductions.
+  const at::Tensor gradient =
+      parameter.grad().defined() ? laid_out_as(parameter.grad(), parameter) : at::zeros_like(parameter);
+  const at::Tensor& momentum = state.momentum_buffer();
+  momentum.mul_(options.momentum()).add_(gradient, 1 - options.momentum());
+  at::Tensor direction = momentum;
+  if (options.nesterov()) direction = (momentum * options.momentum()).add_(gradient, 1 - options.momentum());
+  matrix.elements = in_memory_order(direction).to(matrix.dtype());
+  return matrix;
+}
+
+// Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first, and in a round every
+// rank works on the next of its own: an all-to-all brings it the parts, another takes the results back. Those of the
+// next rounds are started before the work, those back are waited for at the end, so nobody waits for the slowest.
+void Muon::orthogonalize(std::vector<Matrix>& matrices) const {
+  Communicator* comm = parts().comm();
+  if (comm == nullptr || comm->size() == 1) {
+    for (Matrix& matrix : matrices) matrix.elements = matrix.orthogonal(matrix.elements);
+    return;
+  }
+  std::vector<int64_t> costs;
+  for (const Matrix& matrix : matrices) costs.push_back(step_cost(matrix.shape, *matrix.options));
+  std::vector<size_t> order(matrices.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) { return costs[a] > costs[b]; });
+  const Partition owners = partition_greedily(costs, comm->size());
+  std::vector<std::vector<size_t>> rounds;  // [round][rank], or matrices.size() for none
+  std::vector<size_t> length(comm->size());
+  for (const size_t index : order) {
+    const size_t round = length[owners.owners[index]]++;
+    if (round == rounds.size()) rounds.emplace_back(comm->size(), matrices.size());
+    rounds[round][owners.owners[index]] = index;
+  }
+
+  const int self = comm->rank();
+  struct Exchange {
+    at::Tensor received, sent;
+    Pending pending;
+  };
+  // Matrices of both dtypes travel in fp32: bf16 is exact in it.
+  const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
+  const auto wire = at::TensorOptions().dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm->device());
+  auto exchange = [&](const std::vector<at::Tensor>& parts_sent, const std::vector<int64_t>& receives,
+                      const std::string& what) {
+    std::vector<int64_t> sends;
+    for (const at::Tensor& part : parts_sent) sends.push_back(part.defined() ? part.numel() : 0);
+    Exchange made{at::empty({std::accumulate(receives.begin(), receives.end(), int64_t{0})}, wire),
+                  at::empty({std::accumulate(sends.begin(), sends.end(), int64_t{0})}, wire),
+                  {}};
+    for (int64_t offset = 0, rank = 0; rank < comm->size(); offset += sends[rank++])
+      if (sends[rank] > 0) made.sent.narrow(0, offset, sends[rank]).copy_(parts_sent[rank]);
+    made.pending = comm->all_to_all(made.received, made.sent, receives, sends, what);
+    return made;
+  };
+  // Whether `from` sends its part of a matrix to the rank that works on it: unless that has all of it, or finds it in
+  // its own copy of the model.
+  auto is_sent = [&](const std::vector<ParameterParts::Held>& held, int from, int to) {
+    return from == to || (parts().are_cut() && held[from].copy == held[to].copy);
+  };
+  auto start = [&](size_t round) {
+    std::vector<at::Tensor> sent(comm->size());
+    std::vector<int64_t> receives(comm->size());
+    for (int owner = 0; owner < comm->size(); ++owner) {
+      if (rounds[round][owner] == matrices.size()) continue;
+      const Matrix& matrix = matrices[rounds[round][owner]];
+      const auto& held = parts().by_rank(matrix.parameter);
+      if (is_sent(held, self, owner)) sent[owner] = matrix.elements;
+      for (int from = 0; owner == self && from < comm->size(); ++from)
+        if (is_sent(held, from, owner)) receives[from] = held[from].range.numel();
+    }
+    return exchange(sent, receives, "matrices for Muon");
+  };
+  std::deque<Exchange> arriving;
+  std::vector<Exchange> leaving;
+  for (size_t round = 0; round < rounds.size(); ++round) {
+    for (size_t next = round == 0 ? 0 : round + kAhead; next <= round + kAhead && next < rounds.size(); ++next)
+      arriving.push_back(start(next));
+    Exchange own = std::move(arriving.front());
+    arriving.pop_front();
+    own.pending.wait();
+    std::vector<at::Tensor> sent(comm->size());
+    std::vector<int64_t> receives(comm->size());
+    for (int owner = 0; owner < comm->size(); ++owner)
+      if (rounds[round][owner] != matrices.size()) receives[owner] = matrices[rounds[round][owner]].shape.held.numel();
+    if (rounds[round][self] != matrices.size()) {
+      const Matrix& matrix = matrices[rounds[round][self]];
+      const auto& held = parts().by_rank(matrix.parameter);
+      // Parts come by rank, which is their order in memory.
+      const at::Tensor result = matrix.orthogonal(own.received.to(matrix.dtype()));
+      for (int to = 0; to < comm->size(); ++to)
+        sent[to] = result.narrow(0, held[to].range.begin, held[to].range.numel());
+    }
+    leaving.push_back(exchange(sent, receives, "orthogonal matrices of Muon"));
+  }
+  for (size_t round = 0; round < rounds.size(); ++round) {
+    Exchange& own = leaving[round];
+    own.pending.wait();
+    int64_t offset = 0;
+    for (const size_t index : rounds[round]) {
+      if (index == matrices.size()) continue;
+      Matrix& matrix = matrices[index];
+      matrix.elements = own.received.narrow(0, offset, matrix.shape.held.numel()).to(matrix.parameter.device());
+      offset += matrix.shape.held.numel();
+    }
+  }
+}
+
+void Muon::step_others() {
+  std::vector<AdamUpdate> updates;
+  for (size_t index = 0; index < param_groups().size(); ++index) {
+    const MuonOptions& options = options_of(param_groups()[index]);
+    if (options.use_muon()) continue;
+    for (const at::Tensor& parameter : param_groups()[index].params()) {
+      if (!parameter.grad().defined()) continue;
+      MuonParamState& state = state_of(parameter);
+      if (!state.exp_avg().defined()) {
+        state.exp_avg(at::zeros_like(parameter));
+        state.exp_avg_sq(at::zeros_like(parameter));
+      }
+      state.step(state.step() + 1);
+      updates.push_back({.group = index,
+                         .rule = {options.lr(), options.beta1(), options.beta2(), options.eps(), options.weight_decay(),
+                                  /*amsgrad=*/false, /*is_decoupled=*/true},
+                         .step = state.step(),
+                         .parameter = parameter,
+                         .gradient = laid_out_as(parameter.grad(), parameter),
+                         .average = state.exp_avg(),
+                         .square = state.exp_avg_sq()});
+    }
+  }
+  fused_adam_update(updates);
+}
+
+at::Tensor Muon::step(LossClosure closure) {
+  at::Tensor loss = loss_of(closure);
+  at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "Muon");
+  std::vector<at::Tensor> candidates;
+  std::vector<const MuonOptions*> options;
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) require_dense(parameter, "Muon");
+      if (!options_of(group).use_muon()) continue;
+      if (parts().of(parameter).sizes.size() < 2)
+        throw std::invalid_argument(c10::str("Muon: a parameter of shape ", parts().of(parameter).sizes,
+                                             " is in a group with use_muon, expected 2 dimensions or more: put it in "
+                                             "a group of MuonOptions::adamw()"));
+      candidates.push_back(parameter);
+      options.push_back(&options_of(group));
+    }
+  }
+  const std::vector<bool> used = parts().have_gradients(candidates);
+  step_others();
+  std::vector<Matrix> matrices;
+  for (size_t i = 0; i < candidates.size(); ++i)
+    if (used[i] && product(parts().of(candidates[i]).sizes, 0) > 0)
+      matrices.push_back(momentum_of(candidates[i], *options[i]));
+  orthogonalize(matrices);
+  for (const Matrix& matrix : matrices) {
+    if (matrix.shape.held.numel() == 0) continue;
+    const at::Tensor own = in_memory_order(matrix.parameter.detach());
+    own.mul_(1 - matrix.options->lr() * matrix.options->weight_decay());
+    own.add_(matrix.elements.to(own.scalar_type()), -matrix.options->lr() * step_scale(matrix.shape, *matrix.options));
+  }
+  return loss;
+}
+
+}  // namespace tessera

@@ -1,0 +1,83 @@
+#include "tessera/optim/parameter_parts.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "tessera/flat/shard_mark.h"
+
+namespace tessera {
+
+ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
+  at::NoGradGuard no_grad;
+  const std::vector<NamedShard> shards = model.named_shards();
+  const auto count = static_cast<int64_t>(shards.size());
+  const int world = comm_->size();
+  at::Tensor own = at::empty({count * 3}, at::kLong);
+  auto* numbers = own.mutable_data_ptr<int64_t>();
+  for (const NamedShard& shard : shards) {
+    *numbers++ = shard.held.begin;
+    *numbers++ = shard.held.end;
+    *numbers++ = shard.replica;
+  }
+  own = own.to(comm_->device());
+  at::Tensor all = at::empty({world, count, 3}, own.options());
+  comm_->all_gather(all, own, {}, "the parts of parameters").wait();
+  all = all.cpu();
+  const auto parts = all.accessor<int64_t, 3>();
+  for (int64_t i = 0; i < count; ++i) {
+    const NamedShard& shard = shards[i];
+    are_cut_ = are_cut_ || shard.replica_count != world;
+    Known& known = known_[shard.tensor.unsafeGetTensorImpl()];
+    known.shard = shard;
+    for (int rank = 0; rank < world; ++rank)
+      known.by_rank.push_back({{parts[rank][i][0], parts[rank][i][1]}, static_cast<int>(parts[rank][i][2])});
+  }
+}
+
+void ParameterParts::require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                   const char* optimizer) const {
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (comm_ ? known_.contains(parameter.unsafeGetTensorImpl()) : !is_shard(parameter)) continue;
+      throw std::invalid_argument(
+          comm_ ? c10::str(optimizer, " on rank ", comm_->rank(), ": a parameter of shape ", parameter.sizes(),
+                           " is none of the wrapper's parameters()")
+                : c10::str(optimizer, ": a parameter of shape ", parameter.sizes(),
+                           " is a shard of FullyShardedDataParallel: give the wrapper as the first argument"));
+    }
+  }
+}
+
+NamedShard ParameterParts::of(const at::Tensor& parameter) const {
+  if (comm_) return known_.at(parameter.unsafeGetTensorImpl()).shard;
+  return {"", {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter};
+}
+
+const std::vector<ParameterParts::Held>& ParameterParts::by_rank(const at::Tensor& parameter) const {
+  static const std::vector<Held> none;
+  return comm_ ? known_.at(parameter.unsafeGetTensorImpl()).by_rank : none;
+}
+
+std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& parameters) const {
+  const auto count = static_cast<int64_t>(parameters.size());
+  at::Tensor have = at::zeros({count}, at::kByte);
+  auto* flags = have.mutable_data_ptr<uint8_t>();
+  for (int64_t i = 0; i < count; ++i) flags[i] = parameters[i].grad().defined() ? 1 : 0;
+  if (are_cut_ && count > 0) {
+    at::Tensor travels = have.to(comm_->device());
+    comm_->all_reduce(travels, ReduceOp::kMax, "which parameters have gradients").wait();
+    have = travels.cpu();
+    flags = have.mutable_data_ptr<uint8_t>();
+  }
+  return std::vector<bool>(flags, flags + count);
+}
+
+at::Tensor in_memory_order(const at::Tensor& dense) {
+  return dense.dim() == 1 && dense.is_contiguous() ? dense : dense.as_strided({dense.numel()}, {1});
+}
+
+}  // namespace tessera

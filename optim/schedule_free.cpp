@@ -1,0 +1,84 @@
+#include "tessera/optim/schedule_free.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "tessera/optim/adam_update.h"
+#include "tessera/trace/trace.h"
+
+namespace tessera {
+
+void ScheduleFreeOptions::check() const {
+  require_option(beta1() > 0 && beta1() < 1, kName, "beta1", beta1(), "above 0 and below 1");
+  ListedBetas::check();
+  require_option(eps() >= 0, kName, "eps", eps(), "0 or more");
+  require_option(warmup_steps() >= 0, kName, "warmup_steps", static_cast<double>(warmup_steps()), "0 or more");
+}
+
+at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
+  if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::step() while the averages are swapped in");
+  at::Tensor loss = loss_of(closure);
+  at::NoGradGuard no_grad;
+  const TraceSpan span(SpanKind::kOptimizer, "ScheduleFreeAdamW");
+  for (const auto& group : param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined()) require_dense(parameter, "ScheduleFreeAdamW");
+  for (const auto& group : param_groups()) {
+    const ScheduleFreeOptions& options = options_of(group);
+    for (const at::Tensor& y : group.params()) {
+      if (!y.grad().defined()) continue;
+      ScheduleFreeParamState& state = state_of(y);
+      if (!state.z().defined()) {
+        state.z(y.detach().clone());
+        state.exp_avg_sq(at::zeros_like(y));
+      }
+      const auto k = static_cast<double>(state.step());
+      state.step(state.step() + 1);
+      const auto warmup = static_cast<double>(options.warmup_steps());
+      const double scheduled = k < warmup ? (k + 1) / warmup : 1.0;
+      const double lr = options.lr() * scheduled * std::sqrt(1 - std::pow(options.beta2(), k + 1));
+      state.lr_max(std::max(lr, state.lr_max()));
+      const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
+      state.weight_sum(state.weight_sum() + weight);
+      const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;  // of this step in the average
+      if (y.numel() == 0) continue;
+
+      const at::Tensor gradient = laid_out_as(y.grad(), y);
+      state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());
+      at::Tensor direction = gradient / state.exp_avg_sq().sqrt().add_(options.eps());
+      if (options.weight_decay() != 0) direction.add_(y, options.weight_decay());
+      // y moves with the average, which is not computed, and with z.
+      y.mul_(1 - share).add_(state.z(), share).add_(direction, lr * (options.beta1() * (1 - share) - 1));
+      state.z().add_(direction, -lr);
+    }
+  }
+  return loss;
+}
+
+// y = beta1 * average + (1 - beta1) * z
+Scope ScheduleFreeAdamW::swap_in_averages() {
+  if (is_swapped_in_) throw std::logic_error("ScheduleFreeAdamW::swap_in_averages() while the averages are swapped in");
+  at::NoGradGuard no_grad;
+  std::vector<std::pair<at::Tensor, at::Tensor>> own;
+  for (const auto& group : param_groups()) {
+    for (const at::Tensor& y : group.params()) {
+      const auto found = state().find(y.unsafeGetTensorImpl());
+      if (found == state().end() || y.numel() == 0) continue;
+      own.emplace_back(y, y.detach().clone());
+      const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
+      y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
+    }
+  }
+  is_swapped_in_ = true;
+  return Scope([this, own] {
+    at::NoGradGuard quiet;
+    for (const auto& [y, value] : own) y.detach().copy_(value);
+    is_swapped_in_ = false;
+  });
+}
+
+}  // namespace tessera
