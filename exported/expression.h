@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+
+// An integer that depends on the shapes of inputs, as torch.export writes it down (sympy's srepr):
+//
+//   Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(1))
+class Expression {
+ public:
+  using Symbols = std::map<std::string, int64_t>;
+
+  // Throws ExportedError for what it cannot read, and for functions other than Add, Mul, Pow, FloorDiv, CleanDiv, Mod,
+  // PythonMod, Max and Min.
+  static Expression parse(std::string_view text);
+  static Expression constant(int64_t value);
+
+  // Nothing if a symbol has no value, at a division by zero, and if it does not fit into 64 bit.
+  std::optional<int64_t> evaluate(const Symbols& symbols) const;
+
+  // The symbol that the whole expression is, if it is one.
+  std::optional<std::string> symbol() const;
+  // All symbols in it.
+  std::vector<std::string> symbols() const;
+  // "2*s0 + 1", for messages.
+  std::string to_string() const;
+
+ private:
+  enum class Kind : uint8_t { kInteger, kSymbol, kAdd, kMul, kPow, kFloorDiv, kMod, kMax, kMin };
+  struct Node {
+    Kind kind = Kind::kInteger;
+    int64_t integer = 0;
+    std::string symbol;
+    std::vector<Node> operands;
+  };
+  class Parser;
+  static std::optional<int64_t> evaluate(const Node& node, const Symbols& symbols);
+  static void collect_symbols(const Node& node, std::vector<std::string>& symbols);
+  static std::string to_string(const Node& node);
+
+  explicit Expression(Node node) : node_(std::move(node)) {}
+  Node node_;
+};
+
+// Python's // and %: rounded towards minus infinity. Nothing at a division by zero or overflow.
+std::optional<int64_t> floor_division(int64_t a, int64_t b);
+std::optional<int64_t> floor_modulo(int64_t a, int64_t b);
+std::optional<int64_t> integer_power(int64_t base, int64_t exponent);
+
+}  // namespace tessera

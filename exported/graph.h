@@ -1,0 +1,132 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+// A graph of operators, ready to run: names have become slots, operators handles of the dispatcher, constants values.
+
+constexpr int kNoSlot = -1;
+
+// What a forward has beside its inputs. Kept by what is computed again in backward.
+struct Execution {
+  std::vector<at::Tensor> state;  // parameters, buffers and constants
+  std::vector<uint8_t> training;  // by module with something that train() and eval() switch: is it training?
+  at::Device device = at::kCPU;   // in the place of every device in the archive
+};
+
+// The values of a graph while it runs.
+struct Frame {
+  std::vector<c10::IValue> values;  // by slot
+  const std::shared_ptr<const Execution>& execution;
+};
+
+// Where an argument comes from.
+class Operand {
+ public:
+  enum class Kind : uint8_t {
+    kConstant,
+    kDevice,         // of the execution
+    kSlot,           // as it is
+    kWrappedNumber,  // a number, where the operator takes a tensor: one that does not take part in promoting dtypes
+    kFloat,          // a number as a float
+    kTensors,        // lists whose elements come from slots or, where those are kNoSlot, constants
+    kOptionalTensors,
+    kInts,
+    kFloats,
+    kBools,
+  };
+
+  static Operand constant(c10::IValue value);
+  static Operand device();
+  static Operand slot(int slot, Kind kind = Kind::kSlot);
+  static Operand list(Kind kind, std::vector<int> slots, std::vector<c10::IValue> constants);
+
+  c10::IValue get(Frame& frame) const;
+
+  Kind kind() const { return kind_; }
+  const std::vector<int>& slots() const { return slots_; }
+  const c10::IValue& constant() const { return constant_; }
+  template <class Rename>
+  void rename_slots(Rename rename) {
+    for (int& slot : slots_) slot = rename(slot);
+  }
+  // The slot's last use is this: its value is handed over.
+  void set_last_use() { is_last_use_ = true; }
+
+ private:
+  template <class Element, class Get>
+  c10::IValue list_of(Get get) const;
+
+  Kind kind_ = Kind::kConstant;
+  bool is_last_use_ = false;
+  c10::IValue constant_;
+  std::vector<int> slots_;
+  std::vector<c10::IValue> constants_;  // of a list, by element
+};
+
+// One node. Steps are immutable when the graph is complete, and may run in several threads at a time.
+class Step {
+ public:
+  Step(std::string description, std::string module, std::vector<Operand> operands)
+      : description_(std::move(description)), module_(std::move(module)), operands_(std::move(operands)) {}
+  virtual ~Step() = default;
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+  virtual void run(Frame& frame) const = 0;
+
+  // "node 'linear_3' (torch.ops.aten.linear.default), model.py:12: return self.fc(x)"
+  const std::string& description() const { return description_; }
+  // The call of a module that it is part of, the innermost: "layers.0.attention", "head@1" for a second call.
+  const std::string& module() const { return module_; }
+  std::vector<Operand>& operands() { return operands_; }
+  const std::vector<Operand>& operands() const { return operands_; }
+  // Slots that the step fills, by result; kNoSlot for those that nobody uses.
+  std::vector<int>& results() { return results_; }
+  const std::vector<int>& results() const { return results_; }
+  // Slots that are used for the last time here, more than once or in lists.
+  std::vector<int>& frees() { return frees_; }
+  const std::vector<int>& frees() const { return frees_; }
+
+ protected:
+  void set_result(Frame& frame, size_t result, c10::IValue value) const {
+    if (results_[result] != kNoSlot) frame.values[static_cast<size_t>(results_[result])] = std::move(value);
+  }
+
+ private:
+  const std::string description_;
+  const std::string module_;
+  std::vector<Operand> operands_;
+  std::vector<int> results_;
+  std::vector<int> frees_;
+};
+
+class Graph {
+ public:
+  struct State {
+    int slot;
+    size_t index;  // of Execution::state
+  };
+  int slot_count = 0;
+  std::vector<int> inputs;  // slots; kNoSlot for one that nobody uses
+  std::vector<State> state;
+  std::vector<std::unique_ptr<Step>> steps;
+  std::vector<Operand> outputs;
+
+  // After all steps are there: which values are nobody's, and when each is used for the last time.
+  void plan_lifetimes();
+
+  // Values are freed after their last use. An error of an operator is thrown on with the node's description.
+  std::vector<c10::IValue> run(std::vector<c10::IValue> inputs,
+                               const std::shared_ptr<const Execution>& execution) const;
+};
+
+}  // namespace tessera

@@ -1,0 +1,333 @@
+#include "tessera/exported/signature.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "tessera/exported/arguments.h"
+#include "tessera/exported/errors.h"
+#include "tessera/exported/fields.h"
+
+namespace tessera {
+
+using nlohmann::json;
+
+// ---- reading ------------------------------------------------------------------------------------
+
+namespace {
+
+// {"as_int": 4} or {"as_expr": {"expr_str": "Symbol('s0', ...)"}}
+Expression read_size(const json& size) {
+  const auto [kind, value] = alternative_of(size);
+  if (kind == "as_int") return Expression::constant(int_of(value));
+  if (kind == "as_expr") return Expression::parse(text_field(value, "expr_str"));
+  throw ExportedError("a size is of the unknown kind '" + kind + "'");
+}
+
+ExportedValue constant_value(const Alternative& alternative) {
+  const auto& [kind, value] = alternative;
+  if (kind == "as_none") return {};
+  if (kind == "as_int") return int_of(value);
+  if (kind == "as_float") return double_of(value);
+  if (kind == "as_string") return text_of(value);
+  if (kind == "as_bool") return bool_of(value);
+  throw ExportedError("a constant input is of the unknown kind '" + kind + "'");
+}
+
+bool same_constant(const ExportedValue& a, const ExportedValue& b) {
+  if (a.is_none() || b.is_none()) return a.is_none() && b.is_none();
+  if (a.is_text() || b.is_text()) return a.is_text() && b.is_text() && a.text() == b.text();
+  if (a.is_bool() || b.is_bool()) return a.is_bool() && b.is_bool() && a.to_bool() == b.to_bool();
+  const bool are_numbers = (a.is_int() || a.is_double()) && (b.is_int() || b.is_double());
+  return are_numbers && a.to_double() == b.to_double();
+}
+
+std::string constant_text(const ExportedValue& value) {
+  if (value.is_none()) return "None";
+  if (value.is_text()) return "'" + value.text() + "'";
+  if (value.is_bool()) return value.to_bool() ? "True" : "False";
+  if (value.is_int()) return std::to_string(value.to_int());
+  return value.is_double() ? c10::str(value.to_double()) : value.kind();
+}
+
+// Floating, complex, integers and bools do not stand for each other; widths may differ, as mixed precision has it.
+int dtype_family(at::ScalarType dtype) {
+  return dtype == at::kBool                                 ? 0
+         : at::isIntegralType(dtype, /*includeBool=*/false) ? 1
+         : at::isComplexType(dtype)                         ? 2
+                                                            : 3;
+}
+
+}  // namespace
+
+InputSignature::InputSignature(const json& graph_module, const json& range_constraints,
+                               const Structure::FieldNames& named_tuples) {
+  read_leaves(graph_module);
+  read_ranges(range_constraints);
+  const json& calls = list_field(graph_module, "module_call_graph");
+  if (calls.empty()) throw ExportedError("the module's own call is missing");
+  read_parameters(object_field(calls[0], "signature"), named_tuples);
+}
+
+void InputSignature::read_leaves(const json& graph_module) {
+  const json& graph = object_field(graph_module, "graph");
+  for (const json& spec : list_field(object_field(graph_module, "signature"), "input_specs")) {
+    const auto [kind, value] = alternative_of(spec);
+    if (kind == "token" || kind == "custom_obj")
+      throw ExportedError("an input is a " + std::string(kind == "token" ? "token of an effect" : "custom object") +
+                          ", which is not supported");
+    Leaf leaf;
+    if (kind == "constant_input") {
+      leaf.constant = constant_value(alternative_of(field(value, "value")));
+    } else if (kind == "user_input") {
+      const json& argument = field(value, "arg");
+      const std::string name = name_of_value(argument);
+      const auto [argument_kind, inner] = alternative_of(argument);
+      leaf.is_tensor = argument_kind == "as_tensor";
+      if (leaf.is_tensor) {
+        const json& meta = field(object_field(graph, "tensor_values"), name.c_str());
+        leaf.dtype = dtype_of_export(field(meta, "dtype"));
+        for (const json& size : list_field(meta, "sizes")) leaf.sizes.push_back(read_size(size));
+      } else if (argument_kind == "as_sym_int" && !name.empty()) {
+        leaf.number = read_size(field(object_field(graph, "sym_int_values"), name.c_str()));
+      } else {
+        leaf.constant = constant_value({argument_kind, inner});
+      }
+    } else {
+      continue;
+    }
+    leaves_.push_back(std::move(leaf));
+  }
+}
+
+void InputSignature::read_ranges(const json& range_constraints) {
+  auto bound = [](const json& range, const char* name) -> std::optional<int64_t> {
+    const json& value = field(range, name);
+    return value.is_number_integer() ? std::optional(int_of(value)) : std::nullopt;
+  };
+  if (!range_constraints.is_object()) throw ExportedError("the ranges of symbols are not an object");
+  for (const auto& [symbol, range] : range_constraints.items())
+    ranges_[symbol] = {bound(range, "min_val"), bound(range, "max_val")};
+}
+
+void InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
+  const Structure whole = Structure::parse(text_field(signature, "in_spec"), named_tuples);
+  if (whole.children().size() != 2 || whole.children()[0].is_leaf() || whole.children()[0].is_dict() ||
+      whole.children()[1].is_leaf())
+    throw ExportedError("the inputs are not (args, kwargs)");
+  std::vector<std::string> names;
+  if (const auto given = signature.find("forward_arg_names"); given != signature.end() && given->is_array())
+    for (const json& name : *given) names.push_back(text_of(name));
+  size_t next = 0;
+  for (const Structure& half : whole.children()) {
+    for (size_t i = 0; i < half.children().size(); ++i) {
+      const Structure& own = half.children()[i];
+      std::string name = "args[" + std::to_string(i) + "]";
+      if (half.is_dict()) {
+        name = half.names()[i];
+      } else if (i < names.size()) {
+        name = names[i];
+      }
+      parameters_.push_back({name, own, next, own.leaf_count()});
+      std::vector<std::string> labels;
+      own.name_leaves(name, labels);
+      for (const std::string& label : labels) {
+        if (next == leaves_.size()) throw ExportedError("the inputs' structure has more leaves than the graph");
+        leaves_[next++].label = "input '" + label + "'";
+      }
+    }
+  }
+  if (next != leaves_.size()) throw ExportedError("the inputs' structure has fewer leaves than the graph");
+}
+
+std::vector<std::string> InputSignature::names() const {
+  std::vector<std::string> names;
+  for (const Parameter& parameter : parameters_) names.push_back(parameter.name);
+  return names;
+}
+
+std::string InputSignature::describe() const {
+  std::string text;
+  for (const Leaf& leaf : leaves_) {
+    text += leaf.label + ": ";
+    if (leaf.constant) {
+      text += constant_text(*leaf.constant) + ", fixed";
+    } else if (leaf.number) {
+      text += "integer " + leaf.number->to_string();
+    } else {
+      text += std::string(c10::toString(leaf.dtype)) + " [";
+      for (size_t i = 0; i < leaf.sizes.size(); ++i) text += (i > 0 ? ", " : "") + leaf.sizes[i].to_string();
+      text += "]";
+    }
+    text += "\n";
+  }
+  for (const auto& [symbol, range] : ranges_)
+    text += symbol + ": from " + (range.least ? std::to_string(*range.least) : "any") + " to " +
+            (range.most ? std::to_string(*range.most) : "any") + "\n";
+  return text;
+}
+
+// ---- shapes -------------------------------------------------------------------------------------
+
+// Finds what each symbol is in one call, and checks that all sizes agree with it.
+class ShapeCheck {
+ public:
+  explicit ShapeCheck(const InputSignature& signature) : signature_(signature) {}
+
+  void add(const std::string& label, const Expression& expected, int64_t value) {
+    if (const auto symbol = expected.symbol()) {
+      bind(*symbol, value, label);
+    } else {
+      derived_.push_back({label, &expected, value});
+    }
+  }
+
+  // After all sizes: those that are more than a symbol.
+  void finish() {
+    for (const Derived& size : derived_) solve(size);
+    for (const Derived& size : derived_) {
+      const auto expected = size.expected->evaluate(symbols_);
+      if (!expected || *expected == size.value) continue;
+      std::string text =
+          size.label + " is " + std::to_string(size.value) + ", exported as " + size.expected->to_string();
+      if (!size.expected->symbols().empty()) text += " = " + std::to_string(*expected);
+      throw std::invalid_argument(text);
+    }
+  }
+
+ private:
+  struct Derived {
+    std::string label;
+    const Expression* expected;
+    int64_t value;
+  };
+  struct Bound {
+    int64_t value;
+    std::string label;
+  };
+
+  void bind(const std::string& symbol, int64_t value, const std::string& label) {
+    const auto [known, is_new] = symbols_.emplace(symbol, value);
+    if (is_new) {
+      labels_[symbol] = label;
+    } else if (known->second != value) {
+      throw std::invalid_argument(label + " is " + std::to_string(value) + ", but " + labels_.at(symbol) + " is " +
+                                  std::to_string(known->second) + ": they were the same when the model was exported");
+    }
+    const auto range = signature_.ranges_.find(symbol);
+    if (range == signature_.ranges_.end()) return;
+    const auto& [least, most] = range->second;
+    if ((least && value < *least) || (most && value > *most))
+      throw std::invalid_argument(label + " is " + std::to_string(value) + ", exported for " +
+                                  (least ? std::to_string(*least) : "any") + " to " +
+                                  (most ? std::to_string(*most) : "any"));
+  }
+
+  // A size that is linear in the only symbol that is not known says what the symbol is.
+  void solve(const Derived& size) {
+    std::optional<std::string> unknown;
+    for (const std::string& symbol : size.expected->symbols()) {
+      if (symbols_.contains(symbol)) continue;
+      if (unknown) return;
+      unknown = symbol;
+    }
+    if (!unknown) return;
+    auto at = [&](int64_t value) {
+      auto symbols = symbols_;
+      symbols[*unknown] = value;
+      return size.expected->evaluate(symbols);
+    };
+    const auto zero = at(0), one = at(1);
+    if (!zero || !one || *zero == *one) return;
+    const int64_t value = (size.value - *zero) / (*one - *zero);
+    if (at(value) == size.value) return bind(*unknown, value, size.label);
+    throw std::invalid_argument(size.label + " is " + std::to_string(size.value) + ", exported as " +
+                                size.expected->to_string());
+  }
+
+  const InputSignature& signature_;
+  Expression::Symbols symbols_;
+  std::map<std::string, std::string> labels_;
+  std::vector<Derived> derived_;
+};
+
+// ---- one call -----------------------------------------------------------------------------------
+
+size_t InputSignature::parameter_named(const std::string& name) const {
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (parameters_[i].name == name) return i;
+  std::string known;
+  for (const Parameter& parameter : parameters_) known += (known.empty() ? "'" : ", '") + parameter.name + "'";
+  throw std::invalid_argument("there is no input '" + name + "'; the model was exported with " + known);
+}
+
+std::vector<ExportedValue> InputSignature::gather(const ExportedInputs& inputs) const {
+  if (inputs.positional.size() > parameters_.size())
+    throw std::invalid_argument(std::to_string(inputs.positional.size()) +
+                                " inputs are given; the model was exported with " + std::to_string(parameters_.size()));
+  std::vector<const ExportedValue*> given(parameters_.size());
+  for (size_t i = 0; i < inputs.positional.size(); ++i) given[i] = &inputs.positional[i];
+  for (const auto& [name, value] : inputs.named) {
+    const ExportedValue*& own = given[parameter_named(name)];
+    if (own != nullptr) throw std::invalid_argument("the input '" + name + "' is given twice");
+    own = &value;
+  }
+  std::vector<ExportedValue> leaves;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const Parameter& parameter = parameters_[i];
+    if (given[i] != nullptr) {
+      parameter.structure.flatten(*given[i], "input '" + parameter.name + "'", leaves);
+      continue;
+    }
+    for (size_t leaf = parameter.first_leaf; leaf < parameter.first_leaf + parameter.leaf_count; ++leaf) {
+      if (!leaves_[leaf].constant) throw std::invalid_argument(leaves_[leaf].label + " is missing");
+      leaves.push_back(*leaves_[leaf].constant);
+    }
+  }
+  return leaves;
+}
+
+void InputSignature::check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device,
+                                  ShapeCheck& shapes) const {
+  if (dtype_family(tensor.scalar_type()) != dtype_family(leaf.dtype))
+    throw std::invalid_argument(leaf.label + " is " + c10::toString(tensor.scalar_type()) + ", exported as " +
+                                c10::toString(leaf.dtype));
+  if (tensor.device() != device && tensor.dim() > 0)
+    throw std::invalid_argument(leaf.label + " is on " + tensor.device().str() + ", expected the model's device, " +
+                                device.str());
+  if (static_cast<size_t>(tensor.dim()) != leaf.sizes.size())
+    throw std::invalid_argument(leaf.label + " has " + std::to_string(tensor.dim()) + " dimensions, exported with " +
+                                std::to_string(leaf.sizes.size()));
+  for (size_t i = 0; i < leaf.sizes.size(); ++i)
+    shapes.add("dimension " + std::to_string(i) + " of " + leaf.label, leaf.sizes[i],
+               tensor.size(static_cast<int64_t>(i)));
+}
+
+c10::IValue InputSignature::check_leaf(const Leaf& leaf, const ExportedValue& value, at::Device device,
+                                       ShapeCheck& shapes) const {
+  if (leaf.constant) {
+    if (!same_constant(*leaf.constant, value))
+      throw std::invalid_argument(leaf.label + " is " + constant_text(value) + "; it was " +
+                                  constant_text(*leaf.constant) +
+                                  " when the model was exported, and has become part of it");
+    return {};
+  }
+  if (leaf.is_tensor) {
+    if (!value.is_tensor()) throw std::invalid_argument(leaf.label + " is " + value.kind() + ", exported as a tensor");
+    check_tensor(leaf, value.tensor(), device, shapes);
+    return value.tensor();
+  }
+  if (!value.is_int()) throw std::invalid_argument(leaf.label + " is " + value.kind() + ", exported as an integer");
+  shapes.add(leaf.label, *leaf.number, value.to_int());
+  return value.to_int();
+}
+
+std::vector<c10::IValue> InputSignature::bind(const ExportedInputs& inputs, at::Device device) const {
+  const std::vector<ExportedValue> leaves = gather(inputs);
+  ShapeCheck shapes(*this);
+  std::vector<c10::IValue> values;
+  for (size_t i = 0; i < leaves.size(); ++i) values.push_back(check_leaf(leaves_[i], leaves[i], device, shapes));
+  shapes.finish();
+  return values;
+}
+
+}  // namespace tessera

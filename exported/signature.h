@@ -1,0 +1,78 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "tessera/exported/expression.h"
+#include "tessera/exported/structure.h"
+#include "tessera/exported/value.h"
+
+namespace tessera {
+
+// Inputs of one call, by position and by name.
+struct ExportedInputs {
+  std::vector<ExportedValue> positional;
+  ExportedValue::Named named;
+
+  void add(ExportedValue value) { positional.push_back(std::move(value)); }
+  void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
+};
+
+// The shapes for which a model was exported: integers, and symbols with ranges.
+class ShapeCheck;
+
+// What a model is given: Python's forward(*args, **kwargs), and what was true of each value when it was exported.
+class InputSignature {
+ public:
+  // Reads a graph module and the range constraints of its program. Throws ExportedError.
+  InputSignature(const nlohmann::json& graph_module, const nlohmann::json& range_constraints,
+                 const Structure::FieldNames& named_tuples);
+
+  // The values of the graph's user inputs, in order. Throws std::invalid_argument that names the input: missing, given
+  // twice, unknown, of another structure, kind, number of dimensions or size, outside of a range, or another number
+  // than the one that has become part of the graph.
+  std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
+
+  // Names of forward's parameters, in order.
+  std::vector<std::string> names() const;
+  // "input_ids: Long [s0, s1]", one a line, and the ranges of symbols.
+  std::string describe() const;
+
+ private:
+  struct Parameter {
+    std::string name;
+    Structure structure;
+    size_t first_leaf, leaf_count;
+  };
+  struct Leaf {
+    std::string label;  // "input 'past[0]'"
+    bool is_tensor = false;
+    at::ScalarType dtype = at::kFloat;
+    std::vector<Expression> sizes;
+    std::optional<Expression> number;  // of an integer that is an input of the graph
+    std::optional<ExportedValue> constant;
+  };
+  struct Range {
+    std::optional<int64_t> least, most;
+  };
+  void read_leaves(const nlohmann::json& graph_module);
+  void read_ranges(const nlohmann::json& range_constraints);
+  void read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
+  std::vector<ExportedValue> gather(const ExportedInputs& inputs) const;
+  size_t parameter_named(const std::string& name) const;
+  void check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device, ShapeCheck& shapes) const;
+  c10::IValue check_leaf(const Leaf& leaf, const ExportedValue& value, at::Device device, ShapeCheck& shapes) const;
+  friend class ShapeCheck;
+
+  std::vector<Parameter> parameters_;
+  std::vector<Leaf> leaves_;
+  std::map<std::string, Range> ranges_;
+};
+
+}  // namespace tessera
