@@ -1,0 +1,126 @@
+#include "tessera/plan/counting_communicator.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+#include "tessera/plan/recorder.h"
+
+namespace tessera {
+namespace {
+
+// By Communicator::Collective::Kind.
+constexpr const char* kNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
+                                  "reduce",     "scatter",        "all-reduce", "all-to-all"};
+
+// Bytes [begin, begin + numel) of elements.
+char* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
+}
+
+// Each place of `to` gets what fits of `from`, this rank's.
+void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
+  int64_t begin = 0;
+  for (const int64_t count : counts) {
+    const auto bytes = static_cast<size_t>(std::min(count, from.numel())) * from.element_size();
+    if (bytes > 0) std::memmove(at_element(to, begin), from.const_data_ptr(), bytes);
+    begin += count;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size) {
+  if (size < 1 || rank < 0 || rank >= size)
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
+                                ", expected 0 to the world's size less 1");
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size));
+}
+
+void CountingCommunicator::abort_this(const std::string& reason) noexcept { aborted_ = reason; }
+
+std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&, const std::vector<int>& members,
+                                                              int position) {
+  return position < 0 ? nullptr : make(position, static_cast<int>(members.size()));
+}
+
+void CountingCommunicator::require_other_ranks(std::string_view what) const {
+  throw std::invalid_argument("rank " + std::to_string(rank()) + " of a dry run has no other ranks to ask for " +
+                              std::string(what));
+}
+
+Pending CountingCommunicator::start(Collective collective) {
+  if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const at::Tensor& any = full.defined() ? full : shard;
+  const int64_t bytes =
+      (kind == Collective::kAllToAll ? full.numel() : numel) * static_cast<int64_t>(any.element_size());
+  Recorder* recorder = Recorder::current();
+  if (recorder != nullptr) recorder->add_collective({kNames[kind], what, size(), bytes});
+
+  const int64_t others = size() - 1;
+  const auto own_bytes = shard.defined() ? static_cast<int64_t>(shard.nbytes()) : 0;
+  const bool is_root = rank() == root;
+  switch (kind) {
+    case Collective::kAllGather:
+      count_sent(own_bytes * others);
+      break;
+    case Collective::kReduceScatter:
+      count_sent(bytes - own_bytes);
+      break;
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+      count_sent(2 * bytes * others / size());
+      break;
+    case Collective::kBroadcast:
+      count_sent(is_root ? bytes * others : 0);
+      break;
+    case Collective::kReduce:
+      count_sent(is_root ? 0 : bytes);
+      break;
+    case Collective::kScatter:
+      count_sent(is_root ? bytes - own_bytes : 0);
+      break;
+    case Collective::kAllToAll:
+      count_sent(own_bytes - send_counts[static_cast<size_t>(rank())] * static_cast<int64_t>(any.element_size()));
+      break;
+  }
+
+  const bool is_void = Recorder::is_void(full) || Recorder::is_void(shard);
+  if (is_void) {
+    if (recorder != nullptr)
+      for (const at::Tensor& tensor : {full, shard})
+        if (tensor.defined()) recorder->make_void(tensor);
+    return {};
+  }
+  c10::InferenceMode quiet;
+  const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
+  switch (kind) {
+    case Collective::kAllGather:
+    case Collective::kAllToAll:
+      repeat(full, shard, counts);
+      break;
+    case Collective::kReduceScatter:
+    case Collective::kScatter:
+      if (full.defined() && shard.numel() > 0) {
+        std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
+      } else if (!full.defined() && recorder != nullptr) {
+        recorder->make_void(shard);  // nobody is there to send it
+      }
+      if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
+      break;
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+    case Collective::kReduce:
+      if (op == ReduceOp::kSum) full.mul_(size());
+      break;
+    case Collective::kBroadcast:
+      break;
+  }
+  return {};
+}
+
+}  // namespace tessera

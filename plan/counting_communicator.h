@@ -1,0 +1,38 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+// One rank of a group of any size of which no other rank exists: operations are written down by the thread's current
+// Recorder and move nothing. They answer as if every other rank had the same values as this one, which is what
+// agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every place of its length
+// (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean nothing on this rank
+// mean nothing afterwards either. traffic() counts what a rank has to send at least: each element once to each rank
+// that needs it, or, reduced, once up and once down.
+//
+// What needs other ranks' true values throws std::invalid_argument by name: split() by a color, since only split_by()
+// knows everybody's. abort() is noted, and every later operation throws CommError with its reason.
+class CountingCommunicator : public Communicator {
+ public:
+  // Throws std::invalid_argument unless 0 <= rank < size.
+  static std::shared_ptr<CountingCommunicator> make(int rank, int size);
+
+ protected:
+  Pending start(Collective collective) override;
+  void abort_this(const std::string& reason) noexcept override;
+  std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                          int position) override;
+  void require_other_ranks(std::string_view what) const override;
+
+ private:
+  CountingCommunicator(int rank, int size) : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)) {}
+
+  std::string aborted_;
+};
+
+}  // namespace tessera

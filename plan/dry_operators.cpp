@@ -1,0 +1,318 @@
+#include "tessera/plan/dry_operators.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/ones.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "tessera/paging/residency.h"
+#include "tessera/plan/recorder.h"
+#include "tessera/plan/shape_rules.h"
+
+namespace tessera {
+
+// Left over from torchdistX, below autograd; libtorch does not use it. The one place where it is named.
+#define TESSERA_RECORDING_KEY Fake
+static constexpr auto kRecordingKey = c10::DispatchKey::TESSERA_RECORDING_KEY;
+
+namespace {
+
+constexpr int64_t kMostBytesRun = int64_t{32} << 20;  // of what has no rule
+
+enum class How : uint8_t {
+  kThrough,  // made of others, which are looked at for themselves, or a view
+  kKernel,   // it computes
+  kValue,    // it hands a value to the host
+  kShape,    // its results' shapes are made of values
+};
+
+struct Traits {
+  How how = How::kThrough;
+  std::string name;  // with the overload, if any
+  bool has_meta_kernel = false;
+  bool is_mutable = false;
+  bool has_flop = false;
+  std::vector<bool> writes;  // by argument
+};
+
+bool is_written(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  if (alias->isWrite()) return true;
+  for (const c10::AliasInfo& contained : alias->containedTypes())
+    if (contained.isWrite()) return true;
+  return false;
+}
+
+// Composite by registration, but they compute by pointer.
+const std::unordered_set<std::string> kKernelsAtHeart = {
+    "aten::copy_", "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_nnpack_spatial_convolution"};
+// On metadata alone, though they have CPU kernels.
+const std::unordered_set<std::string> kMetadata = {"aten::set_", "aten::resize_", "aten::_fused_sdp_choice",
+                                                   "aten::is_set_to", "aten::_reshape_alias"};
+const std::unordered_set<std::string> kValues = {"aten::_local_scalar_dense", "aten::equal"};
+const std::unordered_set<std::string> kShapes = {"aten::nonzero",
+                                                 "aten::masked_select",
+                                                 "aten::_unique",
+                                                 "aten::_unique2",
+                                                 "aten::unique_dim",
+                                                 "aten::bincount",
+                                                 "aten::histc",
+                                                 "aten::unique_consecutive",
+                                                 "aten::repeat_interleave",
+                                                 "aten::unique_dim_consecutive"};
+
+Traits describe(const c10::OperatorHandle& op) {
+  const c10::FunctionSchema& schema = op.schema();
+  Traits traits;
+  traits.name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
+  traits.has_meta_kernel = op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
+  traits.has_flop = has_flop(traits.name);
+  bool is_view = false;
+  for (const c10::Argument& result : schema.returns())
+    is_view = is_view || (result.alias_info() != nullptr && !is_written(result));
+  for (const c10::Argument& argument : schema.arguments()) {
+    traits.writes.push_back(is_written(argument));
+    traits.is_mutable = traits.is_mutable || traits.writes.back();
+  }
+  if (kValues.contains(schema.name())) {
+    traits.how = How::kValue;
+  } else if (kShapes.contains(schema.name())) {
+    traits.how = How::kShape;
+  } else if (!is_view && !kMetadata.contains(schema.name()) &&
+             (op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || kKernelsAtHeart.contains(schema.name()))) {
+    traits.how = How::kKernel;
+  }
+  return traits;
+}
+
+const Traits& traits_of(const c10::OperatorHandle& op) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, Traits> known;
+  const auto [entry, is_new] = known.try_emplace(&op.schema());
+  if (is_new) entry->second = describe(op);
+  return entry->second;
+}
+
+// Calls visit(tensor, argument) for every tensor among values, those in lists too.
+template <class Visit>
+void for_each_tensor(at::ArrayRef<c10::IValue> values, Visit visit) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (values[i].isTensor()) {
+      if (values[i].toTensor().defined()) visit(values[i].toTensor(), i);
+    } else if (values[i].isTensorList() || values[i].isOptionalTensorList()) {
+      for (const c10::IValue& element : values[i].toListRef())
+        if (element.isTensor() && element.toTensor().defined()) visit(element.toTensor(), i);
+    }
+  }
+}
+
+std::vector<at::Tensor> tensors_of(at::ArrayRef<c10::IValue> values) {
+  std::vector<at::Tensor> tensors;
+  for_each_tensor(values, [&](const at::Tensor& tensor, size_t) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+// The same arguments on the meta device.
+std::vector<c10::IValue> meta_arguments(at::ArrayRef<c10::IValue> arguments) {
+  std::vector<c10::IValue> result(arguments.begin(), arguments.end());
+  for (c10::IValue& value : result) {
+    if (value.isTensor() && value.toTensor().defined()) {
+      value = meta_of(value.toTensor());
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value.toTensorVector())
+        list.push_back(tensor.defined() ? meta_of(tensor) : tensor);
+      value = std::move(list);
+    } else if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& element : value.toListRef()) {
+        const bool is_there = element.isTensor() && element.toTensor().defined();
+        list.push_back(is_there ? std::optional(meta_of(element.toTensor())) : std::nullopt);
+      }
+      value = std::move(list);
+    }
+  }
+  return result;
+}
+
+at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
+  if (!meta.defined()) return meta;
+  at::Tensor tensor = at::detail::empty_strided_cpu(meta.sizes(), meta.strides(), meta.scalar_type());
+  recorder.make_void(tensor);
+  return tensor;
+}
+
+[[noreturn]] void refuse(const Traits& traits, const std::string& why) {
+  throw std::invalid_argument("dry_run: " + traits.name + " " + why);
+}
+
+// What the operator would return, on the meta device; by its kernel there or by rule.
+std::vector<c10::IValue> shapes_of(const c10::OperatorHandle& op, const Traits& traits,
+                                   std::vector<c10::IValue> arguments) {
+  if (const ShapeRule* rule = shape_rule_of(traits.name)) {
+    std::vector<c10::IValue> results;
+    for (at::Tensor& tensor : (*rule)(arguments)) results.emplace_back(std::move(tensor));
+    return results;
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &arguments);
+  return arguments;
+}
+
+// Whether the kernel itself is called on what memory holds, since nothing else knows what it makes.
+bool is_run(const Traits& traits, at::ArrayRef<c10::IValue> arguments) {
+  if (traits.has_meta_kernel || shape_rule_of(traits.name) != nullptr) return false;
+  int64_t bytes = 0;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor, size_t) { bytes += static_cast<int64_t>(tensor.nbytes()); });
+  if (bytes > kMostBytesRun)
+    refuse(traits, "has neither a meta kernel in libtorch's C++ nor a rule of shapes here, and is given " +
+                       std::to_string(bytes) + " bytes, more than the " + std::to_string(kMostBytesRun) +
+                       " with which it would be run on zeros");
+  return true;
+}
+
+// A draw that is not made moves its generator all the same: checkpointed() looks whether there was any.
+void draw(const Traits& traits, const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "generator" && (i > 0 || traits.name != "aten::native_dropout")) continue;
+    at::Generator generator =
+        arguments[i].isGenerator() ? arguments[i].toGenerator() : at::detail::getDefaultCPUGenerator();
+    std::lock_guard lock(generator.mutex());
+    at::check_generator<at::CPUGeneratorImpl>(generator)->random();
+  }
+}
+
+// Those that are written to are returned, or listed, as they are; others are new. The shape of an `out` may change.
+void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack& stack, Recorder& recorder) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  const std::vector<c10::IValue> arguments(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  draw(traits, schema, arguments);
+  bool needs_shapes = false;
+  for (const c10::Argument& result : schema.returns()) needs_shapes = needs_shapes || result.alias_info() == nullptr;
+  for (size_t i = 0; i < count; ++i)
+    needs_shapes = needs_shapes || (traits.writes[i] && schema.arguments()[i].is_out());
+  if (needs_shapes && is_run(traits, arguments)) {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    for (const at::Tensor& made : tensors_of(torch::jit::last(stack, schema.returns().size())))
+      recorder.make_void(made);
+    return;
+  }
+  std::vector<c10::IValue> shapes;
+  if (needs_shapes) shapes = shapes_of(op, traits, meta_arguments(arguments));
+  torch::jit::drop(stack, count);
+  for_each_tensor(arguments, [&](const at::Tensor& tensor, size_t i) {
+    if (traits.writes[i] && !(schema.name() == "aten::_amp_foreach_non_finite_check_and_unscale_" && i == 1))
+      recorder.make_void(tensor);  // nothing is found to be infinite
+  });
+  for (size_t result = 0; result < schema.returns().size(); ++result) {
+    const auto* alias = schema.returns()[result].alias_info();
+    if (alias != nullptr) {
+      for (size_t i = 0; i < count; ++i) {
+        const auto* given = schema.arguments()[i].alias_info();
+        if (given == nullptr || given->beforeSets() != alias->beforeSets()) continue;
+        at::Tensor tensor = arguments[i].toTensor();
+        if (schema.arguments()[i].is_out() && result < shapes.size() && shapes[result].isTensor() &&
+            tensor.sizes() != shapes[result].toTensor().sizes()) {
+          tensor.resize_(shapes[result].toTensor().sizes());
+          recorder.make_void(tensor);
+        }
+        stack.emplace_back(std::move(tensor));
+      }
+    } else if (shapes.at(result).isTensor()) {
+      stack.emplace_back(without_values(shapes[result].toTensor(), recorder));
+    } else if (shapes[result].isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : shapes[result].toTensorVector()) list.push_back(without_values(tensor, recorder));
+      stack.emplace_back(std::move(list));
+    } else {
+      stack.push_back(shapes[result]);
+    }
+  }
+}
+
+// Zeros stand for values that the host asks for.
+void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
+  recorder.read_value(traits.name);
+  const at::ScalarType dtype = stack.back().isTensor() ? stack.back().toTensor().scalar_type() : at::kFloat;
+  torch::jit::drop(stack, count);
+  if (traits.name == "aten::equal") return torch::jit::push(stack, false);
+  if (dtype == at::kBool) return torch::jit::push(stack, at::Scalar(false));
+  torch::jit::push(stack, at::isIntegralType(dtype, false) ? at::Scalar(0) : at::Scalar(0.0));
+}
+
+// New memory of many floating-point numbers holds none, and nobody will compute them.
+void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
+  for (const at::Tensor& tensor : made)
+    if (tensor.is_cpu() && at::isFloatingType(tensor.scalar_type()) && tensor.has_storage() &&
+        static_cast<int64_t>(tensor.storage().nbytes()) > Recorder::kSmallBytes)
+      recorder.make_void(tensor);
+}
+
+thread_local bool is_called = false;
+
+void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecordingKey);
+  is_called = true;
+  Recorder* recorder = Recorder::current();
+  if (recorder == nullptr || Recorder::is_paused()) {
+    c10::impl::ExcludeDispatchKeyGuard unseen(kRecordingKey);
+    return op.redispatchBoxed(below, stack);
+  }
+  const Traits& traits = traits_of(op);
+  const size_t count = op.schema().arguments().size();
+  bool any_void = false, all_cpu = true;
+  for_each_tensor(torch::jit::last(*stack, count), [&](const at::Tensor& tensor, size_t) {
+    all_cpu = all_cpu && tensor.device().is_cpu();
+    any_void = any_void || (!recorder->has_data() && Recorder::is_void(tensor));
+    if (Page* page = page_of(tensor)) recorder->set_unit(page->name());
+  });
+  if (traits.how == How::kThrough || !all_cpu) return op.redispatchBoxed(below, stack);
+
+  c10::impl::ExcludeDispatchKeyGuard inside(kRecordingKey);
+  if (any_void && traits.how == How::kShape)
+    refuse(traits, "makes tensors whose shapes depend on values, and its arguments have none");
+  std::vector<c10::IValue> arguments;
+  if (traits.has_flop) {
+    const auto last = torch::jit::last(*stack, count);
+    arguments.assign(last.begin(), last.end());
+  }
+  recorder->begin_operator(traits.name);
+  struct End {
+    Recorder* recorder;
+    int64_t flop = 0;
+    ~End() { recorder->end_operator(flop); }
+  } end{recorder};
+  if (any_void && traits.how == How::kValue) return stand_in(traits, *stack, count, *recorder);
+  any_void ? skip(op, traits, *stack, *recorder) : op.redispatchBoxed(below, stack);
+  const std::vector<at::Tensor> made = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
+  if (!any_void && !recorder->has_data()) mark_made(made, *recorder);
+  if (traits.has_flop) end.flop = flop_of(traits.name, arguments, made);
+}
+
+TORCH_LIBRARY_IMPL(_, TESSERA_RECORDING_KEY, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&record_operator>());
+}
+
+}  // namespace
+
+RecordedOperators::RecordedOperators() : included_(kRecordingKey) {
+  is_called = false;
+  at::AutoDispatchBelowADInplaceOrView quiet;
+  at::neg(at::ones({1}));
+  if (!is_called)
+    throw std::runtime_error(
+        "Tessera's fallback for the dispatch key Fake is not called: another library in this process uses the key, or "
+        "this libtorch dropped it");
+}
+
+}  // namespace tessera

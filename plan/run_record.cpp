@@ -1,0 +1,52 @@
+#include "tessera/plan/run_record.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <map>
+#include <numeric>
+#include <sstream>
+
+namespace tessera {
+
+int64_t BytesByKind::tensors() const {
+  return std::accumulate(bytes.begin(), bytes.end(), int64_t{0}) - (*this)[MemoryKind::kScratch] -
+         (*this)[MemoryKind::kTransport];
+}
+
+int64_t RunRecord::collective_bytes(int step) const {
+  int64_t bytes = 0;
+  for (const RecordedCollective& collective : collectives)
+    if (collective.step == step) bytes += collective.bytes;
+  return bytes;
+}
+
+std::string RunRecord::summary() const {
+  std::ostringstream text;
+  const auto gib = [](int64_t bytes) { return static_cast<double>(bytes) / (int64_t{1} << 30); };
+  text << std::fixed << std::setprecision(3) << "peak " << gib(peak_bytes()) << " GiB";
+  if (!operators.empty()) {
+    const RecordedOperator& at = operators[peak_at];
+    text << ", in " << (at.step == 0 ? "the constructor" : "step " + std::to_string(at.step))
+         << (at.in_backward ? ", in backward" : "") << ", at " << at.name
+         << (at.unit == 0 ? "" : " of " + units[static_cast<size_t>(at.unit)]);
+  }
+  text << ":\n";
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind)
+    if (peak.bytes[kind] > 0)
+      text << "  " << std::left << std::setw(13) << name_of(static_cast<MemoryKind>(kind)) << std::right
+           << std::setw(12) << gib(peak.bytes[kind]) << " GiB\n";
+  const int last = operators.empty() ? 0 : operators.back().step;
+  text << std::setprecision(4) << static_cast<double>(flop) * 1e-12 << " TFLOP a step\n";
+  std::map<std::string, std::pair<int64_t, int64_t>> by_operation;
+  for (const RecordedCollective& collective : collectives) {
+    if (collective.step != last) continue;
+    ++by_operation[collective.operation].first;
+    by_operation[collective.operation].second += collective.bytes;
+  }
+  for (const auto& [operation, total] : by_operation)
+    text << "  " << total.first << " x " << operation << ", " << gib(total.second) << " GiB\n";
+  for (const std::string& stand_in : stand_ins) text << "0 stands for a value that was asked for: " << stand_in << "\n";
+  return text.str();
+}
+
+}  // namespace tessera
