@@ -2,6 +2,8 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "tessera/offload/simulated_link.h"
 
@@ -29,7 +31,44 @@ Copy CopyEngine::checked_start(CopyDirection direction, const at::Tensor& to, co
   const auto bytes = static_cast<int64_t>(from.nbytes());
   (direction == CopyDirection::kToDevice ? counters_->to_device_bytes : counters_->to_host_bytes) += bytes;
   ++counters_->copies;
+  in_use_->remove_ended();
   return start(direction, to, from);
+}
+
+int64_t HostMemoryInUse::add(at::Tensor host, std::shared_ptr<CopyEnd> end) {
+  std::lock_guard lock(mutex_);
+  uses_[next_] = {std::move(host), std::move(end)};
+  return next_++;
+}
+
+void HostMemoryInUse::remove(int64_t number) {
+  Use gone;  // let go without the lock
+  std::lock_guard lock(mutex_);
+  if (const auto use = uses_.find(number); use != uses_.end()) {
+    gone = std::move(use->second);
+    uses_.erase(use);
+  }
+}
+
+void HostMemoryInUse::remove_ended() {
+  std::vector<Use> gone;
+  std::lock_guard lock(mutex_);
+  std::erase_if(uses_, [&](auto& use) {
+    if (!use.second.end->is_over()) return false;
+    gone.push_back(std::move(use.second));
+    return true;
+  });
+}
+
+void HostMemoryInUse::wait_for(const at::Tensor& host) {
+  std::vector<std::shared_ptr<CopyEnd>> ends;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [number, use] : uses_)
+      if (use.host.is_alias_of(host)) ends.push_back(use.end);
+  }
+  for (const auto& end : ends) end->wait();
+  if (!ends.empty()) remove_ended();
 }
 
 CopyTraffic CopyEngine::traffic() const {

@@ -21,10 +21,11 @@ struct CpuOffload {
   // The most host memory that the wrapper may take, in bytes. 0: no bound. Beyond it construction or
   // backward throws std::runtime_error that says what the memory was for, and the rank.
   int64_t host_limit_bytes = 0;
-  // With `params`: a folder on a local disk. The shards of the units that `disk_units` names (its argument
-  // as in describe(): "blocks.3"; empty: all) lie there instead, and so does their state with HostAdam
-  // and HostAdamW; other optimizers keep their state in host memory. Empty: no disk.
+  // With `params`: a folder on a local disk. The shards of the units that `disk_units` names lie there
+  // instead, and so does their state with HostAdam and HostAdamW; other optimizers keep their state in
+  // host memory. Empty: no disk.
   std::string directory;
+  // Which units lie on the disk, by name as in describe(): "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units;
   // The most host memory for what is on its way between disk, optimizer and device.
   int64_t disk_buffer_bytes = int64_t{256} << 20;

@@ -3,71 +3,75 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "tessera/async/stream_uses.h"
 #include "tessera/offload/copy_engine.h"
 
 namespace tessera {
 namespace {
 
-c10::Event event_of(at::Device device) { return c10::Event(device.type()); }
+// Note [Streams of a copy]. `ready` is recorded on the caller's stream and blocks the copy's, so that a copy never
+// overtakes the kernels that produce what it reads, or that still use the memory that it writes. `end` is recorded on
+// the copy's stream. A stream that waits for it, at the latest the one that is current when the handle goes, may have
+// the device's memory freed or changed; what the host does with its own memory is HostMemoryInUse's business.
+class EventEnd : public CopyEnd {
+ public:
+  explicit EventEnd(const c10::Stream& stream) : event(stream.device_type()) { event.record(stream); }
+  bool is_over() override { return event.query(); }
+  void wait() override { event.synchronize(); }
+  c10::Event event;
+};
 
-// Note [Streams of a copy]. `ready` is recorded on the caller's stream and blocks the copy's, so that
-// a copy never overtakes the kernels that produce what it reads, or that still use the memory that
-// it writes. `done` is recorded on the copy's stream. Memory goes back to a pool only after the
-// caller's stream, or the host, has waited for `done`; so the allocator needs no record of streams.
 class StreamCopy : public Copy::Operation {
  public:
   StreamCopy(CopyDirection direction, at::Tensor to, at::Tensor from, const c10::Stream& stream,
-             std::shared_ptr<std::atomic<int64_t>> late_copies)
-      : direction_(direction),
-        to_(std::move(to)),
-        from_(std::move(from)),
-        done_(event_of(stream.device())),
-        late_copies_(std::move(late_copies)) {
-    const c10::impl::VirtualGuardImpl guard(stream.device_type());
-    c10::Event ready = event_of(stream.device());
-    ready.record(guard.getStream(stream.device()));
-    ready.block(stream);
+             std::shared_ptr<HostMemoryInUse> in_use, std::shared_ptr<std::atomic<int64_t>> late_copies)
+      : CopyOperation(std::move(to), std::move(from), std::move(late_copies)),
+        direction_(direction),
+        device_(stream.device()),
+        in_use_(std::move(in_use)) {
+    order_streams(current_stream(device_), stream);
     c10::InferenceMode quiet;
     c10::StreamGuard on_stream(stream);
     to_.copy_(from_, /*non_blocking=*/true);
-    done_.record(stream);
+    end_ = std::make_shared<EventEnd>(stream);
+    use_ = in_use_->add(direction == CopyDirection::kToHost ? to_ : from_, end_);
   }
   ~StreamCopy() override {
     try {
-      done_.synchronize();  // an exception is unwinding, perhaps: the memory must not go before
-    } catch (...) {         // NOLINT(bugprone-empty-catch): the device has failed, and says so elsewhere
+      if (!is_ordered_) order_device();
+    } catch (...) {  // NOLINT(bugprone-empty-catch): the device has failed, and says so elsewhere
     }
   }
 
   void order() override {
-    note_if_late();
-    if (direction_ == CopyDirection::kToHost) return done_.synchronize();
-    const at::Device device = to_.device();
-    done_.block(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    if (direction_ == CopyDirection::kToHost) return finish();
+    order_device();
+  }
+  void order_device() override {
+    note_wait(end_->is_over());
+    end_->event.block(current_stream(device_));
+    is_ordered_ = true;
   }
   void finish() override {
-    note_if_late();
-    done_.synchronize();
+    note_wait(end_->is_over());
+    end_->wait();
+    in_use_->remove(use_);
+    is_ordered_ = true;
   }
 
  private:
-  void note_if_late() {
-    if (!std::exchange(is_noted_, true) && !done_.query()) ++*late_copies_;
-  }
-
   const CopyDirection direction_;
-  at::Tensor to_, from_;
-  c10::Event done_;
-  std::shared_ptr<std::atomic<int64_t>> late_copies_;
-  bool is_noted_ = false;
+  const at::Device device_;
+  const std::shared_ptr<HostMemoryInUse> in_use_;
+  std::shared_ptr<EventEnd> end_;
+  int64_t use_ = 0;
+  bool is_ordered_ = false;
 };
 
 class StreamCopyEngine : public CopyEngine {
  public:
   explicit StreamCopyEngine(at::Device device)
-      : CopyEngine(device),
-        in_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
-        out_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true)) {}
+      : CopyEngine(device), in_(new_stream(device)), out_(new_stream(device)) {}
   ~StreamCopyEngine() override {
     try {
       in_.synchronize();
@@ -77,9 +81,13 @@ class StreamCopyEngine : public CopyEngine {
   }
 
  private:
+  static c10::Stream new_stream(at::Device device) {
+    return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  }
   Copy start(CopyDirection direction, at::Tensor to, at::Tensor from) override {
     return Copy(std::make_unique<StreamCopy>(direction, std::move(to), std::move(from),
-                                             direction == CopyDirection::kToDevice ? in_ : out_, late_copies()));
+                                             direction == CopyDirection::kToDevice ? in_ : out_, in_use(),
+                                             late_copies()));
   }
 
   const c10::Stream in_, out_;

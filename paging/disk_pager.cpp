@@ -3,12 +3,16 @@
 #include <ATen/ops/from_blob.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <utility>
+
+#include "tessera/memory/without_data.h"
 
 namespace tessera {
 namespace {
@@ -21,6 +25,8 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   };
   require(options.buffer_bytes >= File::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
   require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
+  if (is_without_data())
+    throw std::invalid_argument("dry_run: memory in files (CpuOffload's directory) holds data; leave it out");
   require(options.threads >= 1, "threads", options.threads, "1 or more");
   return options;
 }
@@ -51,7 +57,10 @@ at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
 File offload_file(const std::string& directory) { return File::create_unnamed(directory, &throw_offload_error); }
 
 DiskPager::DiskPager(DiskPagerOptions options)
-    : options_(checked(options)), file_(offload_file(options.directory)), buffers_(at::kCPU), queue_(options.threads) {}
+    : options_(checked(options)),
+      file_(offload_file(options.directory)),
+      buffers_(at::kCPU, MemoryKind::kHost),
+      queue_(options.threads) {}
 
 DiskPager::~DiskPager() {
   std::lock_guard lock(mutex_);
@@ -64,8 +73,7 @@ DiskPager::~DiskPager() {
 at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
                            const std::string& name) {
   std::lock_guard lock(mutex_);
-  int64_t numel = 1;
-  for (const int64_t size : sizes) numel *= size;
+  const int64_t numel = c10::multiply_integers(sizes);
   Entry entry;
   entry.bytes = File::whole_blocks(std::max<int64_t>(numel * static_cast<int64_t>(c10::elementSize(dtype)), 1));
   if (with_alignment(entry.bytes) > options_.buffer_bytes)
@@ -75,9 +83,8 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   entry.offset = file_.extend(entry.bytes);
   entry.page = std::make_unique<Page>(this, static_cast<int>(entries_.size()), name, at::kCPU);
   entry.page->set_writable(true);
-  const at::Tensor view = entry.page->view(dtype, sizes, strides, 0);
   entries_.push_back(std::move(entry));
-  return view;
+  return entries_.back().page->view(dtype, sizes, strides, 0);
 }
 
 DiskPager* DiskPager::of(const at::Tensor& tensor) {
@@ -85,20 +92,18 @@ DiskPager* DiskPager::of(const at::Tensor& tensor) {
   return page == nullptr ? nullptr : dynamic_cast<DiskPager*>(page->pager());
 }
 
-DiskPager::Entry& DiskPager::entry_of(const at::Tensor& tensor, int* index) {
+DiskPager::Entry& DiskPager::entry_of(const at::Tensor& tensor) {
   Page* page = page_of(tensor);
   if (page == nullptr || page->pager() != this) throw std::logic_error("a tensor that is not of this disk pager");
-  if (index != nullptr) *index = page->id();
   return entries_[page->id()];
 }
 
 // ---- states --------------------------------------------------------------------------------------
 
-bool DiskPager::is_evictable(int index) const {
-  if (entries_[index].holds > 0) return false;
-  return std::none_of(in_use_.begin(), in_use_.end(), [&](const auto& thread) {
-    return std::find(thread.second.begin(), thread.second.end(), index) != thread.second.end();
-  });
+void DiskPager::make_resident(Entry& entry) {
+  entry.state = State::kResident;
+  entry.page->lend(entry.data);
+  touch(entry);
 }
 
 void DiskPager::drop(Entry& entry) {
@@ -107,70 +112,79 @@ void DiskPager::drop(Entry& entry) {
   entry.state = State::kOnDisk;
 }
 
-void DiskPager::touch(int index) {
-  recent_.remove(index);
-  recent_.push_back(index);
+void DiskPager::touch(Entry& entry) {
+  recent_.remove(&entry);
+  recent_.push_back(&entry);
+}
+
+// The first in the list that nobody holds or uses, taken out of it; null if there is none.
+DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
+  const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
+    return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
+             return std::ranges::find(thread.second, entry) != thread.second.end();
+           });
+  });
+  if (oldest == entries.end()) return nullptr;
+  Entry* entry = *oldest;
+  entries.erase(oldest);
+  return entry;
 }
 
 // Sends the least recently used one that may go on its way; false if there is none.
 bool DiskPager::evict_one() {
-  const auto oldest = std::find_if(recent_.begin(), recent_.end(), [&](int index) { return is_evictable(index); });
-  if (oldest == recent_.end()) return false;
-  const int index = *oldest;
-  recent_.erase(oldest);
-  Entry& entry = entries_[index];
-  const bool is_changed =
-      std::exchange(entry.seen_writes, entry.page->writes()) != entry.page->writes() || entry.is_changed;
-  entry.page->take_back();
+  Entry* entry = take_idle(recent_);
+  if (entry == nullptr) return false;
+  const uint32_t writes = entry->page->writes();
+  const bool is_changed = std::exchange(entry->seen_writes, writes) != writes || entry->is_changed;
+  entry->page->take_back();
   if (!is_changed) {
-    drop(entry);
+    drop(*entry);
     return true;
   }
-  entry.is_changed = entry.is_zero = false;
-  entry.state = State::kWriting;
-  entry.transfer = queue_.add([this, data = entry.data.const_data_ptr(), bytes = entry.bytes, offset = entry.offset] {
-    file_.write(data, bytes, offset);
-    written_bytes_ += bytes;
+  entry->is_changed = entry->is_zero = false;
+  entry->state = State::kWriting;
+  entry->transfer = queue_.add([this, data = entry->data.const_data_ptr(), entry] {
+    file_.write(data, entry->bytes, entry->offset);
+    written_bytes_ += entry->bytes;
   });
-  writing_.push_back(index);
+  writing_.push_back(entry);
   return true;
 }
 
 // What was read for nothing, it seems.
 bool DiskPager::forget_one_read_ahead() {
-  const auto oldest = std::find_if(reading_.begin(), reading_.end(), [&](int index) { return is_evictable(index); });
-  if (oldest == reading_.end()) return false;
-  Entry& entry = entries_[*oldest];
-  reading_.erase(oldest);
-  entry.transfer.wait();
-  drop(entry);
+  Entry* entry = take_idle(reading_);
+  if (entry == nullptr) return false;
+  entry->transfer.wait();
+  drop(*entry);
   return true;
 }
 
-// A failed write leaves the data where they are: in memory, and changed.
-void DiskPager::finish_write(int index) {
-  std::erase(writing_, index);
-  Entry& entry = entries_[index];
+// The data stay in memory if they are wanted, and if the write fails, which is thrown: then as changed ones.
+void DiskPager::finish_write(Entry& entry, bool is_wanted) {
+  writing_.remove(&entry);
+  std::exception_ptr failure;
   try {
     entry.transfer.get();
   } catch (...) {
-    entry.state = State::kResident;
-    entry.is_changed = true;
-    entry.page->lend(entry.data);
-    touch(index);
-    throw;
+    failure = std::current_exception();
   }
-  drop(entry);
+  if (!failure && !is_wanted) return drop(entry);
+  entry.is_changed = failure != nullptr;
+  make_resident(entry);
+  if (failure) std::rethrow_exception(failure);
+}
+
+bool DiskPager::has_room(int64_t bytes) const {
+  return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
 }
 
 // False if there is no room without waiting, or none at all.
 bool DiskPager::make_room(int64_t bytes, bool may_wait) {
-  const int64_t limit = options_.buffer_bytes;
-  auto has_room = [&] { return buffer_bytes() + with_alignment(bytes) <= limit; };
-  while (!has_room()) {
-    if (!writing_.empty() && (may_wait || entries_[writing_.front()].transfer.wait_for(std::chrono::seconds(0)) ==
-                                              std::future_status::ready)) {
-      finish_write(writing_.front());
+  while (!has_room(bytes)) {
+    if (!writing_.empty() &&
+        (may_wait || writing_.front()->transfer.wait_for(std::chrono::seconds(0)) == std::future_status::ready)) {
+      finish_write(*writing_.front(), /*is_wanted=*/false);
     } else if (!may_wait || !(evict_one() || forget_one_read_ahead())) {
       return false;
     }
@@ -178,39 +192,24 @@ bool DiskPager::make_room(int64_t bytes, bool may_wait) {
   return true;
 }
 
-void DiskPager::start_read(int index) {
-  Entry& entry = entries_[index];
+void DiskPager::start_read(Entry& entry) {
   entry.buffer = buffers_.take(with_alignment(entry.bytes), at::kByte);
   entry.data = aligned_part(entry.buffer, entry.bytes);
   entry.state = State::kReading;
-  reading_.push_back(index);
-  entry.transfer = queue_.add([this, data = entry.data.mutable_data_ptr(), bytes = entry.bytes, offset = entry.offset,
-                               is_zero = entry.is_zero] {
+  reading_.push_back(&entry);
+  entry.transfer = queue_.add([this, data = entry.data.mutable_data_ptr(), &entry, is_zero = entry.is_zero] {
     if (is_zero) {
-      std::memset(data, 0, bytes);
+      std::memset(data, 0, entry.bytes);
     } else {
-      file_.read(data, bytes, offset);
-      read_bytes_ += bytes;
+      file_.read(data, entry.bytes, entry.offset);
+      read_bytes_ += entry.bytes;
     }
   });
 }
 
-void DiskPager::require_resident(int index) {
-  Entry& entry = entries_[index];
-  if (entry.state == State::kResident) return touch(index);
-  if (entry.state == State::kWriting) {  // it comes back before it has gone
-    std::erase(writing_, index);
-    entry.state = State::kResident;
-    entry.page->lend(entry.data);
-    touch(index);
-    try {
-      entry.transfer.get();
-    } catch (...) {
-      entry.is_changed = true;
-      throw;
-    }
-    return;
-  }
+void DiskPager::require_resident(Entry& entry) {
+  if (entry.state == State::kResident) return touch(entry);
+  if (entry.state == State::kWriting) return finish_write(entry, /*is_wanted=*/true);
   if (entry.state == State::kOnDisk) {
     if (!make_room(entry.bytes, /*may_wait=*/true))
       throw std::runtime_error(entry.page->name() + " needs " + std::to_string(entry.bytes) +
@@ -218,32 +217,33 @@ void DiskPager::require_resident(int index) {
                                std::to_string(options_.buffer_bytes) +
                                ", all in use at once: raise buffer_bytes, or take an optimizer that steps "
                                "one parameter at a time (HostAdamW)");
-    start_read(index);
+    start_read(entry);
   }
-  std::erase(reading_, index);
+  reading_.remove(&entry);
   try {
     entry.transfer.get();
   } catch (...) {
     drop(entry);
     throw;
   }
-  entry.state = State::kResident;
-  entry.page->lend(entry.data);
-  touch(index);
-  if (last_loaded_ >= 0 && last_loaded_ != index) entries_[last_loaded_].next = index;
-  last_loaded_ = index;
+  make_resident(entry);
+  if (last_loaded_ != nullptr && last_loaded_ != &entry) last_loaded_->next = &entry;
+  last_loaded_ = &entry;
 }
 
-// What is read ahead takes room from what was not used for long, but never waits for a disk.
-void DiskPager::foretell(int index) {
-  for (int ahead = 0; ahead < options_.read_ahead; ++ahead) {
-    index = entries_[index].next;
-    if (index < 0) return;
-    if (entries_[index].state != State::kOnDisk) continue;
-    if (buffer_bytes() + with_alignment(entries_[index].bytes) > options_.buffer_bytes) evict_one();
-    if (!make_room(entries_[index].bytes, /*may_wait=*/false)) return;
-    start_read(index);
-  }
+// Takes room from what was not used for long, but never waits for a disk. False if there is none.
+bool DiskPager::start_read_if_room(Entry& entry) {
+  if (entry.state != State::kOnDisk) return true;
+  if (!has_room(entry.bytes)) evict_one();
+  if (!make_room(entry.bytes, /*may_wait=*/false)) return false;
+  start_read(entry);
+  return true;
+}
+
+void DiskPager::foretell(const Entry& entry) {
+  Entry* next = entry.next;
+  for (int ahead = 0; ahead < options_.read_ahead && next != nullptr && start_read_if_room(*next); ++ahead)
+    next = next->next;
 }
 
 // ---- what callers see ----------------------------------------------------------------------------
@@ -252,11 +252,11 @@ void DiskPager::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;
-  std::vector<int>& mine = in_use_[std::this_thread::get_id()];
+  std::vector<const Entry*>& mine = in_use_[std::this_thread::get_id()];
   mine.clear();
-  for (Page* page : pages) mine.push_back(page->id());
-  for (const int index : std::vector<int>(mine)) require_resident(index);
-  foretell(mine.back());
+  for (Page* page : pages) mine.push_back(&entries_[page->id()]);
+  for (Page* page : pages) require_resident(entries_[page->id()]);
+  foretell(*mine.back());
 }
 
 void DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
@@ -264,48 +264,33 @@ void DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& o
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
+  Hold hold;  // before the lock, which it takes to let go if reading ahead fails
   std::lock_guard lock(mutex_);
   c10::InferenceMode ordinary(false);
   at::NoGradGuard no_grad;
   in_use_.erase(std::this_thread::get_id());  // this thread's last operator is over
-  Hold hold;
-  Entry& entry = entry_of(tensor, &hold.page_);
-  require_resident(hold.page_);
-  ++entry.holds;
+  Entry& entry = entry_of(tensor);
+  require_resident(entry);
   entry.is_changed = entry.is_changed || writes;
   if (writes) entry.page->note_write();
-  hold.pager_ = this;
   auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) +
                 tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  ++entry.holds;
+  hold.entry_ = {&entry, Hold::Release{this}};
   hold.values_ =
       at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
-  foretell(hold.page_);
+  foretell(entry);
   return hold;
 }
 
-void DiskPager::Hold::release() {
-  if (auto* pager = std::exchange(pager_, nullptr)) {
-    std::lock_guard lock(pager->mutex_);
-    --pager->entries_[page_].holds;
-    values_.reset();
-  }
-}
-
-DiskPager::Hold& DiskPager::Hold::operator=(Hold&& other) noexcept {
-  release();
-  pager_ = std::exchange(other.pager_, nullptr);
-  page_ = other.page_;
-  values_ = std::move(other.values_);
-  return *this;
+void DiskPager::Hold::Release::operator()(Entry* entry) const {
+  std::lock_guard lock(pager->mutex_);
+  --entry->holds;
 }
 
 void DiskPager::read_ahead(const at::Tensor& tensor) {
   std::lock_guard lock(mutex_);
-  int index = -1;
-  Entry& entry = entry_of(tensor, &index);
-  if (entry.state != State::kOnDisk) return;
-  if (buffer_bytes() + with_alignment(entry.bytes) > options_.buffer_bytes) evict_one();
-  if (make_room(entry.bytes, /*may_wait=*/false)) start_read(index);
+  start_read_if_room(entry_of(tensor));
 }
 
 int64_t DiskPager::disk_bytes() const {

@@ -12,7 +12,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "tessera/async/task_queue.h"
@@ -37,14 +36,15 @@ struct DiskPagerOptions {
 //
 //   kOnDisk -> kReading -> kResident -> (changed) kWriting -> kOnDisk
 //
-// The tensors that were not used for longest go when room is needed, those that changed by a write that
-// nobody waits for. What is used next is foretold from what followed last time, and read ahead.
-// Operators may use and change the tensors as any others; code that takes pointers holds them first.
-// Data exist in one file without a name, which claims its space on the disk when a tensor is made, so
-// that a full disk is found then and a crash leaves nothing.
+// The tensors that were not used for longest go when room is needed, those that changed by a write that nobody waits
+// for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
+// tensors as any others; code that takes pointers holds them first. Data exist in one file without a name, which claims
+// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing.
 //
 // Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
 class DiskPager : public Pager {
+  struct Entry;
+
  public:
   // Throws std::invalid_argument for options out of range, std::runtime_error for a directory where
   // no file can be made.
@@ -58,22 +58,20 @@ class DiskPager : public Pager {
   // The pager of a tensor, if it lies on a disk, else null.
   static DiskPager* of(const at::Tensor& tensor);
 
-  // While it lives, the data stay in memory.
+  // While it lives, the data stay in memory. Move-only.
   class Hold {
    public:
-    Hold() = default;
-    Hold(Hold&& other) noexcept
-        : pager_(std::exchange(other.pager_, nullptr)), page_(other.page_), values_(std::move(other.values_)) {}
-    Hold& operator=(Hold&& other) noexcept;
-    ~Hold() { release(); }
     // The same elements as an ordinary tensor.
     const at::Tensor& values() const { return values_; }
-    void release();
+    void release() { *this = Hold(); }
 
    private:
     friend class DiskPager;
-    DiskPager* pager_ = nullptr;
-    int page_ = -1;
+    struct Release {
+      DiskPager* pager;
+      void operator()(Entry* entry) const;
+    };
+    std::unique_ptr<Entry, Release> entry_;
     at::Tensor values_;
   };
   // Waits for the data. `writes`: they may change before the hold ends. Throws std::runtime_error if the
@@ -107,31 +105,34 @@ class DiskPager : public Pager {
     int holds = 0;
     bool is_changed = false;
     uint32_t seen_writes = 0;
-    int next = -1;  // what was loaded after it the last time
+    Entry* next = nullptr;  // what was loaded after it the last time
   };
 
-  Entry& entry_of(const at::Tensor& tensor, int* index = nullptr);
-  void require_resident(int index);
-  void start_read(int index);
-  void foretell(int index);
+  Entry& entry_of(const at::Tensor& tensor);
+  void require_resident(Entry& entry);
+  void make_resident(Entry& entry);
+  void start_read(Entry& entry);
+  bool start_read_if_room(Entry& entry);
+  void foretell(const Entry& entry);
+  bool has_room(int64_t bytes) const;
   bool make_room(int64_t bytes, bool may_wait);
   bool evict_one();
   bool forget_one_read_ahead();
-  void finish_write(int index);
-  bool is_evictable(int index) const;
+  void finish_write(Entry& entry, bool is_wanted);
+  Entry* take_idle(std::list<Entry*>& entries);
   void drop(Entry& entry);
-  void touch(int index);
+  void touch(Entry& entry);
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
   File file_;
   CountedBuffers buffers_;
-  std::vector<Entry> entries_;
-  std::list<int> recent_;                               // resident, the latest last
-  std::deque<int> reading_;                             // ahead, and not used yet; the oldest first
-  std::deque<int> writing_;                             // the oldest first
-  std::map<std::thread::id, std::vector<int>> in_use_;  // by a thread's last operator
-  int last_loaded_ = -1;
+  std::deque<Entry> entries_;                                    // by their page's id; they stay where they are
+  std::list<Entry*> recent_;                                     // resident, the latest last
+  std::list<Entry*> reading_;                                    // ahead, and not used yet; the oldest first
+  std::list<Entry*> writing_;                                    // the oldest first
+  std::map<std::thread::id, std::vector<const Entry*>> in_use_;  // by a thread's last operator
+  Entry* last_loaded_ = nullptr;
   std::atomic<int64_t> read_bytes_ = 0, written_bytes_ = 0;
   TaskQueue queue_;  // last: its threads use the rest
 };

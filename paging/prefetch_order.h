@@ -5,10 +5,7 @@
 
 namespace tessera {
 
-// Foretells which units come next, from the order in which they came last time. Pure.
-//
-// A pass is one forward or one backward. During a pass used() is told each unit that comes into
-// use; upcoming() then lists the units that followed at this point of the last pass.
+// Foretells which units come next, from the order in which they came in the last pass: a forward or a backward. Pure.
 class PrefetchOrder {
  public:
   // Ends the pass under way, if any unit was used in it, and starts the next.
@@ -22,8 +19,8 @@ class PrefetchOrder {
   static constexpr size_t kLongestPass = size_t{1} << 16;
   void used(int unit);
 
-  // The next `count` different units after the last one used, nearest first, as far as the last
-  // pass tells. Empty if this pass has left the path of the last one.
+  // The next `count` different units that followed at this point of the last pass, nearest first. Empty if this pass
+  // has left the path of the last one.
   std::vector<int> upcoming(int count) const;
 
   // Units in order of first use in the pass under way.

@@ -5,6 +5,8 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/serialization/pickler_helper.h>
 #include <torch/library.h>
@@ -16,6 +18,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tessera/paging/keyed_view.h"
 #include "tessera/paging/recompute.h"
 
 namespace tessera {
@@ -38,35 +41,35 @@ Page::State* state_of(const at::Tensor& tensor) {
   return static_cast<std::shared_ptr<Page::State>*>(pointer.get_context())->get();
 }
 
-// Operators that neither read nor write data of their tensor arguments, nor check them against the
-// bounds of their storage, as even views do. _backward and set_data do a lot of other things.
+// Operators that neither read nor write data of their tensor arguments, nor check them against the bounds of their
+// storage, as even views do. _backward and set_data do a lot of other things.
+using Names = std::unordered_set<std::string_view>;
+const Names kMetadataOnly = {"aten::detach",
+                             "aten::detach_",
+                             "aten::alias",
+                             "aten::requires_grad_",
+                             "aten::retain_grad",
+                             "aten::set_data",
+                             "aten::_backward",
+                             "aten::is_leaf",
+                             "aten::output_nr",
+                             "aten::_version",
+                             "aten::data",
+                             "aten::is_same_size",
+                             "aten::_has_compatible_shallow_copy_type"};
+
 bool is_metadata_only(const c10::FunctionSchema& schema) {
-  static const std::unordered_set<std::string_view> names = {"aten::detach",
-                                                             "aten::detach_",
-                                                             "aten::alias",
-                                                             "aten::requires_grad_",
-                                                             "aten::retain_grad",
-                                                             "aten::set_data",
-                                                             "aten::_backward",
-                                                             "aten::is_leaf",
-                                                             "aten::output_nr",
-                                                             "aten::_version",
-                                                             "aten::data",
-                                                             "aten::is_same_size",
-                                                             "aten::_has_compatible_shallow_copy_type"};
   // None of these makes a fresh tensor: most operators are told apart without a look-up by name.
   const auto& returns = schema.returns();
   const bool makes_tensor =
       !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;
-  return (!makes_tensor || schema.name() == "aten::data") && names.contains(schema.name());
+  return (!makes_tensor || schema.name() == "aten::data") && kMetadataOnly.contains(schema.name());
 }
 
 bool is_written_to(const c10::Argument& argument) {
   const auto* alias = argument.alias_info();
   if (alias == nullptr) return false;
-  const auto& contained = alias->containedTypes();  // of lists
-  return alias->isWrite() ||
-         std::any_of(contained.begin(), contained.end(), [](const auto& type) { return type.isWrite(); });
+  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // of lists
 }
 
 // Calls visit(state, tensor, is_written) for each argument that is a view of a page.
@@ -74,9 +77,7 @@ template <class Visit>
 void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Visit visit) {
   auto look = [&](const at::Tensor& tensor, const c10::Argument& argument) {
     if (!is_paged(tensor)) return;
-    Page::State* state = state_of(tensor);
-    if (state == nullptr) return;
-    visit(*state, tensor, is_written_to(argument));
+    if (Page::State* state = state_of(tensor)) visit(*state, tensor, is_written_to(argument));
   };
   const auto& arguments = schema.arguments();
   const auto values = torch::jit::last(stack, arguments.size());
@@ -93,33 +94,41 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
 
 // Tells each pager about the pages of its own that the operator needs, all together.
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-  std::vector<std::pair<Pager*, std::vector<Page*>>> needed;
+  std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
-    if (state.is_always_there()) return;
-    Pager* pager = state.pager.load();
-    auto entry = std::find_if(needed.begin(), needed.end(), [&](const auto& other) { return other.first == pager; });
-    if (entry == needed.end()) entry = needed.insert(needed.end(), {pager, {}});
-    auto& pages = entry->second;
-    if (std::find(pages.begin(), pages.end(), state.page) == pages.end()) pages.push_back(state.page);
+    if (!state.is_always_there() && !state.stand_in && std::ranges::find(pages, state.page) == pages.end())
+      pages.push_back(state.page);
   });
-  for (const auto& [pager, pages] : needed) pager->use(pages);
+  while (!pages.empty()) {
+    Pager* pager = pages.front()->pager();
+    const auto others =
+        std::stable_partition(pages.begin(), pages.end(), [&](Page* page) { return page->pager() == pager; });
+    pager->use({pages.begin(), others});
+    pages.erase(pages.begin(), others);
+  }
 }
 
-// Activations of one dtype that are to be of another.
-struct Conversion {
-  at::ScalarType from, to;
+struct PagedIn {
+  at::ScalarType from{}, to{};  // activations to be converted, if these differ
+  bool is_done = false;         // by the pager, in the operator's place
+  bool has_stand_ins = false;
 };
 
-struct PagedIn {
-  std::optional<Conversion> conversion;
-  bool is_done = false;  // by the pager, in the operator's place
-};
+// The current stream, as a number.
+int64_t stream_on(at::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device).id(); }
 
 PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
-  const auto mode = mode_of_use();
-  bool all_current = true, is_done = false;
-  std::optional<Conversion> conversion;
+  const auto mode = current_grad_mode();
+  bool all_current = true;
+  PagedIn result;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
+    if (state.stand_in) {
+      if (is_written)
+        throw std::logic_error(schema.name() + " would change '" + state.name +
+                               "', which is quantized: only its values can be used");
+      result.has_stand_ins = true;
+      return;
+    }
     Pager* pager = state.pager.load(std::memory_order_relaxed);
     if (pager == nullptr && state.is_always_there()) return;
     if (pager == nullptr)
@@ -127,15 +136,18 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
                              ", whose FullyShardedDataParallel no longer exists");
     if (is_written && !state.writable) {
       pager->refuse(*state.page, tensor, schema.name());
-      is_done = true;
+      result.is_done = true;
     }
     if (is_written) ++state.writes;
+    if (is_written && state.is_always_there()) pager->before_write(*state.page);
     if (state.is_always_there()) return;
-    if (state.activations && !schema.is_mutable()) conversion = {*state.activations, tensor.scalar_type()};
-    all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale();
+    if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
+    all_current =
+        all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
+        (state.device.is_cpu() || state.current_stream.load(std::memory_order_relaxed) == stream_on(state.device));
   });
-  if (!all_current && !is_done) report(schema, stack);
-  return {conversion, is_done};
+  if (!all_current && !result.is_done) report(schema, stack);
+  return result;
 }
 
 // Converts the tensors among the last `count` values; recorded by autograd. Returns whether there were any.
@@ -159,30 +171,88 @@ bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::Sc
 }
 
 bool returns_views(const c10::FunctionSchema& schema) {
-  return std::any_of(schema.returns().begin(), schema.returns().end(),
-                     [](const c10::Argument& result) { return result.alias_info() != nullptr; });
+  return std::ranges::any_of(schema.returns(), [](const auto& result) { return result.alias_info() != nullptr; });
+}
+
+// The forms of a linear layer: which argument is what, and whether its weight is transposed.
+struct LinearForm {
+  std::string_view name;
+  std::ptrdiff_t input, weight, bias;  // -1: none
+  bool is_transposed;
+};
+constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
+                                       {"aten::matmul", 0, 1, -1, true},
+                                       {"aten::mm", 0, 1, -1, true},
+                                       {"aten::addmm", 1, 2, 0, true}};
+
+// What a stand-in computes itself; undefined if it is nothing of that kind.
+at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
+  if (schema.name() == "aten::t") {
+    const at::Tensor& tensor = arguments[0].toTensor();
+    const at::Tensor view = stand_in_view(stand_in_of(tensor), state_of(tensor)->name, tensor.device(),
+                                          tensor.scalar_type(), {tensor.size(1), tensor.size(0)});
+    state_of(view)->stands_transposed = !state_of(tensor)->stands_transposed;
+    return view;
+  }
+  const auto form = std::ranges::find(kLinearForms, std::string_view(schema.name()), &LinearForm::name);
+  if (form == std::end(kLinearForms) || !schema.overload_name().empty()) return {};
+  const at::Tensor &input = arguments[form->input].toTensor(), &weight = arguments[form->weight].toTensor();
+  const auto stand_in = stand_in_of(weight);
+  const bool has_factors = form->bias == 0 && (arguments[3].toScalar().toDouble() != 1 ||  //
+                                               arguments[4].toScalar().toDouble() != 1);
+  if (!stand_in || stand_in_of(input) || has_factors || input.dim() == 0 ||
+      state_of(weight)->stands_transposed != form->is_transposed)
+    return {};
+  const bool has_bias = form->bias >= 0 && arguments[form->bias].isTensor();
+  return stand_in->linear(input, has_bias ? arguments[form->bias].toTensor() : at::Tensor());
+}
+
+// Calls the operator with what stand-ins compute in the place of theirs.
+void call_with_values(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const auto arguments = stack->end() - static_cast<std::ptrdiff_t>(count);
+  if (at::Tensor result = computed_by_stand_in(op.schema(), arguments); result.defined()) {
+    torch::jit::drop(*stack, count);
+    return torch::jit::push(*stack, std::move(result));
+  }
+  auto replaced = [&](const at::Tensor& tensor) {
+    const auto stand_in = stand_in_of(tensor);
+    if (!stand_in) return tensor;
+    const at::Tensor values = stand_in->values_for(op.schema().name());
+    return state_of(tensor)->stands_transposed ? values.t() : values;
+  };
+  for (auto value = arguments; value != stack->end(); ++value) {
+    if (value->isTensor()) {
+      *value = replaced(value->toTensor());
+    } else if (value->isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const at::Tensor& tensor : value->toTensorVector()) list.push_back(replaced(tensor));
+      *value = std::move(list);
+    } else if (value->isOptionalTensorList()) {
+      throw std::logic_error(op.schema().name() + " with a quantized weight among its indices");
+    }
+  }
+  op.callBoxed(stack);
 }
 
 // Sees every operator that has a view of a page among its arguments, above autograd.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
   // What it calls in turn is looked at for itself.
-  if (is_metadata_only(op.schema())) {
-    op.redispatchBoxed(below, stack);
-    return;
-  }
-  const auto [conversion, is_done] = page_in(op.schema(), *stack);
+  if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
+  const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
+  if (has_stand_ins) return call_with_values(op, stack);
   if (is_done) return;  // zero_() returns its argument, which the stack holds
-  const bool converts = conversion && !returns_views(op.schema()) &&
-                        convert(*stack, op.schema().arguments().size(), conversion->from, conversion->to);
-  if (op.schema().getNamespace() == "aten") {
-    // The operator's arguments are resident until it returns: no need to look at its parts.
-    c10::impl::ExcludeDispatchKeyGuard once(kPagedKey);
+  const bool converts =
+      from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
+  {
+    // An operator of torch's: its arguments are resident until it returns, no need to look at its parts. A user's
+    // kernel may use parameters that are not among its arguments.
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
+    if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);
     op.redispatchBoxed(below, stack);
-  } else {
-    op.redispatchBoxed(below, stack);  // a user's kernel may use parameters that are not among its arguments
   }
-  if (converts) convert(*stack, op.schema().returns().size(), conversion->to, conversion->from);
+  if (converts) convert(*stack, op.schema().returns().size(), to, from);
 }
 
 TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
@@ -191,8 +261,23 @@ TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
 
 }  // namespace
 
+std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor) {
+  const Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
+  return state == nullptr ? nullptr : state->stand_in;
+}
+
+at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
+                         at::ScalarType dtype, at::IntArrayRef sizes) {
+  Page page(nullptr, 0, name, device);
+  const at::Tensor view = page.view(dtype, sizes, c10::contiguous_strides(sizes), 0);
+  Page::State* state = state_of(view);
+  state->stand_in = std::move(stand_in);
+  state->page = nullptr;
+  return view;
+}
+
 Page* page_of(const at::Tensor& tensor) {
-  Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
+  const Page::State* state = is_paged(tensor) ? state_of(tensor) : nullptr;
   return state == nullptr || state->pager.load() == nullptr ? nullptr : state->page;
 }
 
@@ -201,23 +286,30 @@ bool has_lost_its_pager(const at::Tensor& tensor) {
   return state != nullptr && state->pager.load() == nullptr && !state->is_always_there();
 }
 
+void Page::set_current(GradMode mode) {
+  if (!state_->device.is_cpu() && mode != GradMode::kNone) state_->current_stream = stream_on(state_->device);
+  state_->current.store(mode, std::memory_order_relaxed);
+}
+
+void before_write(const at::Tensor& tensor) {
+  if (Page* page = page_of(tensor)) page->pager()->before_write(*page);
+}
+
 void note_write(const at::Tensor& tensor) {
   if (Page* page = page_of(tensor)) page->note_write();
 }
 
-Page::Use mode_of_use() {
-  if (!c10::GradMode::is_enabled() && !recomputes_later()) return Page::Use::kNotRecording;
-  return torch::autograd::get_current_graph_task_id() == -1 ? Page::Use::kRecording : Page::Use::kRecomputing;
+Page::GradMode current_grad_mode() {
+  if (!c10::GradMode::is_enabled() && !RecomputesLater::in_effect()) return Page::GradMode::kNotRecording;
+  return torch::autograd::get_current_graph_task_id() == -1 ? Page::GradMode::kRecording : Page::GradMode::kRecomputing;
 }
 
 Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id), state_(std::make_shared<State>()) {
   state_->pager = pager;
   state_->page = this;
   state_->name = std::move(name);
-  storage_ = c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), 0,
-      at::DataPtr(nullptr, new std::shared_ptr<State>(state_), &delete_state, device),
-      /*allocator=*/nullptr, /*resizable=*/false));
+  state_->device = device;
+  storage_ = c10::Storage(c10::Storage::use_byte_size_t(), 0, pointer_to(nullptr, device));
 }
 
 Page::~Page() {
@@ -229,19 +321,20 @@ bool Page::holds(const at::Tensor& view) const {
   return view.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage_.unsafeGetStorageImpl();
 }
 
-at::DataPtr Page::pointer_to(void* data) const {
-  return {data, new std::shared_ptr<State>(state_), &delete_state, storage_.device()};
+at::DataPtr Page::pointer_to(void* data, at::Device device) const {
+  return {data, new std::shared_ptr<State>(state_), &delete_state, device};
+}
+
+void Page::set_data(void* data, size_t bytes) {
+  auto* storage = storage_.unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(pointer_to(data, storage->device()));
+  storage->set_nbytes(bytes);
 }
 
 at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides,
                       int64_t storage_offset) const {
   const at::TensorOptions options = at::TensorOptions().device(storage_.device()).dtype(dtype);
-  const at::Tensor like = at::empty({0}, options);  // for the keys of an ordinary tensor of this kind
-  auto view = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage_),
-                                                       like.key_set() | c10::DispatchKeySet(kPagedKey), like.dtype());
-  view.unsafeGetTensorImpl()->set_storage_offset(storage_offset);
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
-  return view;
+  return keyed_view(c10::Storage(storage_), kPagedKey, at::empty({0}, options), storage_offset, sizes, strides);
 }
 
 void Page::give_away(at::Tensor buffer) {
@@ -250,21 +343,15 @@ void Page::give_away(at::Tensor buffer) {
 }
 
 void Page::lend(at::Tensor buffer) {
-  auto* storage = storage_.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(pointer_to(buffer.mutable_data_ptr()));
-  storage->set_nbytes(buffer.nbytes());
+  set_data(buffer.mutable_data_ptr(), buffer.nbytes());
   buffer_ = std::move(buffer);
 }
 
 at::Tensor Page::take_back() {
-  set_current(Use::kNone);
-  auto* storage = storage_.unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(pointer_to(nullptr));
-  storage->set_nbytes(0);
+  set_current(GradMode::kNone);
+  set_data(nullptr, 0);
   return std::exchange(buffer_, at::Tensor());
 }
-
-void Page::detach() { state_->pager = nullptr; }
 
 namespace {
 

@@ -12,20 +12,18 @@
 namespace tessera {
 
 class Pager;
+class StandIn;
 
 // A storage that is empty until somebody needs it, and the tensors that are views of it.
 //
-// The storage object lives on with 0 bytes while its unit is sharded, so that module members and
-// tensors saved for backward keep pointing at it; lend() fills it in place for all of them. Each
-// view carries one more dispatch key, which views of views and saved tensors inherit and results
-// of operators do not. A boxed fallback registered for that key sees every operator that is given
-// such a tensor, above autograd, and calls the Pager before the operator runs. Operators without
-// such tensors are dispatched as ever. (The idea: design notes in docs/, and torch's own wrapper
-// key for functorch.)
+// The storage object lives on with 0 bytes while its unit is sharded, so that module members and tensors saved for
+// backward keep pointing at it; lend() fills it in place for all of them. Each view carries one more dispatch key,
+// which views of views and saved tensors inherit and results of operators do not. A boxed fallback registered for that
+// key sees every operator that is given such a tensor, above autograd, and calls the Pager before the operator runs.
+// Operators without such tensors are dispatched as ever.
 class Page {
  public:
-  // `pager` must outlive the page's detach(). `id` is the pager's own; `name` is for errors:
-  // "unit 'blocks.3'".
+  // `pager` must outlive the page's detach(). `id` is the pager's own; `name` is for errors: "unit 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();
   Page(const Page&) = delete;
@@ -47,7 +45,7 @@ class Page {
   const at::Tensor& buffer() const { return buffer_; }
 
   // From now on every use of a view throws std::logic_error: the pager goes away.
-  void detach();
+  void detach() { state_->pager = nullptr; }
 
   // Whether operators may write to the views; they throw std::logic_error otherwise.
   void set_writable(bool writable) { state_->writable = writable; }
@@ -56,13 +54,14 @@ class Page {
   uint32_t writes() const { return state_->writes.load(); }
   void note_write() { ++state_->writes; }
 
-  // While `mode` is what the fallback sees (see Use), uses of this page's views do not reach the
-  // pager: the page is lent and was the last one used. This is the path of most operators.
-  enum class Use : uint8_t { kNone, kRecording, kNotRecording, kRecomputing };  // see mode_of_use()
-  void set_current(Use mode) { state_->current.store(mode, std::memory_order_relaxed); }
+  // What autograd does with an operator: see current_grad_mode(). While it is `mode`, uses of this page's views do not
+  // reach the pager: the page is lent and was the last one used. This is the path of most operators.
+  enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing };
+  // On a device it holds for operators on the stream that is current now.
+  void set_current(GradMode mode);
 
-  // Operators on views of this page get floating-point arguments of dtype `from` converted to the
-  // views' own, and their results converted back: a unit that is not cast among units that are.
+  // Operators on views of this page get arguments of dtype `from` converted to the views' own, and their results
+  // converted back: a unit that is not cast among units that are.
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Lends for good: the data are always there, also for views that outlive the page. The pager hears of no use, only
@@ -83,19 +82,24 @@ class Page {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
     std::string name;
-    std::atomic<Use> current = Use::kNone;
+    std::atomic<GradMode> current = GradMode::kNone;
+    std::atomic<int64_t> current_stream = 0;  // for which it is
+    at::Device device = at::kCPU;
     bool writable = false;
     at::Tensor given_away;
     bool is_always_there() const { return given_away.defined(); }
     std::atomic<uint32_t> writes = 0;
     std::optional<at::ScalarType> activations;
+    std::shared_ptr<StandIn> stand_in;  // see stand_in_view(): the storage has no page any more
     std::shared_ptr<State> source;
     uint32_t seen_writes = 0;
+    bool stands_transposed = false;  // of a stand-in: for the transpose of what it computes
     bool is_stale() const { return source && source->writes.load(std::memory_order_relaxed) != seen_writes; }
   };
 
  private:
-  at::DataPtr pointer_to(void* data) const;
+  at::DataPtr pointer_to(void* data, at::Device device) const;
+  void set_data(void* data, size_t bytes);
 
   const int id_;
   std::shared_ptr<State> state_;
@@ -113,18 +117,40 @@ class Pager {
   // Called instead for a write that the page does not allow: throws std::logic_error that names the parameter,
   // or has done on its own what the operator, which then is not called, would do (zero_() alone).
   virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
+  // An operator, or one who called before_write(), is about to write to a page that was given away: returns when
+  // nothing that is under way reads it any more.
+  virtual void before_write(const Page&) {}
 };
 
-// What autograd does with an operator that is called now: records it in a forward (or will, when
-// a checkpointed part is computed again), records it inside a backward, which computes a
-// checkpointed part again, or does not record it.
-Page::Use mode_of_use();
+// What is computed anew for each operator that is given one of its tensors.
+class StandIn {
+ public:
+  virtual ~StandIn() = default;
+  // What the operator is called with in the tensor's place.
+  virtual at::Tensor values_for(const std::string& operation) const = 0;
+  // at::linear(input, the tensor, bias); `bias` may be undefined. Also called for the products that a linear layer is
+  // made of, torch::nn::functional::linear's: with the tensor's t(), matmul, mm, and addmm without factors.
+  virtual at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) = 0;
+};
+
+// A tensor without data, of this dtype and shape, for which `stand_in` computes and which keeps it alive. Operators
+// that would write to it throw std::logic_error, with `name`.
+at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
+                         at::ScalarType dtype, at::IntArrayRef sizes);
+// Who stands for the tensor, or null.
+std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor);
+
+// What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is
+// computed again), records it inside a backward, which computes a checkpointed part again, or does not record it.
+Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.
 void require_residency();
 
 // Whether a tensor is a view of some page.
 bool is_paged(const at::Tensor& tensor);
+// For one who is about to write to a tensor by pointer: Pager::before_write(), if it is a view of a page.
+void before_write(const at::Tensor& tensor);
 // For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
 void note_write(const at::Tensor& tensor);
 // Whether it is a view of a page whose data nobody can fetch any more.

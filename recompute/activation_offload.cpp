@@ -6,12 +6,11 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/async/stream_uses.h"
+
 namespace tessera {
-namespace {
 
-constexpr size_t kMaxLeaving = 2;
-
-}  // namespace
+static constexpr size_t kMaxLeaving = 2;
 
 // A list in the order of forward, which backward walks from its end.
 struct ActivationOffload::Kept {
@@ -36,7 +35,7 @@ class ActivationOffload::OffloadedInput : public SavedInput {
 };
 
 ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
-    : options_(std::move(options)),
+    : options_(options),
       pool_({device, options_.pin_memory, options_.host_limit_bytes}),
       copies_(CopyEngine::make(device)) {}
 
@@ -62,14 +61,15 @@ std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
   for (; leaving_.size() > kMaxLeaving; leaving_.pop_front()) {
     Kept& oldest = *leaving_.front();
     if (!std::exchange(oldest.is_leaving, false)) continue;
-    oldest.copy.wait_on_host();
+    oldest.copy.wait_on_device();
+    oldest.copy = Copy();  // which holds the device's memory
     oldest.device.reset();
   }
   return std::make_unique<OffloadedInput>(*this, std::move(kept));
 }
 
 void ActivationOffload::start_fetch(Kept& kept) {
-  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_host();  // it has not gone yet, and is here
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // it has not gone yet, and is here
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);
@@ -79,7 +79,9 @@ at::Tensor ActivationOffload::fetch(Kept& kept) {
   std::lock_guard lock(mutex_);
   at::NoGradGuard no_grad;
   start_fetch(kept);
-  kept.copy.wait_on_host();  // the handle would keep the device's memory
+  kept.copy.wait_on_device();
+  kept.copy = Copy();  // the handle would keep the device's memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it was made on another, perhaps
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;

@@ -13,8 +13,9 @@
 
 namespace tessera {
 
+// How ActivationOffload takes host memory.
 struct ActivationOffloadOptions {
-  bool pin_memory = true;
+  bool pin_memory = true;                // page-locked, which devices copy from and to by themselves
   int64_t host_limit_bytes = 0;          // 0: no bound
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
 };
@@ -35,14 +36,18 @@ struct ActivationOffloadOptions {
 // those at the time of the call; results are bit for bit those without. Thread-safe. Outlives the graphs.
 class ActivationOffload : public SavedInputs {
  public:
+  // Of tensors on this device.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload() override;
 
   // Throws std::runtime_error beyond host_limit_bytes.
   std::unique_ptr<SavedInput> keep(const at::Tensor& tensor) override;
 
+  // Host memory in use now, in bytes.
   int64_t host_bytes() const { return pool_.lent_bytes(); }
+  // The most of host_bytes() since construction.
   int64_t peak_host_bytes() const { return pool_.peak_lent_bytes(); }
+  // What has been copied since construction.
   CopyTraffic traffic() const { return copies_->traffic(); }
 
  private:

@@ -2,10 +2,13 @@
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -14,6 +17,7 @@
 #include <algorithm>
 #include <mutex>
 #include <sstream>
+#include <tuple>
 
 #include "tessera/paging/recompute.h"
 #include "tessera/recompute/saved_inputs.h"
@@ -24,11 +28,15 @@ namespace {
 using torch::autograd::AutogradContext;
 using Tensors = torch::autograd::variable_list;
 
-// The CPU and the devices of the tensors.
+// The CPU, this thread's own accelerator if it has used one, and the devices of the tensors.
 std::vector<at::Device> devices_of(const Tensors& tensors) {
   std::vector<at::Device> devices{at::kCPU};
+  if (at::globalContext().hasCUDA()) {
+    const at::Device current = c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
+    if (at::detail::getCUDAHooks().hasPrimaryContext(current.index())) devices.push_back(current);
+  }
   for (const at::Tensor& tensor : tensors)
-    if (std::find(devices.begin(), devices.end(), tensor.device()) == devices.end() && !tensor.is_meta())
+    if (std::ranges::find(devices, tensor.device()) == devices.end() && !tensor.is_meta())
       devices.push_back(tensor.device());
   return devices;
 }
@@ -41,8 +49,8 @@ class ExecutionState {
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
       generators_.emplace_back(generator, generator.get_state());
-      casts_.push_back({device.type(), at::autocast::is_autocast_enabled(device.type()),
-                        at::autocast::get_autocast_dtype(device.type())});
+      casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
+                          at::autocast::get_autocast_dtype(device.type()));
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
@@ -54,41 +62,33 @@ class ExecutionState {
     });
   }
   bool draws() const { return !generators_.empty(); }
-  void restore(bool with_generators = true) {
+  void forget_generators() { generators_.clear(); }
+  void restore() {
     for (auto& [generator, state] : generators_) {
-      if (!with_generators) break;
       std::lock_guard lock(generator.mutex());
       generator.set_state(state);
     }
-    for (const Cast& cast : casts_) {
-      at::autocast::set_autocast_enabled(cast.device, cast.enabled);
-      at::autocast::set_autocast_dtype(cast.device, cast.dtype);
+    for (const auto& [device, enabled, dtype] : casts_) {
+      at::autocast::set_autocast_enabled(device, enabled);
+      at::autocast::set_autocast_dtype(device, dtype);
     }
     at::autocast::set_autocast_cache_enabled(cast_cache_);
   }
 
  private:
-  struct Cast {
-    at::DeviceType device;
-    bool enabled;
-    at::ScalarType dtype;
-  };
   std::vector<std::pair<at::Generator, at::Tensor>> generators_;
-  std::vector<Cast> casts_;
+  std::vector<std::tuple<at::DeviceType, bool, at::ScalarType>> casts_;
   bool cast_cache_ = true;
 };
 
 // A tensor's version when the function was called. Holds the counter, not the tensor.
-class Version {
- public:
-  explicit Version(const at::Tensor& tensor) : counter_(torch::autograd::impl::version_counter(tensor)), then_(now()) {}
-  int64_t then() const { return then_; }
+struct Version {
+  explicit Version(const at::Tensor& tensor) : counter(torch::autograd::impl::version_counter(tensor)), then(now()) {}
   // Tensors that were made under InferenceMode count nothing.
-  int64_t now() const { return counter_.enabled() ? counter_.current_version() : 0; }
+  int64_t now() const { return counter.enabled() ? counter.current_version() : 0; }
 
- private:
-  c10::VariableVersion counter_;
-  int64_t then_;
+  c10::VariableVersion counter;
+  int64_t then;
 };
 
 struct Part : torch::CustomClassHolder {
@@ -97,21 +97,18 @@ struct Part : torch::CustomClassHolder {
   std::optional<ExecutionState> first_state;  // as it was the first time
   std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
   std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: autograd has it
-  std::vector<bool> requires_grad;                // by input, where any is kept
+  std::vector<bool> requires_grad;                // by input
   std::vector<Version> versions;                  // by tensor of the caller's: the anchor is none
 
   // The same once more, recorded by autograd.
   Tensors compute_again(const Tensors& inputs) {
     ExecutionState present(devices);
-    struct Back {
-      ExecutionState& to;
-      bool with_generators;
-      ~Back() { to.restore(with_generators); }
-    } back{present, first_state->draws()};
+    if (!first_state->draws()) present.forget_generators();
+    const auto back = c10::make_scope_exit([&] { present.restore(); });
     first_state->restore();
     at::AutoGradMode recording(true);
     Tensors again = compute(inputs);
-    check(again);
+    require_same_outputs(again);
     return again;
   }
 
@@ -119,24 +116,20 @@ struct Part : torch::CustomClassHolder {
   // change and ended after it.
   void check_versions() const {
     for (size_t i = 0; i < versions.size(); ++i)
-      if (versions[i].now() != versions[i].then())
-        throw std::invalid_argument("tensor " + std::to_string(i) +
-                                    " of a checkpointed function's inputs, which backward needs, has been modified by "
-                                    "an inplace operation: it is at version " +
-                                    std::to_string(versions[i].now()) + "; expected version " +
-                                    std::to_string(versions[i].then()) + " instead");
+      if (versions[i].now() != versions[i].then)
+        throw std::invalid_argument(c10::str(
+            "tensor ", i,
+            " of a checkpointed function's inputs, which backward needs, has been modified by an inplace ",
+            "operation: it is at version ", versions[i].now(), "; expected version ", versions[i].then, " instead"));
   }
 
-  void check(const Tensors& again) const {
+  void require_same_outputs(const Tensors& again) const {
     std::ostringstream problem;
-    if (again.size() != outputs.size()) {
-      problem << again.size() << " tensors, not " << outputs.size();
-    } else {
-      for (size_t i = 0; i < again.size() && problem.str().empty(); ++i)
-        if (again[i].sizes() != outputs[i].first || again[i].scalar_type() != outputs[i].second)
-          problem << "output " << i << " as " << again[i].scalar_type() << " " << again[i].sizes() << ", not "
-                  << outputs[i].second << " " << at::IntArrayRef(outputs[i].first);
-    }
+    if (again.size() != outputs.size()) problem << again.size() << " tensors, not " << outputs.size();
+    for (size_t i = 0; i < outputs.size() && problem.str().empty(); ++i)
+      if (again[i].sizes() != outputs[i].first || again[i].scalar_type() != outputs[i].second)
+        problem << "output " << i << " as " << again[i].scalar_type() << " " << again[i].sizes() << ", not "
+                << outputs[i].second << " " << at::IntArrayRef(outputs[i].first);
     if (!problem.str().empty())
       throw std::logic_error("a checkpointed function gave other outputs when backward called it again: " +
                              problem.str());
@@ -155,7 +148,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     Tensors outputs = part->compute(given);
     part->first_state->forget_unused_generators();
     for (size_t i = 0; i < given.size(); ++i)
-      if (part->versions[i].now() != part->versions[i].then())
+      if (part->versions[i].now() != part->versions[i].then)
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
                                     " of its inputs in place, so that it cannot be called again: clone it first");
     for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
@@ -166,13 +159,13 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
   static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
     Tensors saved = inputs.vec();
     part.kept.resize(inputs.size());
-    if (SavedInputs* elsewhere = SavedInputs::current(); elsewhere != nullptr) {
-      for (size_t i = 1; i < saved.size(); ++i) {
-        if (saved[i].is_leaf() && saved[i].requires_grad()) continue;
-        part.kept[i] = elsewhere->keep(saved[i]);
-        if (part.kept[i]) saved[i] = at::Tensor();
-      }
-      for (const auto& input : inputs) part.requires_grad.push_back(input.requires_grad());
+    for (size_t i = 0; i < saved.size(); ++i) {
+      const bool requires_grad = saved[i].requires_grad();
+      part.requires_grad.push_back(requires_grad);
+      SavedInputs* elsewhere = SavedInputs::current();
+      if (i == 0 || elsewhere == nullptr || (saved[i].is_leaf() && requires_grad)) continue;
+      part.kept[i] = elsewhere->keep(saved[i]);
+      if (part.kept[i]) saved[i] = at::Tensor();
     }
     context->save_for_backward(std::move(saved));
   }
@@ -187,10 +180,9 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     Tensors inputs;
     const Tensors saved = context->get_saved_variables();
     for (size_t i = 1; i < saved.size(); ++i) {
-      const bool is_elsewhere = part->kept[i] != nullptr;
-      const at::Tensor value = is_elsewhere ? part->kept[i]->fetch() : saved[i];
+      const at::Tensor value = part->kept[i] ? part->kept[i]->fetch() : saved[i];
       inputs.push_back(
-          value.detach().set_requires_grad(is_elsewhere ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
+          value.detach().set_requires_grad(part->kept[i] ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
     }
     const Tensors outputs = part->compute_again(inputs);
     Tensors roots, seeds;
@@ -221,25 +213,20 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
 
 CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential,
                                                        const WrapPolicy& policy) {
-  const auto children = sequential->named_children();
-  size_t next = 0;
-  for (const auto& child : children) {
+  auto module = sequential->begin();
+  for (const auto& child : sequential->named_children()) {
     register_module(child.key(), child.value());
     int64_t numel = 0;
     for (const at::Tensor& parameter : child.value()->parameters()) numel += parameter.numel();
-    const bool chosen = !policy || policy(child.key(), *child.value(), numel);
-    children_of_mine_.push_back({*(sequential->begin() + static_cast<std::ptrdiff_t>(next++)), chosen});
+    children_of_mine_.push_back({*module++, !policy || policy(child.key(), *child.value(), numel)});
   }
 }
 
 at::Tensor CheckpointedSequentialImpl::forward(at::Tensor x) {
-  for (Child& child : children_of_mine_) {
-    if (child.is_checkpointed) {
-      x = checkpointed([module = child.module](const at::Tensor& input) mutable { return module.forward(input); }, x);
-    } else {
-      x = child.module.forward(x);
-    }
-  }
+  for (auto& [module, is_checkpointed] : children_of_mine_)
+    x = is_checkpointed
+            ? checkpointed([child = module](const at::Tensor& input) mutable { return child.forward(input); }, x)
+            : module.forward(x);
   return x;
 }
 

@@ -36,22 +36,20 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 
 }  // namespace checkpointed_detail
 
-// function(inputs...), or module->forward(inputs...) of a holder or pointer, without keeping what
-// happens in between for backward: backward computes it again from the inputs (gradient
-// checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). It costs one more forward of
-// the part; memory is that of the inputs. It needs no wrapper; under FullyShardedDataParallel the
-// part's units are gathered again when it is computed again.
+// function(inputs...), or module->forward(inputs...) of a holder or pointer, without keeping what happens in between
+// for backward: backward computes it again from the inputs (gradient checkpointing, Chen et al., 2016;
+// torch.utils.checkpoint, reentrant). It costs one more forward of the part; memory is that of the inputs. It needs no
+// wrapper; under FullyShardedDataParallel the part's units are gathered again when it is computed again.
 //
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
-// Gradients reach the tensors among the inputs (in all that flat/visit_tensors.h knows or is taught) and the
-// parameters that the function uses; tensors that a lambda captures and that are no leaves are
-// not reached: pass them as inputs. Results that are no tensors are those of the first time. The
-// function and the other inputs are copied, and must do the same when called again: random numbers
-// (the default generators of the CPU and the inputs' devices) and autocast are set back for it.
-// While a SavedInputs::Use lives (ActivationOffload), the tensors among the inputs are kept in host memory.
-// Without autograd (NoGradGuard, InferenceMode) it is a plain call.
+// Gradients reach the tensors among the inputs (in all that flat/visit_tensors.h knows or is taught) and the parameters
+// that the function uses; tensors that a lambda captures and that are no leaves are not reached: pass them as inputs.
+// Results that are no tensors are those of the first time. The function and the other inputs are copied, and must do
+// the same when called again: random numbers (the default generators of the CPU, of the thread's current device and of
+// the inputs') and autocast are set back for it. While a SavedInputs::Use lives (ActivationOffload), the tensors among
+// the inputs are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes one of its inputs in place, and in backward if
 // somebody else has changed one since, wherever it was kept; std::logic_error, in backward, if the second time gives
@@ -105,14 +103,11 @@ class CheckpointedSequentialImpl : public torch::nn::Module {
  public:
   // The children are shared with `sequential`.
   explicit CheckpointedSequentialImpl(const torch::nn::Sequential& sequential, const WrapPolicy& policy = {});
+  // Each child's result is the next one's input.
   at::Tensor forward(at::Tensor x);
 
  private:
-  struct Child {
-    torch::nn::AnyModule module;
-    bool is_checkpointed;
-  };
-  std::vector<Child> children_of_mine_;
+  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // and whether they are checkpointed
 };
 TORCH_MODULE(CheckpointedSequential);
 

@@ -1,17 +1,8 @@
 #include "tessera/recompute/saved_inputs.h"
 
-#include <utility>
-
 namespace tessera {
-namespace {
 
-thread_local SavedInputs* current_inputs = nullptr;
-
-}  // namespace
-
-SavedInputs::Use::Use(SavedInputs& inputs) : before_(std::exchange(current_inputs, &inputs)) {}
-SavedInputs::Use::~Use() { current_inputs = before_; }
-
-SavedInputs* SavedInputs::current() { return current_inputs; }
+// Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
+SavedInputs::Use::~Use() { current_ = before_; }
 
 }  // namespace tessera

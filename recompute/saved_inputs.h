@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <utility>
 
 namespace tessera {
 
@@ -25,7 +26,8 @@ class SavedInputs {
   // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
   class Use {
    public:
-    explicit Use(SavedInputs& inputs);
+    // Puts `inputs` in the place of what was used before, until destruction.
+    explicit Use(SavedInputs& inputs) : before_(std::exchange(current_, &inputs)) {}
     ~Use();
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -33,7 +35,11 @@ class SavedInputs {
    private:
     SavedInputs* const before_;
   };
-  static SavedInputs* current();
+  // What this thread uses now; null: autograd keeps inputs itself.
+  static SavedInputs* current() { return current_; }
+
+ private:
+  static inline thread_local SavedInputs* current_ = nullptr;
 };
 
 }  // namespace tessera
