@@ -28,9 +28,13 @@ std::string to_string(const Box& box);                       // "[0:2, 3:6]"
 // What two boxes of one tensor share; nothing if they share no element.
 std::optional<Box> intersection(const Box& a, const Box& b);
 
-// The boxes that are together a range of a row-major tensor's elements, in its order: at most
-// 2 N - 1, none for an empty range.
+// The boxes that are together a range of a row-major tensor's elements, in its order: at most 2 N - 1, none for an
+// empty range.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
+
+// The tensor's dimensions from the slowest in memory to the fastest. Throws std::invalid_argument for strides with
+// holes or overlaps.
+std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
 
 // A box whose elements follow one another in memory.
 struct Segment {
@@ -38,26 +42,19 @@ struct Segment {
   Range memory;  // in elements, in the order of memory
 };
 
-// The tensor's dimensions from the slowest in memory to the fastest. Throws std::invalid_argument
-// for strides with holes or overlaps.
-std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
-
-// The same as boxes_of_range() for a tensor whose elements lie in memory as `strides` says, and a
-// range in the order of memory.
+// As boxes_of_range(), for a tensor whose elements lie in memory as `strides` says, and a range in that order.
 std::vector<Segment> segments_of(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, Range held);
 
-// A run of elements that is contiguous in a row-major source; in the target its elements are
-// target_step apart.
+// A run of elements that is contiguous in a row-major source; in the target its elements are target_step apart.
 struct Run {
   int64_t source = 0;
   int64_t target = 0;
-  int64_t numel = 0;
+  int64_t numel = 1;
   int64_t target_step = 1;
 };
 
-// Visits how to copy `part` from a row-major array of the elements of `source` to a target where
-// the element of index i is at sum(i * target_strides) - target_origin; in ascending order of the
-// source, in the fewest runs.
+// Visits how to copy `part` from a row-major array of the elements of `source` to a target where the element of index
+// i is at sum(i * target_strides) - target_origin; in ascending order of the source, in the fewest runs.
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 

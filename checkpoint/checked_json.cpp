@@ -11,6 +11,14 @@ namespace tessera {
 
 using nlohmann::json;
 
+namespace {
+
+bool is_count(const json& value) {
+  return value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t{JsonObject::kMost};
+}
+
+}  // namespace
+
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
   std::vector<std::set<std::string>> keys;  // of the objects that are open
   const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
@@ -43,29 +51,32 @@ JsonObject::JsonObject(const json& value, std::string where, std::initializer_li
   if (!value.is_object()) refuse("expected an object");
   for (const char* field : required)
     if (!value.contains(field)) refuse(std::string("the field '") + field + "' is missing");
-  for (const auto& entry : value.items()) {
-    auto is_it = [&](const char* field) { return entry.key() == field; };
-    if (std::none_of(required.begin(), required.end(), is_it) && std::none_of(optional.begin(), optional.end(), is_it))
+  auto is_in = [](const auto& fields, const std::string& key) {
+    return std::find(fields.begin(), fields.end(), key) != fields.end();
+  };
+  for (const auto& entry : value.items())
+    if (!is_in(required, entry.key()) && !is_in(optional, entry.key()))
       refuse("the field '" + entry.key() + "' is not known");
-  }
 }
 
 void JsonObject::refuse(const std::string& reason) const { throw CheckpointError(where_ + ": " + reason); }
 
-std::string JsonObject::text(const char* field) const {
-  if (!at(field).is_string()) refuse(std::string("'") + field + "' is not a text");
-  return at(field).get<std::string>();
+const json& JsonObject::checked(const char* field, bool fits, const char* expected) const {
+  if (!fits) refuse(std::string("'") + field + "' " + expected);
+  return at(field);
 }
 
-namespace {
-
-bool is_count(const json& value) { return value.is_number_unsigned() && value.get<uint64_t>() <= (uint64_t{1} << 62); }
-
-}  // namespace
-
-int64_t JsonObject::number(const char* field) const {
-  if (!is_count(at(field))) refuse(std::string("'") + field + "' is not a number of things");
-  return at(field).get<int64_t>();
+std::string JsonObject::text(const char* field) const {
+  return checked(field, at(field).is_string(), "is not a text").get<std::string>();
+}
+int64_t JsonObject::number(const char* field, int64_t least, int64_t most) const {
+  const auto number = checked(field, is_count(at(field)), "is not a number of things").get<int64_t>();
+  if (number < least || number > most) refuse(std::string("'") + field + "' is out of range");
+  return number;
+}
+const json& JsonObject::array(const char* field) const { return checked(field, at(field).is_array(), "is not a list"); }
+const json& JsonObject::object(const char* field) const {
+  return checked(field, at(field).is_object(), "is not an object");
 }
 
 uint64_t JsonObject::hex(const char* field) const {
@@ -77,22 +88,15 @@ uint64_t JsonObject::hex(const char* field) const {
 }
 
 std::vector<int64_t> JsonObject::numbers(const char* field) const {
-  std::vector<int64_t> numbers;
-  for (const auto& entry : array(field)) {
-    if (!is_count(entry)) refuse(std::string("'") + field + "' has an entry that is not a number of things");
-    numbers.push_back(entry.get<int64_t>());
-  }
-  return numbers;
+  const json& all = array(field);
+  const bool fits = std::all_of(all.begin(), all.end(), is_count);
+  return checked(field, fits, "has an entry that is not a number of things").get<std::vector<int64_t>>();
 }
 
-const json& JsonObject::array(const char* field) const {
-  if (!at(field).is_array()) refuse(std::string("'") + field + "' is not a list");
-  return at(field);
-}
-
-const json& JsonObject::object(const char* field) const {
-  if (!at(field).is_object()) refuse(std::string("'") + field + "' is not an object");
-  return at(field);
+std::vector<std::string> JsonObject::texts(const char* field) const {
+  const json& all = array(field);
+  const bool fits = std::all_of(all.begin(), all.end(), [](const json& entry) { return entry.is_string(); });
+  return checked(field, fits, "has an entry that is not a text").get<std::vector<std::string>>();
 }
 
 }  // namespace tessera

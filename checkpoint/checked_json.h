@@ -9,8 +9,8 @@
 
 namespace tessera {
 
-// JSON from files that may be damaged or hostile. All of these throw CheckpointError; `where` begins
-// the message ("step-200/tessera.json").
+// JSON from files that may be damaged or hostile. All of these throw CheckpointError; `where` begins the message
+// ("step-200/tessera.json").
 
 constexpr int kMaxJsonDepth = 64;
 
@@ -23,6 +23,8 @@ int json_depth(const nlohmann::json& value, int limit);
 // Typed access to the fields of one object, with its place in error messages.
 class JsonObject {
  public:
+  static constexpr int64_t kMost = int64_t{1} << 62;
+
   // Throws unless `value` is an object with all of `required`, and no fields but these and `optional`.
   JsonObject(const nlohmann::json& value, std::string where, std::initializer_list<const char*> required,
              std::initializer_list<const char*> optional = {});
@@ -30,16 +32,20 @@ class JsonObject {
   bool has(const char* field) const { return value_.contains(field); }
   const nlohmann::json& at(const char* field) const { return value_.at(field); }
   std::string text(const char* field) const;
-  // An integer of [0, 2^62].
-  int64_t number(const char* field) const;
+  // An integer of [least, most].
+  int64_t number(const char* field, int64_t least = 0, int64_t most = kMost) const;
   uint64_t hex(const char* field) const;
-  std::vector<int64_t> numbers(const char* field) const;
   const nlohmann::json& array(const char* field) const;
   const nlohmann::json& object(const char* field) const;
+  std::vector<int64_t> numbers(const char* field) const;
+  std::vector<std::string> texts(const char* field) const;
 
   [[noreturn]] void refuse(const std::string& reason) const;
+  const std::string& where() const { return where_; }
 
  private:
+  const nlohmann::json& checked(const char* field, bool fits, const char* expected) const;
+
   const nlohmann::json& value_;
   std::string where_;
 };

@@ -6,33 +6,41 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/options.h"
+#include "tessera/checkpoint/training_state.h"
 #include "tessera/flat/model_shards.h"
 
 namespace tessera {
 
-// Sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks loads
-// them. FORMAT.md has the bytes; docs/checkpoint.md the use. All functions are collective over the
-// model's communicator unless said otherwise, and called by the thread that uses it, outside forward
-// and backward. An error on one rank is an error on all, which names the rank; the group, the model
-// and the optimizer are then as they were, and training can go on.
+// Sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks loads them. FORMAT.md
+// has the bytes; docs/checkpoint.md the use. All functions are collective over the model's communicator unless said
+// otherwise, and called by the thread that uses it, outside forward and backward. An error on one rank is an error on
+// all, which names the rank; the group, the model and the optimizer are then as they were, and training can go on.
 //
-//   dir         the checkpoint itself ("out/step-000200"), the same on all ranks, on a file system
-//               that all of them see. Its parents are made. A checkpoint that is there is replaced.
+//   dir         the checkpoint itself ("out/step-000200"), the same on all ranks, on a file system that all of them
+//               see. Its parents are made. A checkpoint that is there is replaced.
 //   model       any wrapper
-//   optimizer   any that flat/optimizer_state.h knows, over the wrapper's parameters; sharded or not
-//   extra       the caller's own, rank 0's is kept: step, position in the data, schedule, scaler, ...
+//   optimizer   any that optim/optimizer_state.h knows, over the wrapper's parameters; sharded or not
+//   extra       the caller's own, finite numbers, rank 0's is kept: step, position in the data, schedule, scaler, ...
 //
 // Throws CheckpointError for files, std::invalid_argument for arguments, CommError for a broken group.
 
-// Writes a checkpoint and returns when it is complete and on the disk; killed before, the directory
-// is what it was. Buffers are rank 0's. Waits first for an asynchronous save of the same group that
-// is under way, and throws the error of one that failed and was not waited for.
+// Writes a checkpoint and returns when it is complete and on the disk; killed before, the directory is what it was.
+// Buffers are rank 0's. Waits first for an asynchronous save of the same group that is under way, and throws the error
+// of one that failed and was not waited for.
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
+                     const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
+
+// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, sampler, scaler, scheduler}).
+// Anything that is a Stateful (flat/stateful.h) can be in the list, with tensors of its own or without.
+void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
 class SaveJob;
@@ -40,29 +48,33 @@ class SaveJob;
 // A save that goes on in the background. Move-only.
 class [[nodiscard]] PendingSave {
  public:
-  explicit PendingSave(std::shared_ptr<SaveJob> job);
-  PendingSave(PendingSave&&) noexcept;
-  PendingSave& operator=(PendingSave&&) noexcept;
-  // Not collective. Returns when this rank's part is written, rank 0's when the checkpoint is
-  // complete; an error is then thrown by the group's next save. While an exception is on its way
-  // it does not wait for other ranks.
+  // For save_checkpoint_async(), which returns it.
+  explicit PendingSave(std::shared_ptr<SaveJob> job) : job_(std::move(job)) {}
+  PendingSave(PendingSave&&) noexcept = default;
+  PendingSave& operator=(PendingSave&&) noexcept = default;
+  // Not collective. Returns when the checkpoint is complete or has failed; an error is then thrown by the group's next
+  // save. While an exception is on its way it does not wait for other ranks.
   ~PendingSave();
 
-  // Whether this rank's part has ended, well or not; on rank 0, the whole save. Not collective.
+  // Whether the save has ended, well or not, as far as this rank knows. Not collective.
   bool done() const;
 
-  // Returns when the checkpoint is complete, or throws CheckpointError on all ranks. Once is
-  // enough: a second call returns at once.
+  // Returns when this rank's part of the state is copied, and may be written to; at once without
+  // SaveOptions::copy_in_background. Not collective; throws nothing.
+  void copied() const;
+
+  // Returns when the checkpoint is complete, or throws CheckpointError, on all ranks. Not collective. A second call
+  // returns at once.
   void wait();
 
  private:
   std::shared_ptr<SaveJob> job_;
 };
 
-// The same in the background: copies this rank's shards to host memory (pinned, for a GPU), and
-// returns; the model may be trained on at once. Costs the bytes of the shards in host memory until
-// it ends. `comm` is used by wait() alone. The checkpoint appears when all ranks are done, whether
-// or not anybody waits.
+// The same in the background: copies this rank's shards to host memory (pinned, for a GPU), and returns; the model may
+// be trained on at once. Costs the bytes of the shards in host memory, which the group keeps for its next such save.
+// The checkpoint appears when all ranks are done, whether or not anybody waits. A rank that cannot write is an error of
+// all that names it; one that gets no further for the group's timeout is one, too.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
                                   torch::optim::Optimizer& optimizer,
                                   const nlohmann::json& extra = nlohmann::json::object(),
@@ -71,17 +83,42 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards&
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
-// Loads a checkpoint, saved by any wrapper on any number of ranks, and returns its `extra`. Each
-// rank reads the blocks that its shards lie in and verifies them; everything is read, on all ranks,
-// before anything is changed. Sets parameters, buffers, the optimizer's state and hyper-parameters,
-// and the random generators. What does not fit is listed all together: missing, unexpected, shape,
-// dtype, optimizer. A checkpoint with optimizer state loads without an optimizer, not the other way.
+// The same of all that a program lists.
+PendingSave save_checkpoint_async(const std::filesystem::path& dir, const TrainingState& state,
+                                  const nlohmann::json& extra = nlohmann::json::object(),
+                                  const SaveOptions& options = {});
+
+// Loads a checkpoint, saved by any wrapper on any number of ranks, and returns its `extra`. Each rank reads the blocks
+// that its shards lie in and verifies them; everything is read, on all ranks, before anything is changed. Sets
+// parameters, buffers, the optimizer's state and hyper-parameters, and the random generators. What does not fit is
+// listed all together: missing, unexpected, shape, dtype, optimizer. A checkpoint with optimizer state loads without an
+// optimizer, not the other way.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
 
-// The newest complete checkpoint among the entries of a folder; nothing if there is none. Looks at
-// directories, no more. Not collective: let rank 0 ask, or make sure that no save is under way.
+// What is beside the model may be missing from the list, not from the checkpoint.
+nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
+                               const LoadOptions& options = {});
+
+// What load_newest_checkpoint() has loaded, and which newer ones it could not read: the errors, the newest first.
+struct LoadedCheckpoint {
+  std::filesystem::path path;
+  nlohmann::json extra;
+  std::vector<std::string> damaged;
+};
+
+// Loads the newest complete checkpoint of a folder that is sound: one that is damaged, or cannot be read, is passed
+// over for the one before, and told of in the result. Nothing if the folder has none; CheckpointError with all their
+// errors if none is sound. One that does not fit is a CheckpointMismatch, as of load_checkpoint(). Collective.
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
+                                                       const LoadOptions& options = {});
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
+                                                       torch::optim::Optimizer& optimizer,
+                                                       const LoadOptions& options = {});
+
+// The newest complete checkpoint among the entries of a folder; nothing if there is none. Not collective: let rank 0
+// ask, or make sure that no save is under way.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace tessera

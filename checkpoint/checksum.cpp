@@ -13,7 +13,7 @@ constexpr char kDigits[] = "0123456789abcdef";
 
 uint64_t digit_of(char character) {
   if (character >= '0' && character <= '9') return static_cast<uint64_t>(character - '0');
-  if (character >= 'a' && character <= 'f') return static_cast<uint64_t>(character - 'a' + 10);
+  if (character >= 'a' && character <= 'f') return uint64_t{10} + static_cast<uint64_t>(character - 'a');
   throw std::invalid_argument("expected lower-case hex digits");
 }
 

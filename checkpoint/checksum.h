@@ -10,8 +10,7 @@ namespace tessera {
 uint64_t checksum(const void* data, int64_t bytes);
 inline uint64_t checksum(std::string_view text) { return checksum(text.data(), static_cast<int64_t>(text.size())); }
 
-// 16 lower-case hex digits, the most significant first, and back; from_hex throws
-// std::invalid_argument for anything else.
+// 16 lower-case hex digits, the most significant first, and back: std::invalid_argument for anything else.
 std::string to_hex(uint64_t number);
 uint64_t from_hex(std::string_view digits);
 

@@ -1,132 +1,66 @@
 #include "tessera/checkpoint/commit.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
+#include <chrono>
 #include <random>
-#include <utility>
+#include <thread>
 
-#include "tessera/checkpoint/checksum.h"
-#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/find_checkpoints.h"
+#include "tessera/storage/storage.h"
 
 namespace tessera {
 namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kSaving[] = ".saving-";
-
-uint64_t draw_id() {
-  std::random_device device;
-  return uint64_t{device()} << 32 | device();
-}
-
+// Without a slash at its end, and absolute where it is local.
 fs::path normal(const fs::path& target) {
-  fs::path path = fs::absolute(target).lexically_normal();
-  return path.has_filename() ? path : path.parent_path();  // "dir/" is "dir"
-}
-
-// A lock on the directory, or -1: somebody has it, or the file system has no locks.
-int try_lock(const fs::path& directory) {
-  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-  if (fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    ::close(fd);
-    return -1;
-  }
-  return fd;
-}
-
-// Removes temporary directories that nobody has locked: of one target, or with an empty prefix of
-// all. What cannot be removed stays; it is never taken for a checkpoint.
-void clear_leftovers(const fs::path& folder, const std::string& prefix) {
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
-    if (name.empty() || name[0] != '.' || name.find(kSaving) == std::string::npos || !name.starts_with(prefix))
-      continue;
-    const int lock = try_lock(entry.path());
-    if (lock < 0) continue;
-    std::error_code error;
-    fs::remove_all(entry.path(), error);
-    ::close(lock);
-  }
-}
-
-[[noreturn]] void fail(const fs::path& path, const std::string& doing, const std::error_code& error) {
-  throw CheckpointError(path.string() + ": " + doing + ": " + error.message());
+  std::string text = is_remote(target) ? target.native() : fs::absolute(target).lexically_normal().native();
+  while (text.size() > 1 && text.ends_with('/') && !text.ends_with("://")) text.pop_back();
+  return text;
 }
 
 }  // namespace
 
-PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_id()) {
-  if (!target_.has_filename()) throw CheckpointError(target.string() + ": is not a name for a checkpoint");
-  std::error_code error;
-  const fs::path folder = target_.parent_path();
-  fs::create_directories(folder, error);
-  if (error) fail(folder, "creating", error);
-  const auto status = fs::symlink_status(target_, error);
-  if (fs::exists(status) && !fs::is_directory(status))
-    throw CheckpointError(target_.string() + ": exists and is not a directory");
-  if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_))
-    throw CheckpointError(target_.string() +
-                          ": is a directory that holds something else than a checkpoint; it is left as it is");
-  const std::string prefix = std::string(".").append(target_.filename().string()) + kSaving;
-  clear_leftovers(folder, prefix);
-  path_ = folder / (prefix + to_hex(id_));
-  if (!fs::create_directory(path_, error)) fail(path_, "creating", error);
-  lock_ = try_lock(path_);
+uint64_t draw_checkpoint_id() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
 }
 
-PartialCheckpoint::~PartialCheckpoint() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-  if (lock_ >= 0) ::close(lock_);
+PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
+  // Of "s3://bucket" too.
+  if (!target_.has_filename() ||
+      (is_remote(target_) && target_.native().find('/', scheme_of(target_).size() + 3) == std::string::npos))
+    throw CheckpointError(target.string() + ": is not a name for a checkpoint");
 }
 
-void PartialCheckpoint::commit(Manifest manifest) {
-  manifest.id = id_;
+void PartialCheckpoint::complete(Manifest& manifest) const {
+  manifest.id = manifest.saved.id = id_;
+  manifest.folder.clear();
   manifest.sequence = 1;
-  const auto others = complete_checkpoints(target_.parent_path());
+  const auto others = complete_checkpoints(folder());
   if (!others.empty()) manifest.sequence = peek_sequence(others.back()).value_or(0) + 1;
   check_saved_tensors(manifest.saved, path_.string());
-  write_text(path_ / kManifestName, format_manifest(manifest));
-  sync_directory(path_);
-  std::error_code error;
-  if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
-    exchange_entries(path_, target_);  // the old one is removed by the destructor
-  } else {
-    rename_entry(path_, target_, fs::is_directory(target_, error));
-  }
-  sync_directory(target_.parent_path());
 }
 
-std::vector<fs::path> complete_checkpoints(const fs::path& folder) {
-  std::vector<std::pair<int64_t, fs::path>> found;
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    if (entry.path().filename().string()[0] == '.' || !entry.is_directory(ignored)) continue;
-    if (const auto sequence = peek_sequence(entry.path())) found.emplace_back(*sequence, entry.path());
-  }
-  std::sort(found.begin(), found.end());
-  std::vector<fs::path> paths;
-  for (auto& [sequence, path] : found) paths.push_back(std::move(path));
-  return paths;
+std::unique_ptr<PartialCheckpoint> PartialCheckpoint::begin(const fs::path& target) {
+  return is_remote(target) ? begin_remote_checkpoint(target) : begin_local_checkpoint(target);
 }
 
 void remove_old_checkpoints(const fs::path& folder, int keep) {
-  auto all = complete_checkpoints(folder);
-  const size_t excess = all.size() > static_cast<size_t>(keep) ? all.size() - static_cast<size_t>(keep) : 0;
-  for (size_t i = 0; i < excess; ++i) {
-    // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
-    const fs::path hidden =
-        folder / (std::string(".").append(all[i].filename().string()) + kSaving + to_hex(draw_id()));
-    rename_entry(all[i], hidden, false);
-  }
-  clear_leftovers(folder, "");
+  const auto all = complete_checkpoints(folder);
+  for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i)
+    is_remote(folder) ? remove_remote_checkpoint(all[i]) : remove_local_checkpoint(all[i]);
+  is_remote(folder) ? clear_remote_leftovers(folder) : clear_local_leftovers(folder);
+}
+
+ReadHold::ReadHold(const fs::path& checkpoint) {
+  if (is_remote(checkpoint)) return;
+  // Whoever has it for himself has just completed it, or is about to remove it, and not for long.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (lock_.take_shared(checkpoint / kManifestName) == LockOutcome::kHeldByOther &&
+         std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
 }  // namespace tessera

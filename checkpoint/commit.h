@@ -2,47 +2,71 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <optional>
-#include <string>
-#include <vector>
+#include <memory>
 
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/storage/file_lock.h"
 
 namespace tessera {
 
-// How a directory becomes a checkpoint all at once (FORMAT.md, "How a checkpoint comes to be"). What
-// rank 0 does; nothing here is collective. Everything throws CheckpointError.
+// How a directory becomes a checkpoint all at once (FORMAT.md, "How a checkpoint comes to be"): what rank 0 does.
+// Nothing here is collective; everything throws CheckpointError.
 
-// A temporary directory beside the target. Its lock says that somebody is at work on it.
+// A checkpoint while it is written.
 class PartialCheckpoint {
  public:
-  // Makes it, with the target's parents, and clears away what dead saves of this target left.
-  // Refuses a target that exists and is not a checkpoint, or an empty directory.
-  explicit PartialCheckpoint(const std::filesystem::path& target);
-  // Removes what was not committed.
-  ~PartialCheckpoint();
+  // Makes the folder for the ranks' files, and clears away what dead saves of this target left. On a local path it is a
+  // temporary one beside the target, whose parents are made; refused are a target that exists and is not a checkpoint,
+  // or an empty directory, and one that this file system could not replace. On other storage it is one in the target.
+  static std::unique_ptr<PartialCheckpoint> begin(const std::filesystem::path& target);
+  // Removes what was not committed, or the checkpoint that was replaced; a local one that somebody reads is left.
+  virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
   PartialCheckpoint& operator=(const PartialCheckpoint&) = delete;
 
+  // Where the ranks write. It has a file named kDraftName.
   const std::filesystem::path& path() const { return path_; }
+  std::filesystem::path folder() const { return target_.parent_path(); }
   uint64_t id() const { return id_; }
 
-  // Checks that the manifest's slices are the whole of every tensor, writes it, and makes the
-  // directory the target in one step. Sets the manifest's id and sequence. A checkpoint that was
-  // there before is removed by the destructor.
-  void commit(Manifest manifest);
+  // Checks that the manifest's slices are the whole of every tensor, and writes it: all becomes the target in one step.
+  // Sets the manifest's id and sequence. A checkpoint that was there is removed by the destructor.
+  virtual void commit(Manifest manifest) = 0;
 
- private:
-  std::filesystem::path target_;
+ protected:
+  explicit PartialCheckpoint(const std::filesystem::path& target);
+  // Sets id and sequence, and checks.
+  void complete(Manifest& manifest) const;
+
+  const std::filesystem::path target_;
   std::filesystem::path path_;
-  uint64_t id_ = 0;
-  int lock_ = -1;
+  const uint64_t id_;
+  bool is_committed_ = false;
 };
 
-// The complete checkpoints in a folder, oldest first.
-std::vector<std::filesystem::path> complete_checkpoints(const std::filesystem::path& folder);
+constexpr char kDraftName[] = ".manifest";  // what says that a save is under way, and whose
 
-// Removes all but the newest `keep` complete checkpoints of the folder, and what dead saves left.
+// Removes all but the newest `keep` complete checkpoints of the folder, and what dead saves left; a local one that
+// somebody reads is left for the next time.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
+
+// Keeps a checkpoint where it is while it is read: nobody removes it for keep_last meanwhile, nor, where it was
+// replaced, its files. On a file system or a storage without locks it does nothing.
+class ReadHold {
+ public:
+  explicit ReadHold(const std::filesystem::path& checkpoint);
+
+ private:
+  FileLock lock_;
+};
+
+// Of commit.cpp, by storage.
+std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem::path& target);
+std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target);
+void remove_local_checkpoint(const std::filesystem::path& checkpoint);
+void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
+void clear_local_leftovers(const std::filesystem::path& folder);
+void clear_remote_leftovers(const std::filesystem::path& folder);
+uint64_t draw_checkpoint_id();
 
 }  // namespace tessera

@@ -1,13 +1,13 @@
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <set>
 
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/load_plan.h"
+#include "tessera/checkpoint/load_state.h"
 #include "tessera/checkpoint/outcome.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/comm/agreement.h"
@@ -18,17 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr char kIndexSuffix[] = ".safetensors.index.json";
-
-bool is_index(const fs::path& path) { return path.filename().string().ends_with(kIndexSuffix); }
-
 // Where PyTorch's distributed writer says that a file's tensors belong: {"<name>": {"saved_offsets": [...]}}.
-json sharding_info(const SafetensorsHeader& header, const std::string& where) {
-  const auto found = header.metadata.find("DCP_SHARDING_INFO");
-  if (found == header.metadata.end()) return nullptr;
-  return parse_json(found->second, where + ": DCP_SHARDING_INFO");
-}
-
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -41,32 +31,46 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// Adds what a file holds. A tensor is as large as its slices reach.
-void add_file(const fs::path& path, SavedTensors& saved) {
-  const File file = open_file(path);
+// The caches of model hubs are made of symbolic links.
+fs::path followed(const fs::path& path) {
+  std::error_code error;
+  if (is_remote(path) || !fs::is_symlink(path, error)) return path;
+  const fs::path target = fs::canonical(path, error);
+  if (error) throw CheckpointError(path.string() + ": is a symbolic link to what is not there: " + error.message());
+  return target;
+}
+
+// Adds what a file holds, but for what `belongs` says no to. A tensor is as large as its slices reach.
+void add_file(const fs::path& path, SavedTensors& saved, const std::function<bool(const std::string&)>& belongs) {
+  const auto file = open_file(followed(path));
+  const bool is_link = file->path() != path;
   const std::string where = path.string();
-  const SafetensorsHeader header = read_safetensors_header(file);
+  const SafetensorsHeader header = read_safetensors_header(*file);
   const int index = static_cast<int>(saved.files.size());
-  saved.files.push_back({path.filename().string(), file.bytes(), header.header_bytes, 0});
-  const json sharding = sharding_info(header, where);
+  saved.files.push_back(
+      {is_link ? file->path().string() : path.filename().string(), file->bytes(), header.header_bytes, 0});
+  json sharding;
+  if (const auto found = header.metadata.find("DCP_SHARDING_INFO"); found != header.metadata.end())
+    sharding = parse_json(found->second, where + ": DCP_SHARDING_INFO");
   for (const auto& entry : header.entries) {
-    SavedSlice slice{index, entry.begin, {offsets_of(entry, sharding, where), entry.shape}, {}};
+    if (!belongs(entry.name)) continue;
+    const Box box{offsets_of(entry, sharding, where), entry.shape};
     auto [found, added] = saved.tensors.try_emplace(entry.name);
     SavedTensor& tensor = found->second;
     if (added) {
       tensor.dtype = entry.dtype;
       tensor.shape.assign(entry.shape.size(), 0);
-    } else if (sharding.is_null()) {
-      throw CheckpointError(where + ": the tensor '" + entry.name + "' is in " +
-                            saved.files[tensor.slices[0].file].name + " too");
-    }
-    if (tensor.dtype != entry.dtype || tensor.shape.size() != entry.shape.size())
+    } else if (const std::string& other = saved.files[tensor.slices[0].file].name; sharding.is_null()) {
+      throw CheckpointError(where + ": the tensor '" + entry.name + "' is in " + other + " too");
+    } else if (tensor.dtype != entry.dtype || tensor.shape.size() != entry.shape.size()) {
       throw CheckpointError(where + ": the tensor '" + entry.name +
-                            "' has another dtype or number of dimensions than in " +
-                            saved.files[tensor.slices[0].file].name);
+                            "' has another dtype or number of dimensions than in " + other);
+    }
     for (size_t d = 0; d < entry.shape.size(); ++d)
-      tensor.shape[d] = std::max(tensor.shape[d], slice.box.offsets[d] + entry.shape[d]);
-    tensor.slices.push_back(std::move(slice));
+      tensor.shape[d] = std::max(tensor.shape[d], box.offsets[d] + entry.shape[d]);
+    // Replicated tensors that several ranks wrote alike: one is enough.
+    if (std::none_of(tensor.slices.begin(), tensor.slices.end(), [&](const auto& slice) { return slice.box == box; }))
+      tensor.slices.push_back({index, entry.begin, box, {}});
   }
   // {"<alias>": "<name>"}, as safetensors.torch.save_model notes what it left out.
   for (const auto& [alias, name] : header.metadata)
@@ -74,46 +78,69 @@ void add_file(const fs::path& path, SavedTensors& saved) {
       saved.tensors[name].aliases.push_back(alias);
 }
 
-// The names of an index's files; each a plain name beside it.
-std::set<std::string> files_of_index(const fs::path& path) {
-  const json index = parse_json(read_text(path, int64_t{1} << 30), path.string());
+// Where an index says that each tensor is: in which file, a plain name beside it.
+std::map<std::string, std::string> read_index(const fs::path& path) {
+  const json index = parse_json(read_text(followed(path), int64_t{1} << 30), path.string());
   const JsonObject fields(index, path.string(), {"weight_map"}, {"metadata"});
-  std::set<std::string> names;
+  std::map<std::string, std::string> places;
   for (const auto& [tensor, file] : fields.object("weight_map").items()) {
-    if (!file.is_string() || file.get<std::string>().find('/') != std::string::npos ||
-        file.get<std::string>().starts_with("."))
+    const std::string name = file.is_string() ? file.get<std::string>() : "/";
+    if (name.find('/') != std::string::npos || name.starts_with("."))
       fields.refuse("the file of '" + tensor + "' is not a name beside the index");
-    names.insert(file.get<std::string>());
+    places[tensor] = name;
   }
-  return names;
+  return places;
+}
+
+bool is_index(const fs::path& path) { return path.filename().string().ends_with(".safetensors.index.json"); }
+
+// The one index of a directory, "model.safetensors.index.json" if there are several; "" if there is none.
+fs::path index_of(const fs::path& directory) {
+  std::vector<fs::path> found;
+  for (const auto& name : storage_of(directory).list(directory))
+    if (is_index(name) && name[0] != '.') found.push_back(directory / name);
+  if (found.size() < 2) return found.empty() ? fs::path() : found[0];
+  const fs::path usual = directory / "model.safetensors.index.json";
+  if (std::find(found.begin(), found.end(), usual) != found.end()) return usual;
+  throw CheckpointError(directory.string() + ": holds " + std::to_string(found.size()) +
+                        " indices; give the path of the one that is meant");
+}
+
+SavedTensors find_indexed(const fs::path& index, SavedTensors saved) {
+  const auto places = read_index(index);
+  std::set<std::string> names;
+  for (const auto& [tensor, file] : places) names.insert(file);
+  for (const auto& name : names)
+    add_file(saved.directory / name, saved, [&](const std::string& tensor) {
+      const auto place = places.find(tensor);
+      return place == places.end() || place->second == name;
+    });
+  for (const auto& [tensor, file] : places)
+    if (!saved.tensors.contains(tensor))
+      throw CheckpointError(index.string() + ": says that '" + tensor + "' is in " + file + ", which does not have it");
+  return saved;
 }
 
 }  // namespace
 
 SavedTensors find_full_tensors(const fs::path& path) {
   std::error_code ignored;
-  const bool directory = fs::is_directory(path, ignored);
+  const bool directory =
+      is_remote(path) ? !is_index(path) && path.extension() != ".safetensors" : fs::is_directory(path, ignored);
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
-  std::set<std::string> names;
-  if (is_index(path)) {
-    names = files_of_index(path);
+  const fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
+  auto all = [](const std::string&) { return true; };
+  if (!index.empty()) {
+    saved = find_indexed(index, std::move(saved));
   } else if (!directory) {
-    names.insert(path.filename().string());
+    add_file(saved.directory / path.filename(), saved, all);
   } else {
-    for (const auto& entry : fs::directory_iterator(path))
-      if (entry.path().extension() == ".safetensors" && entry.path().filename().string()[0] != '.')
-        names.insert(entry.path().filename().string());
-    if (names.empty()) throw CheckpointError(path.string() + ": holds no safetensors file");
-  }
-  for (const auto& name : names) add_file(saved.directory / name, saved);
-  // Replicated tensors that several ranks wrote alike: one is enough.
-  for (auto& [name, tensor] : saved.tensors) {
-    std::vector<SavedSlice> once;
-    for (auto& slice : tensor.slices)
-      if (std::none_of(once.begin(), once.end(), [&](const SavedSlice& other) { return other.box == slice.box; }))
-        once.push_back(std::move(slice));
-    tensor.slices = std::move(once);
+    std::set<fs::path> files;  // in the order of their names
+    for (const auto& name : storage_of(path).list(path))
+      if (name.ends_with(".safetensors") && name[0] != '.') files.insert(path / name);
+    if (files.empty()) throw CheckpointError(path.string() + ": holds no safetensors file");
+    for (const auto& file : files) add_file(file, saved, all);
   }
   check_saved_tensors(saved, path.string());
   return saved;
@@ -123,18 +150,9 @@ void load_full(const fs::path& path, ModelShards& model, const LoadOptions& opti
   const std::string what = "loading " + path.string();
   Communicator& comm = *model.comm();
   require_agreement(comm, "which file to load", {"path " + path.string()});
-  LoadedState loaded;
-  settle(comm, attempt([&] {
-           const at::NoGradGuard no_grad;
-           Manifest manifest;
-           manifest.saved = find_full_tensors(path);
-           loaded = read_state_of(manifest, model, model.named_shards(), nullptr, options);
-           return std::string();
-         }),
-         what);
-  const at::NoGradGuard no_grad;
-  loaded.apply();
-  if (options.bytes_read != nullptr) *options.bytes_read = loaded.bytes_read;
+  Manifest manifest;
+  on_all_ranks(comm, what, [&] { manifest.saved = find_full_tensors(path); });
+  load_state(manifest, model, nullptr, {}, options, what);
 }
 
 }  // namespace tessera

@@ -1,11 +1,16 @@
 #include <ATen/core/grad_mode.h>
 
-#include <cstring>
+#include <algorithm>
+#include <fstream>
 #include <map>
+#include <optional>
+#include <random>
+#include <set>
 
+#include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/full_layout.h"
+#include "tessera/checkpoint/full_file.h"
 #include "tessera/checkpoint/outcome.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/comm/agreement.h"
@@ -17,33 +22,174 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kBufferBytes = int64_t{4} << 20;
 
-void make_drafts(const FullLayout& layout) {
-  std::error_code error;
-  const fs::path folder = fs::absolute(layout.files.front().path).parent_path();
-  fs::create_directories(folder, error);
-  if (error) throw CheckpointError(folder.string() + ": creating: " + error.message());
-  for (const auto& full : layout.files) {
-    if (fs::is_directory(full.path, error))
-      throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
-    fs::remove(draft_of(full.path), error);
-    const File file = create_file(draft_of(full.path));
-    file.write(full.header.data(), static_cast<int64_t>(full.header.size()), 0);
-    file.resize(full.bytes);
+// Which tensors go to which file, and where. A plan: touches no file.
+struct FullLayout {
+  struct FullFile {
+    fs::path path;
+    std::string start;  // the file's first bytes: a header, or all of an index
+    int64_t bytes = 0;
+  };
+  struct Place {
+    size_t file = 0;
+    int64_t begin = 0;  // first byte in the file
+  };
+  std::vector<FullFile> files;          // the last makes it all visible: the one there is, or the index of the others
+  std::map<std::string, Place> places;  // of tensors
+};
+
+// Tensors in their order, a new group where the next would exceed the limit.
+std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
+  std::vector<std::vector<const FullTensor*>> groups(1);
+  int64_t bytes = 0;
+  for (const FullTensor& tensor : tensors) {
+    check_dtype(tensor.name, tensor.dtype);
+    const int64_t own = tensor_bytes(tensor.shape, tensor.dtype).value();
+    if (max_bytes > 0 && bytes + own > max_bytes && !groups.back().empty()) {
+      groups.emplace_back();
+      bytes = 0;
+    }
+    groups.back().push_back(&tensor);
+    bytes += own;
   }
+  return groups;
 }
 
-// Where each tensor is: file number and first byte.
-std::map<std::string, std::pair<size_t, int64_t>> places_of(const FullLayout& layout) {
-  std::map<std::string, std::pair<size_t, int64_t>> places;
-  for (size_t i = 0; i < layout.files.size(); ++i)
-    for (const auto& entry : layout.files[i].entries) places[entry.name] = {i, entry.begin};
-  return places;
+fs::path index_path(const fs::path& file) { return file.string() + ".index.json"; }
+
+// The name of one of several files; `tag` tells them from older ones.
+fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, size_t count) {
+  fs::path path = file;
+  return path.replace_filename(file.stem().string() + tag + "-" + five_digits(static_cast<int64_t>(i) + 1) + "-of-" +
+                               five_digits(static_cast<int64_t>(count)) + file.extension().string());
 }
 
-// Writes a box to its place in the whole tensor, which begins at `begin`: in runs, neighbouring
-// ones together.
+FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& tensors, const SaveFullOptions& options,
+                           const std::string& tag) {
+  if (is_remote(file))
+    throw std::invalid_argument(
+        "'" + file.string() +
+        "' is not a local file: whole models are written to local folders, and copied from there");
+  if (options.max_file_bytes < 0)
+    throw std::invalid_argument("max_file_bytes is " + std::to_string(options.max_file_bytes) + ", expected 0 or more");
+  const auto groups = group_by_bytes(tensors, options.max_file_bytes);
+  FullLayout layout;
+  nlohmann::json weight_map = nlohmann::json::object();
+  int64_t total_bytes = 0;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const fs::path path = groups.size() > 1 ? part_path_of(file, tag, i, groups.size()) : file;
+    std::vector<SafetensorsEntry> entries;
+    std::map<std::string, std::string> metadata{{"format", "pt"}};
+    for (const FullTensor* tensor : groups[i]) {
+      entries.push_back({tensor->name, tensor->dtype, tensor->shape});
+      for (const auto& alias : tensor->aliases) metadata[alias] = tensor->name;
+      weight_map[tensor->name] = path.filename().string();
+    }
+    const std::string header = format_safetensors_header(entries, metadata);
+    int64_t bytes = 0;
+    for (const auto& entry : entries) {
+      layout.places[entry.name] = {i, entry.begin};
+      bytes += entry.bytes;
+    }
+    total_bytes += bytes;
+    layout.files.push_back({path, header, static_cast<int64_t>(header.size()) + bytes});
+  }
+  if (groups.size() > 1) {
+    const nlohmann::json index{{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
+    const std::string text = index.dump(2) + "\n";
+    layout.files.push_back({index_path(file), text, static_cast<int64_t>(text.size())});
+  }
+  return layout;
+}
+
+// While files are written they have this name: hidden, beside the target.
+fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
+
+// What an older save of this name left: its index, and the files that it lists, if they are called like ours.
+std::vector<fs::path> files_before(const fs::path& file) {
+  std::vector<fs::path> files;
+  std::error_code ignored;
+  if (fs::exists(file, ignored)) files.push_back(file);
+  if (!fs::exists(index_path(file), ignored)) return files;
+  files.push_back(index_path(file));
+  const auto index = nlohmann::json::parse(std::ifstream(index_path(file)), nullptr, /*allow_exceptions=*/false);
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) return files;
+  std::set<std::string> names;
+  for (const auto& [tensor, name] : index["weight_map"].items())
+    if (name.is_string() && name.get<std::string>().find('/') == std::string::npos &&
+        name.get<std::string>().starts_with(file.stem().string() + "-"))
+      names.insert(name.get<std::string>());
+  for (const auto& name : names) files.push_back(file.parent_path() / name);
+  return files;
+}
+
+// What tells the names of several new files from those that are there: "" if none is.
+std::string free_tag(const fs::path& file) {
+  std::error_code ignored;
+  const std::string start = file.stem().string() + "-";
+  const fs::path folder = fs::absolute(file).parent_path();
+  for (const auto& entry : fs::directory_iterator(folder, ignored))
+    if (const auto name = entry.path().filename().string();
+        name.starts_with(start) && name.find("-of-") != std::string::npos) {
+      std::random_device device;
+      return "-" + to_hex(uint64_t{device()} << 32 | device()).substr(0, 8);
+    }
+  return "";
+}
+
+// The files of a layout while they are written; what was not published is removed in the end.
+class Drafts {
+ public:
+  Drafts(const FullLayout& layout, const fs::path& file)
+      : layout_(layout), file_(file), folder_(fs::absolute(layout.files[0].path).parent_path()) {}
+  ~Drafts() {
+    std::error_code ignored;
+    for (const auto& file : layout_.files) fs::remove(draft_of(file.path), ignored);
+    for (size_t i = 0; !is_visible_ && i < named_; ++i) fs::remove(layout_.files[i].path, ignored);
+  }
+  Drafts(const Drafts&) = delete;
+  Drafts& operator=(const Drafts&) = delete;
+
+  void create() const {
+    make_directories(folder_);
+    for (const auto& full : layout_.files) {
+      std::error_code ignored;
+      if (fs::is_directory(full.path, ignored))
+        throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
+      fs::remove(draft_of(full.path), ignored);
+      const File file = create_file(draft_of(full.path));
+      file.write(full.start.data(), static_cast<int64_t>(full.start.size()), 0);
+      file.resize(full.bytes);
+    }
+  }
+
+  // Makes the files visible all at once: those that the index lists have names that none had before, and then one
+  // rename puts the index, or the only file, in its place. What is no longer needed goes last.
+  void publish() {
+    const auto before = files_before(file_);
+    for (const auto& file : layout_.files) open_file_to_write(draft_of(file.path)).sync();
+    for (; named_ + 1 < layout_.files.size(); ++named_)
+      rename_entry(draft_of(layout_.files[named_].path), layout_.files[named_].path, false);
+    sync_directory(folder_);
+    rename_entry(draft_of(layout_.files.back().path), layout_.files.back().path, true);
+    is_visible_ = true;
+    sync_directory(folder_);
+    for (const auto& old : before) {
+      std::error_code ignored;
+      if (std::none_of(layout_.files.begin(), layout_.files.end(), [&](const auto& own) { return own.path == old; }))
+        fs::remove(old, ignored);
+    }
+  }
+
+ private:
+  const FullLayout& layout_;
+  const fs::path file_, folder_;
+  size_t named_ = 0;  // of the layout's files: have their names
+  bool is_visible_ = false;
+};
+
+// Writes a box to its place in the whole tensor, which begins at `begin`: in runs, neighbouring ones together.
 void write_box(const File& file, const Piece& piece, int64_t begin) {
-  const at::Tensor data = piece.data();
+  const at::Tensor data = checked_data(piece);
   const char* from = static_cast<const char*>(data.const_data_ptr());
   const auto element_bytes = static_cast<int64_t>(data.element_size());
   for_each_run(piece.box, piece.box, row_major_strides(piece.shape), 0, [&](const Run& run) {
@@ -57,15 +203,15 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
   });
 }
 
-void write_own_part(const FullLayout& layout, const std::vector<Piece>& pieces) {
-  const auto places = places_of(layout);
+void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
   std::map<size_t, File> files;
   for (const Piece& piece : pieces) {
-    const auto [index, begin] = places.at(piece.name);
+    const auto [index, begin] = layout.places.at(piece.name);
     auto found = files.find(index);
     if (found == files.end())
       found = files.emplace(index, open_file_to_write(draft_of(layout.files[index].path))).first;
     write_box(found->second, piece, begin);
+    if (progress) progress(bytes_of(piece));
   }
   for (auto& [index, file] : files) file.sync();
 }
@@ -75,69 +221,45 @@ void write_own_part(const FullLayout& layout, const std::vector<Piece>& pieces) 
 void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& options) {
   const at::NoGradGuard no_grad;
   Communicator& comm = *model.comm();
-  const std::string what = "saving " + file.string();
   require_agreement(comm, "where to save the model",
                     {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
+  const std::string tag = gather_texts(comm, comm.rank() == 0 ? free_tag(file) : "", "names of files")[0];
   FullLayout layout;
+  std::optional<Drafts> drafts;  // rank 0's
   std::vector<LocalTensor> tensors;
-  auto discard_drafts = [&] {
-    if (comm.rank() == 0 && !layout.files.empty()) discard(layout);
-  };
   // Each stage on all ranks before the next: the drafts are there, their parts are written, all is visible.
-  auto stage = [&](const std::function<void()>& part) {
-    try {
-      settle(comm, attempt([&] { return part(), std::string(); }), what);
-    } catch (...) {
-      discard_drafts();
-      throw;
-    }
-  };
-  stage([&] {
+  auto stage = [&](const std::function<void()>& part) { on_all_ranks_slowly(comm, "saving " + file.string(), part); };
+  on_all_ranks(comm, "saving " + file.string(), [&] {
     if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
     tensors = local_tensors(model, model.named_shards(), nullptr);
     std::vector<FullTensor> all;
-    for (const auto& tensor : tensors)
-      all.push_back({tensor.name, tensor.elements.scalar_type(), tensor.sizes, tensor.aliases});
-    layout = plan_full_files(file, all, options);
-    if (comm.rank() == 0) make_drafts(layout);
+    for (const auto& local : tensors)
+      all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});
+    layout = plan_full_files(file, all, options, tag);
+    synchronize(comm.device());
+    if (comm.rank() == 0) drafts.emplace(layout, file).create();
   });
-  stage([&] { write_own_part(layout, pieces_of(tensors, comm.rank())); });
+  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank())); });
   stage([&] {
-    if (comm.rank() != 0) return;
-    for (const auto& full : layout.files) open_file_to_write(draft_of(full.path)).sync();
-    publish(layout);
+    if (drafts) drafts->publish();
   });
 }
 
 void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
                 const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options,
                 const std::function<void(int64_t)>& progress) {
-  const FullLayout layout = plan_full_files(file, tensors, options);
-  make_drafts(layout);
-  try {
-    const auto places = places_of(layout);
-    for (const FullTensor& tensor : tensors) {
-      const auto [index, begin] = places.at(tensor.name);
-      const at::Tensor values = data(tensor);
-      if (values.sizes() != at::IntArrayRef(tensor.shape) || values.scalar_type() != tensor.dtype ||
-          !values.is_contiguous())
-        throw std::logic_error("the data of '" + tensor.name + "' is not what was announced");
-      const File draft = open_file_to_write(draft_of(layout.files[index].path));
-      write_box(draft,
-                {.name = tensor.name,
-                 .dtype = tensor.dtype,
-                 .shape = tensor.shape,
-                 .box = whole_box(tensor.shape),
-                 .data = [&] { return values; }},
-                begin);
-      if (progress) progress(static_cast<int64_t>(values.nbytes()));
-    }
-    for (const auto& full : layout.files) open_file_to_write(draft_of(full.path)).sync();
-    publish(layout);
-  } catch (...) {
-    discard(layout);
-    throw;
-  }
+  const FullLayout layout = plan_full_files(file, tensors, options, free_tag(file));
+  Drafts drafts(layout, file);
+  drafts.create();
+  std::vector<Piece> pieces;
+  for (const FullTensor& tensor : tensors)
+    pieces.push_back({.name = tensor.name,
+                      .dtype = tensor.dtype,
+                      .shape = tensor.shape,
+                      .box = whole_box(tensor.shape),
+                      .data = [&] { return data(tensor); }});
+  write_pieces_to_drafts(layout, pieces, progress);
+  drafts.publish();
 }
 
 }  // namespace tessera

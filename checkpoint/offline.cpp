@@ -1,17 +1,21 @@
 #include "tessera/checkpoint/offline.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/isnan.h>
 
+#include <algorithm>
 #include <cmath>
+#include <map>
+#include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "tessera/checkpoint/commit.h"
-#include "tessera/checkpoint/dtype.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/load_plan.h"
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/rank_files.h"
+#include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/slice_reader.h"
 
 namespace tessera {
@@ -21,71 +25,101 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kWholeBytes = int64_t{64} << 10;  // tensors up to this are not cut
 
-bool is_checkpoint(const fs::path& path) {
-  std::error_code ignored;
-  return fs::exists(path / kManifestName, ignored);
-}
-
-Manifest manifest_of(const fs::path& directory) {
-  if (!is_checkpoint(directory)) throw CheckpointError(explain_missing(directory));
-  return read_manifest(directory);
-}
-
 // What one of `ranks` ranks writes of a checkpoint. Small tensors go round.
 std::vector<Piece> pieces_for(const SavedTensors& saved, int rank, int ranks, SliceReader& reader) {
   std::vector<Piece> pieces;
   int64_t index = 0;
   for (const auto& [name, tensor] : saved.tensors) {
-    std::vector<Box> boxes;
     const int64_t numel = numel_of(tensor.shape);
-    if (bytes_of(tensor) <= kWholeBytes) {
-      if (index++ % ranks == rank) boxes.push_back(whole_box(tensor.shape));
+    auto begin_of = [&](int r) { return numel / ranks * r + std::min<int64_t>(r, numel % ranks); };
+    Range held{0, 0};
+    if (bytes_of(tensor) > kWholeBytes) {
+      held = {begin_of(rank), begin_of(rank + 1)};
+    } else if (index++ % ranks == rank) {
+      held = {0, numel};
     } else {
-      boxes = boxes_of_range(tensor.shape, {numel / ranks * rank + std::min<int64_t>(rank, numel % ranks),
-                                            numel / ranks * (rank + 1) + std::min<int64_t>(rank + 1, numel % ranks)});
+      continue;
     }
-    for (const Box& box : boxes)
-      pieces.push_back({name, tensor.dtype, tensor.shape, tensor.aliases, tensor.kind, box,
-                        [&reader, key = name, box] { return reader.read(key, box); }});
+    auto segments = segments_of(tensor.shape, row_major_strides(tensor.shape), held);
+    if (numel == 0) segments = {{whole_box(tensor.shape), {0, 0}}};
+    for (const Segment& segment : segments)
+      pieces.push_back({name, tensor.dtype, tensor.shape, tensor.aliases, tensor.kind, segment.box,
+                        [&reader, key = name, box = segment.box] { return reader.read(key, box); }, segment.memory});
   }
   return pieces;
 }
 
-TensorDifference compare(const std::string& name, const at::Tensor& a, const at::Tensor& b) {
+using SlicesByName = std::map<std::string, std::pair<const SavedTensor*, const SavedSlice*>>;
+
+// What the file's own header says against what the manifest says of it.
+void compare_header(const InputFile& file, const SlicesByName& slices, std::vector<std::string>& problems) {
+  const std::string where = file.path().string();
+  std::set<std::string> seen;
+  for (const auto& entry : read_safetensors_header(file).entries) {
+    seen.insert(entry.name);
+    const auto found = slices.find(entry.name);
+    if (found == slices.end() && entry.bytes == 0) continue;  // each rank writes those that have no elements
+    if (found == slices.end()) {
+      problems.push_back(where + ": tensor '" + entry.name + "' is not in the manifest");
+    } else if (const auto& [tensor, slice] = found->second;
+               entry.dtype != tensor->dtype || entry.shape != slice->box.sizes || entry.begin != slice->begin) {
+      problems.push_back(where + ": tensor '" + entry.name + "' is not where, or what, the manifest says");
+    }
+  }
+  for (const auto& [name, slice] : slices)
+    if (!seen.contains(name))
+      problems.push_back(where + ": has no tensor '" + name + "', which the manifest says it has");
+}
+
+// Adds what a block of two tensors has.
+void compare_block(TensorDifference& difference, const at::Tensor& a, const at::Tensor& b, double tolerance) {
+  // Bits, so that a NaN equals itself.
+  auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };
+  at::Tensor differs = bytes(a).ne(bytes(b)).any(1);
+  if (!differs.any().item<bool>()) return;
+  if (a.is_complex()) {
+    difference.different_numel += differs.sum().item<int64_t>();
+    return;
+  }
+  const at::Tensor distance = (a.to(at::kDouble) - b.to(at::kDouble)).abs().reshape({-1});
+  if (tolerance > 0) differs = differs.logical_and(distance.le(tolerance).logical_not());  // NaN is not close
+  const int64_t numel = differs.sum().item<int64_t>();
+  if (numel == 0) return;
+  difference.different_numel += numel;
+  const double most = distance.masked_select(differs).max().item<double>();
+  if (!std::isnan(difference.max_difference) && !(difference.max_difference >= most)) difference.max_difference = most;
+}
+
+TensorDifference compare(const std::string& name, const std::vector<int64_t>& shape, SliceReader& a, SliceReader& b,
+                         double tolerance) {
+  constexpr int64_t kBlockNumel = int64_t{1} << 20;
   TensorDifference difference{.name = name};
-  const auto width = static_cast<int64_t>(a.element_size());
-  if (a.numel() == 0) return difference;
-  // Bits, so that a NaN equals itself and 0 is not -0.
-  const at::Tensor changed = a.reshape({-1, 1})
-                                 .view(at::kByte)
-                                 .view({-1, width})
-                                 .ne(b.reshape({-1, 1}).view(at::kByte).view({-1, width}))
-                                 .any(1);
-  difference.different_numel = changed.sum().item<int64_t>();
-  if (difference.different_numel == 0 || a.is_complex()) return difference;
-  difference.max_difference = (a.to(at::kDouble) - b.to(at::kDouble)).abs().max().item<double>();
+  const int64_t numel = numel_of(shape);
+  for (int64_t begin = 0; begin < numel; begin += kBlockNumel)
+    for (const Box& box : boxes_of_range(shape, {begin, std::min(begin + kBlockNumel, numel)}))
+      compare_block(difference, a.read(name, box), b.read(name, box), tolerance);
   return difference;
 }
 
 }  // namespace
 
 SavedTensors find_tensors(const fs::path& path) {
-  return is_checkpoint(path) ? read_manifest(path).saved : find_full_tensors(path);
-}
-
-int64_t total_bytes(const SavedTensors& saved) {
-  int64_t total = 0;
-  for (const auto& [name, tensor] : saved.tensors) total += bytes_of(tensor);
-  return total;
+  return is_checkpoint(path) ? with_every_slice(read_manifest(path).saved) : find_full_tensors(path);
 }
 
 void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state, const SaveFullOptions& options,
                             const Progress& progress) {
-  const Manifest manifest = manifest_of(from);
+  const ReadHold hold(from);
+  Manifest manifest = read_manifest(from);
+  manifest.saved = with_every_slice(manifest.saved);
+  std::error_code ignored;
+  if (fs::equivalent(fs::absolute(to).parent_path(), from, ignored))
+    throw std::invalid_argument(to.string() +
+                                ": is in the checkpoint that it is to be made of; expected another folder");
   SliceReader reader(manifest.saved, progress);
   std::vector<FullTensor> tensors;
   for (const auto& [name, tensor] : manifest.saved.tensors)
-    if (state || tensor.kind != TensorKind::kState)
+    if (state || tensor.kind < TensorKind::kState)
       tensors.push_back({name, tensor.dtype, tensor.shape, tensor.aliases});
   write_full(
       to, tensors, [&](const FullTensor& tensor) { return reader.read(tensor.name, whole_box(tensor.shape)); },
@@ -93,23 +127,79 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
 }
 
 void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, const Progress& progress) {
+  const ReadHold hold(from);
   if (ranks < 1 || ranks > 99999)
     throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
-  Manifest manifest = manifest_of(from);
-  const SavedTensors saved = manifest.saved;
-  PartialCheckpoint partial(to);
+  Manifest manifest = read_manifest(from);
+  const SavedTensors saved = with_every_slice(manifest.saved);
+  const auto partial = PartialCheckpoint::begin(to);
   SliceReader reader(saved, progress);
-  manifest.saved = {.block_bytes = saved.block_bytes};
-  for (int rank = 0; rank < ranks; ++rank)
-    append(manifest.saved, write_pieces(partial.path(), "rank-" + five_digits(rank),
-                                        pieces_for(saved, rank, ranks, reader), saved.block_bytes));
-  if (ranks != manifest.world_size) manifest.rng.clear();
+  const bool same_ranks = ranks == manifest.world_size;
+  SavedTensors all{.block_bytes = saved.block_bytes, .by_rank = true, .world_size = ranks};
+  for (int rank = 0; rank < ranks; ++rank) {
+    const RankNote note{rank, partial->id(), saved.block_bytes,
+                        same_ranks ? generators_of(manifest, rank) : GeneratorStates()};
+    append(all, write_rank_files(partial->path(), note, pieces_for(saved, rank, ranks, reader)));
+  }
+  join_all(all);
+  all.has_rng = same_ranks && (manifest.saved.has_rng || !manifest.rng.empty());
+  manifest.rng.clear();
   manifest.world_size = ranks;
-  partial.commit(std::move(manifest));
+  manifest.saved = std::move(all);
+  partial->commit(std::move(manifest));
 }
 
-std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path& b, const Progress& progress) {
-  const SavedTensors first = find_tensors(a), second = find_tensors(b);
+std::vector<std::string> verify_checkpoint(const fs::path& directory, const Progress& progress) {
+  const ReadHold hold(directory);
+  Manifest manifest = read_manifest(directory);
+  std::vector<std::string> problems;
+  auto collect = [&](const std::function<void()>& check) {
+    try {
+      check();
+    } catch (const CheckpointError& error) {
+      problems.emplace_back(error.what());
+    }
+  };
+  manifest.saved =
+      with_every_slice(manifest.saved, [&](const CheckpointError& error) { problems.emplace_back(error.what()); });
+  std::vector<SlicesByName> slices(manifest.saved.files.size());
+  for (const auto& [name, tensor] : manifest.saved.tensors)
+    for (const auto& slice : tensor.slices)
+      if (!slices[slice.file].emplace(name, std::pair(&tensor, &slice)).second)
+        problems.push_back("tensor '" + name + "' has two slices in " + manifest.saved.files[slice.file].name);
+  std::set<std::string> names;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    names.insert(manifest.saved.files[i].name);
+    collect([&] {
+      compare_header(*open_file(manifest.saved.directory / manifest.saved.files[i].name), slices[i], problems);
+    });
+  }
+  for (const auto& name : storage_of(directory).list(manifest.saved.directory))
+    if (const std::string start = (manifest.saved.directory / name).string() + ": ";
+        name.ends_with(".safetensors") && !names.contains(name) &&
+        std::none_of(problems.begin(), problems.end(), [&](const auto& known) { return known.starts_with(start); }))
+      problems.push_back(start + "is not in the manifest");
+  // File by file, slice by slice, so that one that is damaged does not hide the next.
+  SliceReader reader(manifest.saved, progress);
+  for (size_t i = 0; i < slices.size(); ++i) {
+    collect([&] { reader.open(static_cast<int>(i)); });
+    for (const auto& [name, slice] : slices[i])
+      collect([&, &tensor_name = name, &box = slice.second->box] { static_cast<void>(reader.read(tensor_name, box)); });
+  }
+  return problems;
+}
+
+std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path& b, const DiffOptions& options,
+                                               const Progress& progress) {
+  if (!(options.tolerance >= 0))
+    throw std::invalid_argument("tolerance is " + std::to_string(options.tolerance) + ", expected 0 or more");
+  const ReadHold hold_a(a), hold_b(b);
+  SavedTensors first = find_tensors(a), second = find_tensors(b);
+  if (options.only_parameters) {
+    auto is_other = [](const auto& entry) { return entry.second.kind != TensorKind::kParameter; };
+    std::erase_if(first.tensors, is_other);
+    std::erase_if(second.tensors, is_other);
+  }
   SliceReader first_reader(first, progress), second_reader(second, progress);
   std::vector<TensorDifference> differences;
   auto add = [&](const std::string& name, const std::string& reason) {
@@ -125,19 +215,19 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
       add(name,
           "dtype " + safetensors_name(tensor.dtype).value() + " and " + safetensors_name(found->second.dtype).value());
     } else {
-      auto difference = compare(name, first_reader.read(name, whole_box(tensor.shape)),
-                                second_reader.read(name, whole_box(tensor.shape)));
+      auto difference = compare(name, tensor.shape, first_reader, second_reader, options.tolerance);
       if (difference.different_numel > 0) differences.push_back(std::move(difference));
     }
   }
   for (const auto& [name, tensor] : second.tensors)
     if (!first.tensors.contains(name)) add(name, "only in " + b.string());
-  if (is_checkpoint(a) && is_checkpoint(b)) {
+  if (is_checkpoint(a) && is_checkpoint(b) && !options.only_parameters) {
     const Manifest one = read_manifest(a), two = read_manifest(b);
     auto text = [](const Manifest& manifest) {
       return manifest.optimizer ? optimizer_to_json(*manifest.optimizer) : nlohmann::json();
     };
     if (text(one) != text(two)) add("(optimizer)", "kind, groups, options or steps");
+    if (one.beside != two.beside) add("(beside)", "values of what is beside the model");
     if (one.extra != two.extra) add("(extra)", one.extra.dump() + " and " + two.extra.dump());
   }
   return differences;

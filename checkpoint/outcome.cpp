@@ -1,22 +1,29 @@
 #include "tessera/checkpoint/outcome.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
 
 #include "tessera/checkpoint/errors.h"
 #include "tessera/comm/agreement.h"
 
 namespace tessera {
 
-// One letter, then the text: misuse, failure, or well.
-std::string Outcome::to_text() const { return error.empty() ? "W" + result : (misuse ? "M" : "F") + error; }
+// One letter, then the text: 'W' for well, or the kind of failure.
+std::string Outcome::to_text() const { return error.empty() ? "W" + result : std::string(1, kind) + error; }
 
 Outcome Outcome::from_text(const std::string& text) {
-  const char kind = text.empty() ? 'F' : text[0];
-  const std::string rest = text.empty() ? "no answer" : text.substr(1);
-  if (kind == 'W') return {.result = rest};
-  return {.misuse = kind == 'M', .error = rest};
+  if (text.empty()) return {.error = "no answer"};
+  if (text[0] == 'W') return {.result = text.substr(1)};
+  return {.kind = static_cast<Kind>(text[0]), .error = text.substr(1)};
 }
 
 Outcome attempt(const std::function<std::string()>& part) {
@@ -26,7 +33,9 @@ Outcome attempt(const std::function<std::string()>& part) {
   } catch (const CommError&) {
     throw;
   } catch (const std::invalid_argument& error) {
-    return {.misuse = true, .error = named(error.what())};
+    return {.kind = Outcome::kMisuse, .error = named(error.what())};
+  } catch (const CheckpointMismatch& error) {
+    return {.kind = Outcome::kMismatch, .error = named(error.what())};
   } catch (const c10::Error& error) {
     return {.error = named(error.what_without_backtrace())};
   } catch (const std::exception& error) {
@@ -35,15 +44,15 @@ Outcome attempt(const std::function<std::string()>& part) {
 }
 
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what) {
-  for (size_t rank = 0; rank < outcomes.size(); ++rank) {
-    if (outcomes[rank].error.empty()) continue;
-    std::string message = what + ": rank " + std::to_string(rank) + ": " + outcomes[rank].error;
-    size_t more = 0;
-    for (size_t other = rank + 1; other < outcomes.size(); ++other) more += outcomes[other].error.empty() ? 0 : 1;
-    if (more > 0) message += " (and " + std::to_string(more) + (more == 1 ? " more rank" : " more ranks") + ")";
-    if (outcomes[rank].misuse) throw std::invalid_argument(message);
-    throw CheckpointError(message);
-  }
+  auto failed = [](const Outcome& outcome) { return !outcome.error.empty(); };
+  const auto first = std::find_if(outcomes.begin(), outcomes.end(), failed);
+  if (first == outcomes.end()) return;
+  std::string message = what + ": rank " + std::to_string(first - outcomes.begin()) + ": " + first->error;
+  if (const auto more = std::count_if(first + 1, outcomes.end(), failed); more > 0)
+    message += " (and " + std::to_string(more) + (more == 1 ? " more rank)" : " more ranks)");
+  if (first->kind == Outcome::kMisuse) throw std::invalid_argument(message);
+  if (first->kind == Outcome::kMismatch) throw CheckpointMismatch(message);
+  throw CheckpointError(message);
 }
 
 std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what) {
@@ -53,6 +62,54 @@ std::vector<std::string> settle(Communicator& comm, const Outcome& own, const st
   std::vector<std::string> results;
   for (auto& outcome : outcomes) results.push_back(std::move(outcome.result));
   return results;
+}
+
+void settle_all(Communicator& comm, const Outcome& own, const std::string& what) {
+  {
+    c10::InferenceMode quiet;
+    const at::Tensor well =
+        at::full({1}, own.error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+    comm.all_reduce(well, ReduceOp::kMin, what).wait();
+    if (well.cpu().item<int64_t>() == 1) return;
+  }
+  settle(comm, own, what);
+}
+
+void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part) {
+  settle_all(comm, attempt([&] { return part(), std::string(); }), what);
+}
+
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, const std::function<void()>& part) {
+  Outcome own;
+  std::mutex mutex;
+  std::condition_variable ended_changed;
+  bool ended = false;
+  const std::jthread thread([&] {
+    const at::NoGradGuard no_grad;
+    Outcome outcome;
+    try {
+      outcome = attempt([&] { return part(), std::string(); });
+    } catch (const CommError& error) {  // not this thread's to throw
+      outcome.error = error.what();
+    }
+    const std::lock_guard lock(mutex);
+    own = std::move(outcome);
+    ended = true;
+    ended_changed.notify_one();
+  });
+  auto pause = std::chrono::milliseconds(1);
+  for (bool all_ended = false; !all_ended; pause = std::min(2 * pause, std::chrono::milliseconds(1000))) {
+    std::unique_lock lock(mutex);
+    ended_changed.wait_for(lock, pause, [&] { return ended; });
+    const bool own_ended = ended;
+    lock.unlock();
+    c10::InferenceMode quiet;
+    const at::Tensor sign =
+        at::full({1}, own_ended ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+    comm.all_reduce(sign, ReduceOp::kMin, what).wait();
+    all_ended = sign.cpu().item<int64_t>() == 1;
+  }
+  settle_all(comm, own, what);
 }
 
 }  // namespace tessera

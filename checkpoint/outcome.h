@@ -10,7 +10,9 @@ namespace tessera {
 
 // How one rank's part of a collective function went, as a text that can travel: "" if well.
 struct Outcome {
-  bool misuse = false;  // std::invalid_argument rather than CheckpointError
+  // What its error is thrown as: CheckpointError, CheckpointMismatch or std::invalid_argument.
+  enum Kind : char { kFailure = 'F', kMismatch = 'X', kMisuse = 'M' };
+  Kind kind = kFailure;
   std::string error;
   std::string result;  // what the rank has to tell if all went well
 
@@ -21,10 +23,21 @@ struct Outcome {
 // Runs this rank's part; what it throws becomes the outcome. CommError passes through.
 Outcome attempt(const std::function<std::string()>& part);
 
-// Tells every rank every rank's outcome. If any failed, throws on all ranks: CheckpointError (or
-// std::invalid_argument where the lowest that failed did), naming that rank and the cause. Otherwise
-// returns the results in rank order. Collective.
+// Tells every rank every rank's outcome. If any failed, throws on all ranks what the lowest that failed did, naming
+// that rank and the cause: std::invalid_argument, CheckpointMismatch, else CheckpointError. Otherwise returns the
+// results in rank order. Collective.
 std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what);
+
+// The same where nothing is to be told: a rank gathers texts only if one failed.
+void settle_all(Communicator& comm, const Outcome& own, const std::string& what);
+
+// Runs and settles a part that has nothing to tell: it went well on all ranks, or throws on all.
+void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
+
+// As on_all_ranks(), for a part that may take longer on one rank than on another by more than the group's timeout: it
+// runs on a thread of its own, in which nothing may be collective, while the ranks show each other that they live. A
+// rank that is lost meanwhile is a CommError on the others at once, which they throw when their own part has ended.
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
 // Throws what settle() throws, if any of these failed.
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what);

@@ -1,11 +1,11 @@
 #include "tessera/checkpoint/safetensors_header.h"
 
+#include <endian.h>
+
 #include <algorithm>
-#include <nlohmann/json.hpp>
+#include <stdexcept>
 
 #include "tessera/checkpoint/box.h"
-#include "tessera/checkpoint/checked_json.h"
-#include "tessera/checkpoint/dtype.h"
 #include "tessera/checkpoint/errors.h"
 
 namespace tessera {
@@ -17,15 +17,20 @@ constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kDataAlignmentBytes = 64;
 constexpr int kHeaderDepth = 8;
 
+constexpr std::pair<const char*, at::ScalarType> kNames[] = {
+    {"F64", at::kDouble},          {"F32", at::kFloat},        {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},       {"I64", at::kLong},         {"I32", at::kInt},
+    {"I16", at::kShort},           {"I8", at::kChar},          {"U8", at::kByte},
+    {"BOOL", at::kBool},           {"U16", at::kUInt16},       {"U32", at::kUInt32},
+    {"U64", at::kUInt64},          {"C64", at::kComplexFloat}, {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F8_E5M2", at::kFloat8_e5m2},
+};
+
 SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes,
                              const std::string& where) {
   check_tensor_name(name, where);
   const JsonObject fields(value, where + ": tensor '" + name + "'", {"dtype", "shape", "data_offsets"});
-  SafetensorsEntry entry{.name = name};
-  const auto dtype = dtype_of(fields.text("dtype"));
-  if (!dtype) fields.refuse("the dtype '" + fields.text("dtype") + "' is not known");
-  entry.dtype = *dtype;
-  entry.shape = fields.numbers("shape");
+  SafetensorsEntry entry{name, dtype_field(fields), fields.numbers("shape")};
   const auto bytes = tensor_bytes(entry.shape, entry.dtype);
   const auto offsets = fields.numbers("data_offsets");
   if (offsets.size() != 2 || offsets[0] > offsets[1]) fields.refuse("'data_offsets' is not a range");
@@ -57,15 +62,45 @@ void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, i
 
 }  // namespace
 
+std::optional<std::string> safetensors_name(at::ScalarType dtype) {
+  for (const auto& [name, type] : kNames)
+    if (type == dtype) return name;
+  return std::nullopt;
+}
+
+std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  constexpr int64_t kLimit = int64_t{1} << 62;
+  for (const int64_t size : sizes)
+    if (size == 0) return 0;
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    if (size > kLimit / bytes) return std::nullopt;
+    bytes *= size;
+  }
+  return bytes;
+}
+
+at::ScalarType dtype_field(const JsonObject& fields) {
+  const std::string text = fields.text("dtype");
+  for (const auto& [name, type] : kNames)
+    if (text == name) return type;
+  fields.refuse("the dtype '" + text + "' is not known");
+}
+
+void check_dtype(const std::string& tensor, at::ScalarType dtype) {
+  if (!safetensors_name(dtype))
+    throw std::invalid_argument("'" + tensor + "' has the dtype " + c10::toString(dtype) +
+                                ", which safetensors files have no name for");
+}
+
 void check_tensor_name(const std::string& name, const std::string& where) {
   constexpr size_t kMaxBytes = 4096;
   std::string reason;
   if (name.empty()) reason = "a tensor's name is empty";
   if (name.size() > kMaxBytes) reason = "a tensor's name has " + std::to_string(name.size()) + " bytes";
   if (name == "__metadata__") reason = "a tensor is named __metadata__";
-  for (const char character : name)
-    if (static_cast<unsigned char>(character) < 0x20 || character == 0x7f)
-      reason = "a tensor's name has control characters";
+  if (std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
+    reason = "a tensor's name has control characters";
   try {
     if (reason.empty()) static_cast<void>(json(name).dump());
   } catch (const json::exception&) {
@@ -86,29 +121,33 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_b
     if (!value.is_object()) throw CheckpointError(where + ": __metadata__ is not an object");
     for (const auto& [key, entry] : value.items()) {
       if (!entry.is_string()) throw CheckpointError(where + ": __metadata__ has '" + key + "', which is not a text");
-      header.metadata[key] = entry.get<std::string>();
+      header.metadata[key] = entry;
     }
   }
   check_order(header.entries, header.header_bytes, file_bytes, where);
   return header;
 }
 
-SafetensorsHeader read_safetensors_header(const File& file) {
+std::string read_header_bytes(const InputFile& file) {
   const std::string where = file.path().string();
   const int64_t file_bytes = file.bytes();
   if (file_bytes < kLengthBytes)
     throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
-  unsigned char length[kLengthBytes];
-  file.read(length, kLengthBytes, 0);
   uint64_t text_bytes = 0;
-  for (int i = kLengthBytes; i-- > 0;) text_bytes = text_bytes << 8 | length[i];
+  file.read(&text_bytes, kLengthBytes, 0);
+  text_bytes = le64toh(text_bytes);
   if (text_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)))
     throw CheckpointError(where + ": claims a header of " + std::to_string(text_bytes) + " bytes; the file has " +
                           std::to_string(file_bytes) + ", and " + std::to_string(kMaxHeaderBytes) +
                           " is the most allowed");
-  std::string text(text_bytes, '\0');
-  file.read(text.data(), static_cast<int64_t>(text_bytes), kLengthBytes);
-  return parse_safetensors_header(text, file_bytes, where);
+  std::string bytes(kLengthBytes + text_bytes, '\0');
+  file.read(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+  return bytes;
+}
+
+SafetensorsHeader read_safetensors_header(const InputFile& file) {
+  const std::string bytes = read_header_bytes(file);
+  return parse_safetensors_header(std::string_view(bytes).substr(kLengthBytes), file.bytes(), file.path().string());
 }
 
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
@@ -117,6 +156,7 @@ std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
   if (!metadata.empty()) header["__metadata__"] = metadata;
   int64_t offset = 0;
   for (auto& entry : entries) {
+    entry.begin = offset;
     entry.bytes = tensor_bytes(entry.shape, entry.dtype).value();
     header[entry.name] = {{"dtype", safetensors_name(entry.dtype).value()},
                           {"shape", entry.shape},
@@ -124,17 +164,10 @@ std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
     offset += entry.bytes;
   }
   std::string text = header.dump();
-  const auto unpadded = kLengthBytes + static_cast<int64_t>(text.size());
-  text.append(static_cast<size_t>((kDataAlignmentBytes - unpadded % kDataAlignmentBytes) % kDataAlignmentBytes), ' ');
-  std::string bytes(kLengthBytes, '\0');
-  for (int i = 0; i < kLengthBytes; ++i) bytes[i] = static_cast<char>(text.size() >> (8 * i) & 0xff);
-  bytes += text;
-  int64_t begin = static_cast<int64_t>(bytes.size());
-  for (auto& entry : entries) {
-    entry.begin = begin;
-    begin += entry.bytes;
-  }
-  return bytes;
+  while ((kLengthBytes + text.size()) % kDataAlignmentBytes != 0) text += ' ';
+  for (auto& entry : entries) entry.begin += kLengthBytes + static_cast<int64_t>(text.size());
+  const uint64_t length = htole64(text.size());
+  return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + text;
 }
 
 }  // namespace tessera

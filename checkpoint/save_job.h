@@ -2,34 +2,30 @@
 
 #include <atomic>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
-#include <vector>
 
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/options.h"
 #include "tessera/checkpoint/outcome.h"
-#include "tessera/checkpoint/saved_state.h"
+#include "tessera/checkpoint/save_meeting.h"
+#include "tessera/checkpoint/save_plan.h"
 #include "tessera/comm/communicator.h"
 
 namespace tessera {
 
-// What this rank has to write, taken from the model at one moment.
-struct SavePlan {
-  std::vector<Piece> pieces;
-  std::optional<SavedOptimizer> optimizer;
-  std::map<std::string, std::string> rng;
-  nlohmann::json extra;  // rank 0's
-};
-
-// One save, on one rank: begin() and then either run() or start() and wait(). begin, run and wait
-// are collective.
+// One save, on one rank: begin() and then either run() or start() and wait(). begin(), run() and start() are
+// collective.
+//
+// Three stages: each rank writes its files, and beside them what it wrote; the first rank of each group of about
+// sqrt(size) makes one of its group's; rank 0 makes the manifest of those, and the checkpoint. So nobody reads more
+// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own.
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
-  // Waits for the group's save before this one, if any, and throws its error; then makes the
-  // temporary directory.
+  // Waits for the group's save before this one, if any, and throws its error; then makes the temporary directory.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options);
   ~SaveJob();
@@ -39,35 +35,46 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Writes and commits; returns when the checkpoint is complete.
   void run(const std::function<SavePlan()>& plan);
 
-  // Takes the plan and copies of its data to the host, then writes and commits on a thread. There,
-  // ranks tell rank 0 through files in the temporary directory that they are done, since the
-  // communicator belongs to the training loop's thread.
+  // Takes the plan and copies of its data to the host, then writes and commits on a thread. There, ranks tell each
+  // other by notes how far they are: the communicator belongs to the loop's thread.
   void start(const std::function<SavePlan()>& plan);
   bool done() const { return done_; }
+  void await_copies() const { copied_.wait(false); }
+  // Returns when the checkpoint is complete. Not collective; throws alike on all ranks.
   void wait();
 
   // Ends the thread soon, where it waits for other ranks.
-  void cancel() { cancelled_ = true; }
+  void cancel() {
+    if (meeting_) meeting_->cancel();
+  }
 
  private:
   SaveJob(std::filesystem::path dir, std::shared_ptr<Communicator> comm, const SaveOptions& options);
   void join();
-  std::string write_part(const SavePlan& plan);        // returns what rank 0 must know of it
-  void commit(const std::vector<std::string>& parts);  // rank 0
+
+  void write_part();
+  void merge_group();  // leaders
+  void commit();       // rank 0
+  void clean_up();     // rank 0; begins it
+
   void background();
-  void leave_message(const Outcome& outcome);        // other ranks
-  std::vector<Outcome> await_messages(Outcome own);  // rank 0
+  void show_life();  // that this rank gets on
 
   const std::filesystem::path dir_;
+  const std::string what_;  // for messages
   const std::shared_ptr<Communicator> comm_;
   const SaveOptions options_;
+  const RankGroups groups_;
   std::filesystem::path partial_path_;
+  uint64_t id_ = 0;
   std::unique_ptr<PartialCheckpoint> partial_;  // rank 0's
   SavePlan plan_;
+  HostCopies copies_;  // of an asynchronous save
+  std::atomic<bool> copied_ = true;
+  std::optional<SaveMeeting> meeting_;
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  std::atomic<bool> cancelled_ = false;
-  std::string failure_;     // of the background save; rank 0's
+  Outcome result_;          // of the background save, the same on all ranks
   bool delivered_ = false;  // somebody was told
 };
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "tessera/checkpoint/dtype.h"
 #include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/safetensors_header.h"
 
 namespace tessera {
 namespace {
@@ -17,6 +17,10 @@ class Checker {
     for (const auto& [name, tensor] : saved_.tensors) {
       name_ = &name;
       if (!tensor_bytes(tensor.shape, tensor.dtype)) refuse("the shape " + to_string(tensor.shape) + " is too large");
+      if (saved_.by_rank) {
+        check_runs(tensor);
+        continue;
+      }
       for (const auto& slice : tensor.slices) check_slice(tensor, slice);
       check_cover(tensor);
     }
@@ -50,6 +54,33 @@ class Checker {
     used_.push_back({slice.file, slice.begin, bytes, name_});
   }
 
+  void check_runs(const SavedTensor& tensor) const {
+    const int64_t numel = numel_of(tensor.shape);
+    if (!tensor.order.empty()) {
+      std::vector<int64_t> sorted = tensor.order;
+      std::sort(sorted.begin(), sorted.end());
+      for (size_t d = 0; d < sorted.size(); ++d)
+        if (sorted.size() != tensor.shape.size() || sorted[d] != static_cast<int64_t>(d))
+          refuse("its order " + to_string(tensor.order) + " is not one of the dimensions of " +
+                 to_string(tensor.shape));
+    }
+    int64_t covered = 0;
+    for (const RankRun& run : tensor.runs) {
+      if (run.count < 1 || run.count > saved_.world_size || run.rank >= saved_.world_size ||
+          (run.count > 1 && run.rank_step > (saved_.world_size - 1 - run.rank) / (run.count - 1)))
+        refuse("a run of ranks is outside the world of " + std::to_string(saved_.world_size));
+      if (run.begin != covered)
+        refuse("a run of ranks begins at element " + std::to_string(run.begin) + ", expected " +
+               std::to_string(covered));
+      if (numel > 0 && (run.numel < 1 || run.count > (numel - covered) / run.numel))
+        refuse("a run of ranks ends outside its " + std::to_string(numel) + " elements");
+      covered += run.count * run.numel;
+    }
+    const bool one_without = numel > 0 || (tensor.runs.size() == 1 && tensor.runs[0] == RankRun{tensor.runs[0].rank});
+    if (covered != numel || tensor.runs.empty() || !one_without)
+      refuse("its ranks have " + std::to_string(covered) + " of its " + std::to_string(numel) + " elements");
+  }
+
   // Without overlaps, boxes of as many elements as the tensor has are the tensor.
   void check_cover(const SavedTensor& tensor) const {
     int64_t covered = 0;
@@ -58,14 +89,13 @@ class Checker {
       covered += slice.box.numel();
       if (slice.box.numel() > 0) boxes.push_back(&slice.box);
     }
-    if (!tensor.shape.empty()) {
-      // Along the first dimension, so that few boxes are open at a time.
-      std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
-    }
+    // Along the first dimension, so that few boxes are open at a time.
+    std::sort(boxes.begin(), boxes.end(), [](const Box* a, const Box* b) { return a->offsets < b->offsets; });
     std::vector<const Box*> open;
     for (const Box* box : boxes) {
-      if (!tensor.shape.empty())
-        std::erase_if(open, [&](const Box* other) { return other->offsets[0] + other->sizes[0] <= box->offsets[0]; });
+      std::erase_if(open, [&](const Box* other) {
+        return !tensor.shape.empty() && other->offsets[0] + other->sizes[0] <= box->offsets[0];
+      });
       for (const Box* other : open)
         if (intersection(*box, *other))
           refuse("the slices " + to_string(*other) + " and " + to_string(*box) + " overlap");
@@ -101,6 +131,12 @@ class Checker {
 }  // namespace
 
 void check_saved_tensors(const SavedTensors& saved, const std::string& where) { Checker(saved, where).check(); }
+
+int64_t bytes_of(const SavedTensors& saved) {
+  int64_t bytes = 0;
+  for (const auto& [name, tensor] : saved.tensors) bytes += bytes_of(tensor);
+  return bytes;
+}
 
 int64_t bytes_of(const SavedTensor& tensor) { return tensor_bytes(tensor.shape, tensor.dtype).value(); }
 

@@ -4,6 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
 
 #include "tessera/checkpoint/checksum.h"
@@ -12,69 +16,69 @@
 namespace tessera {
 namespace {
 
-constexpr int64_t kWindowBytes = int64_t{8} << 20;  // read at a time
-constexpr int64_t kPageBytes = 4096;                // the unit of reading where there are no checksums
+constexpr int64_t kWindowBytes = int64_t{8} << 20;     // read at a time
+constexpr int64_t kPageBytes = 4096;                   // the unit of reading where there are no checksums
+constexpr size_t kOpenFiles = 16;                      // kept between reads
+constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below, one thread is as fast
 
-// numel elements from contiguous memory to every step-th place of the target.
-void copy_elements(const char* from, char* to, int64_t numel, int64_t step, int64_t element_bytes) {
-  if (step == 1) {
-    std::memcpy(to, from, static_cast<size_t>(numel * element_bytes));
+// Copies what `read`, the elements of a slice that are at `data`, has of a run to its places in the target.
+void copy_run(const Run& run, const char* data, Range read, char* target, int64_t element_bytes) {
+  const int64_t begin = std::max(run.source, read.begin), end = std::min(run.source + run.numel, read.end);
+  const char* from = data + (begin - read.begin) * element_bytes;
+  char* to = target + (run.target + (begin - run.source) * run.target_step) * element_bytes;
+  if (run.target_step == 1) {
+    std::memcpy(to, from, static_cast<size_t>((end - begin) * element_bytes));
     return;
   }
-  for (int64_t i = 0; i < numel; ++i)
-    std::memcpy(to + i * step * element_bytes, from + i * element_bytes, static_cast<size_t>(element_bytes));
+  for (int64_t i = 0; i < end - begin; ++i)
+    std::memcpy(to + i * run.target_step * element_bytes, from + i * element_bytes, static_cast<size_t>(element_bytes));
 }
 
 }  // namespace
 
-SliceReader::SliceReader(const SavedTensors& saved, Progress progress)
-    : saved_(saved), progress_(std::move(progress)) {}
+SliceReader::SliceReader(const SavedTensors& saved, Progress progress, int threads)
+    : saved_(saved), progress_(std::move(progress)), threads_(threads), verified_(saved.files.size()) {}
 
-const File& SliceReader::file_of(int index) {
+const InputFile& SliceReader::listed_file(int index) {
   const auto found = files_.find(index);
-  if (found != files_.end()) return found->second;
+  if (found != files_.end()) return *found->second;
+  if (files_.size() >= kOpenFiles) files_.erase(files_.begin());
   const SavedFile& expected = saved_.files[index];
-  File file = open_file(saved_.directory / expected.name);
-  const std::string where = file.path().string();
-  if (file.bytes() != expected.bytes)
-    throw CheckpointError(where + ": has " + std::to_string(file.bytes()) + " bytes; expected " +
-                          std::to_string(expected.bytes) + (file.bytes() < expected.bytes ? ": it is truncated" : ""));
-  if (saved_.block_bytes > 0) {
+  auto file = open_file(saved_.directory / expected.name);
+  const std::string where = file->path().string();
+  if (file->bytes() != expected.bytes)
+    throw CheckpointError(where + ": has " + std::to_string(file->bytes()) + " bytes; expected " +
+                          std::to_string(expected.bytes) + (file->bytes() < expected.bytes ? ": it is truncated" : ""));
+  if (saved_.block_bytes > 0 && !verified_[index]) {
     std::string header(static_cast<size_t>(expected.header_bytes), '\0');
-    file.read(header.data(), expected.header_bytes, 0);
+    file->read(header.data(), expected.header_bytes, 0);
     bytes_read_ += expected.header_bytes;
     if (checksum(header) != expected.header_checksum)
       throw CheckpointError(where + ": the checksum of its header does not match: the file is damaged");
+    verified_[index] = true;
   }
-  return files_.emplace(index, std::move(file)).first->second;
+  return *files_.emplace(index, std::move(file)).first->second;
 }
 
-void SliceReader::verify(const std::string& name, const SavedSlice& slice, Interval interval, const char* data) const {
+void SliceReader::verify(const InputFile& file, const Part& part, Range interval, const char* data) const {
   if (saved_.block_bytes == 0) return;
   for (int64_t begin = interval.begin; begin < interval.end; begin += saved_.block_bytes) {
     const int64_t end = std::min(begin + saved_.block_bytes, interval.end);
-    const uint64_t expected = slice.checksums[begin / saved_.block_bytes];
+    const uint64_t expected = part.slice.checksums[begin / saved_.block_bytes];
     const uint64_t got = checksum(data + (begin - interval.begin), end - begin);
     if (got != expected)
-      throw CheckpointError((saved_.directory / saved_.files[slice.file].name).string() + ": tensor '" + name +
-                            "': bytes " + std::to_string(slice.begin + begin) + " to " +
-                            std::to_string(slice.begin + end) + " are damaged: checksum " + to_hex(got) +
-                            ", expected " + to_hex(expected));
+      throw CheckpointError(file.path().string() + ": tensor '" + *part.wanted->name + "': bytes " +
+                            std::to_string(part.slice.begin + begin) + " to " + std::to_string(part.slice.begin + end) +
+                            " are damaged: checksum " + to_hex(got) + ", expected " + to_hex(expected));
   }
 }
 
-void SliceReader::read_part(const std::string& name, const SavedSlice& slice, const Box& part, char* target,
-                            const std::vector<int64_t>& strides, int64_t origin) {
-  const SavedTensor& tensor = saved_.tensors.at(name);
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-  const int64_t slice_bytes = bytes_of(tensor, slice);
+std::vector<Range> SliceReader::intervals_of(const std::vector<Run>& runs, int64_t element_bytes,
+                                             int64_t slice_bytes) const {
   const int64_t unit = saved_.block_bytes > 0 ? saved_.block_bytes : kPageBytes;
   const int64_t window = std::max<int64_t>(1, kWindowBytes / unit) * unit;
-
-  std::vector<Run> runs;
-  std::vector<Interval> intervals;  // of whole blocks, at most a window each
-  for_each_run(part, slice.box, strides, origin, [&](const Run& run) {
-    runs.push_back(run);
+  std::vector<Range> intervals;
+  for (const Run& run : runs) {
     int64_t begin = run.source * element_bytes / unit * unit;
     const int64_t end = std::min((run.source + run.numel) * element_bytes, slice_bytes);
     if (!intervals.empty()) begin = std::max(begin, intervals.back().end);
@@ -86,52 +90,121 @@ void SliceReader::read_part(const std::string& name, const SavedSlice& slice, co
         intervals.push_back({begin, block_end});
       }
     }
-  });
-
-  const File& file = file_of(slice.file);
-  size_t first = 0;
-  for (size_t i = 0; i < intervals.size(); ++i) {
-    const Interval& interval = intervals[i];
-    if (i + 1 < intervals.size())  // fetched while this one's checksums are taken
-      file.start_reading(slice.begin + intervals[i + 1].begin, intervals[i + 1].end - intervals[i + 1].begin);
-    while ((runs[first].source + runs[first].numel) * element_bytes <= interval.begin) ++first;
-    const Run& run = runs[first];
-    const int64_t run_begin = run.source * element_bytes, run_end = run_begin + run.numel * element_bytes;
-    // Where the target wants all of it, in this order, it is read there directly.
-    const bool direct = run.target_step == 1 && run_begin <= interval.begin && interval.end <= run_end;
-    char* data;
-    if (direct) {
-      data = target + run.target * element_bytes + (interval.begin - run_begin);
-    } else {
-      buffer_.resize(std::max(buffer_.size(), static_cast<size_t>(interval.end - interval.begin)));
-      data = buffer_.data();
-    }
-    file.read(data, interval.end - interval.begin, slice.begin + interval.begin);
-    bytes_read_ += interval.end - interval.begin;
-    if (progress_) progress_(interval.end - interval.begin);
-    verify(name, slice, interval, data);
-    for (size_t r = first; !direct && r < runs.size() && runs[r].source * element_bytes < interval.end; ++r) {
-      const Run& piece = runs[r];
-      const int64_t begin = std::max(piece.source * element_bytes, interval.begin);
-      const int64_t end = std::min((piece.source + piece.numel) * element_bytes, interval.end);
-      if (piece.target_step == 1) {
-        std::memcpy(target + piece.target * element_bytes + (begin - piece.source * element_bytes),
-                    data + (begin - interval.begin), static_cast<size_t>(end - begin));
-        continue;
-      }
-      const int64_t skipped = begin / element_bytes - piece.source;
-      copy_elements(data + (begin - interval.begin),
-                    target + (piece.target + skipped * piece.target_step) * element_bytes,
-                    (end - begin) / element_bytes, piece.target_step, element_bytes);
-    }
   }
+  return intervals;
+}
+
+void SliceReader::read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer) {
+  const auto [begin, end] = part.intervals[index];
+  if (index + 1 < part.intervals.size()) {  // fetched while this one's checksums are taken
+    const Range& next = part.intervals[index + 1];
+    file.start_reading(part.slice.begin + next.begin, next.end - next.begin);
+  }
+  const int64_t element_bytes = part.element_bytes;
+  auto first = std::partition_point(part.runs.begin(), part.runs.end(), [&, from = begin](const Run& run) {
+    return (run.source + run.numel) * element_bytes <= from;
+  });
+  const int64_t run_begin = first->source * element_bytes, run_end = run_begin + first->numel * element_bytes;
+  // Where the target wants all of it, in this order, it is read there directly.
+  const bool direct = first->target_step == 1 && run_begin <= begin && end <= run_end;
+  char* target = part.wanted->target;
+  if (!direct) buffer.resize(std::max(buffer.size(), static_cast<size_t>(end - begin)));
+  char* data = direct ? target + first->target * element_bytes + (begin - run_begin) : buffer.data();
+  file.read(data, end - begin, part.slice.begin + begin);
+  bytes_read_ += end - begin;
+  verify(file, part, part.intervals[index], data);
+  for (auto run = first; !direct && run != part.runs.end() && run->source * element_bytes < end; ++run)
+    copy_run(*run, data, {begin / element_bytes, end / element_bytes}, target, element_bytes);
+}
+
+void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& parts) {
+  std::vector<std::pair<const Part*, size_t>> intervals;
+  int64_t bytes = 0;
+  for (const Part& part : parts)
+    for (size_t i = 0; i < part.intervals.size(); ++i) {
+      intervals.emplace_back(&part, i);
+      bytes += part.intervals[i].end - part.intervals[i].begin;
+    }
+  if (threads_ == 1 || bytes < kThreadedBytes) {
+    for (const auto& [part, i] : intervals) {
+      read_interval(file, *part, i, buffer_);
+      if (progress_) progress_(part->intervals[i].end - part->intervals[i].begin);
+    }
+    return;
+  }
+  // One waits for the disk while another takes checksums. Intervals are apart in the targets.
+  std::atomic<size_t> next = 0;
+  std::mutex mutex;
+  std::exception_ptr error;
+  auto work = [&] {
+    std::vector<char> buffer;
+    try {
+      for (size_t i; (i = next++) < intervals.size();)
+        read_interval(file, *intervals[i].first, intervals[i].second, buffer);
+    } catch (...) {
+      next = intervals.size();
+      const std::lock_guard lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+  };
+  {
+    std::vector<std::jthread> others;
+    for (int i = 1; i < threads_; ++i) others.emplace_back(work);
+    work();
+  }
+  if (error) std::rethrow_exception(error);
+  if (progress_) progress_(bytes);
+}
+
+void SliceReader::fetch_file(const Place& place, const std::vector<Wanted>& wanted) {
+  std::unique_ptr<InputFile> own;
+  if (saved_.by_rank) own = open_file(saved_.directory / rank_file_name(place.first, place.second));
+  const InputFile& file = own ? *own : listed_file(static_cast<int>(place.first));
+  std::optional<RankFile> rank_file;
+  if (own) {
+    rank_file.emplace(read_rank_file(file, saved_, place.first));
+    bytes_read_ += rank_file->header_bytes;
+  }
+  std::vector<Part> parts;
+  for (const Wanted& each : wanted) {
+    SavedSlice slice =
+        own ? rank_file->slice(*each.name, *each.tensor, each.box, saved_.block_bytes, file.path().string())
+            : *each.slice;
+    Part& part = parts.emplace_back(
+        Part{&each, std::move(slice), static_cast<int64_t>(c10::elementSize(each.tensor->dtype)), {}, {}});
+    for_each_run(each.part, each.box, each.strides, each.origin, [&](const Run& run) { part.runs.push_back(run); });
+    part.intervals = intervals_of(part.runs, part.element_bytes, bytes_of(*each.tensor, part.slice));
+  }
+  std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.slice.begin < b.slice.begin; });
+  read_parts(file, parts);
+}
+
+void SliceReader::want(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides,
+                       int64_t origin) {
+  const auto found = saved_.tensors.find(name);
+  const SavedTensor& tensor = found->second;
+  auto add = [&](const Place& place, const SavedSlice* slice, const Box& whole) {
+    if (auto part = intersection(box, whole); part && part->numel() > 0)
+      wanted_[place].push_back(
+          {&found->first, &tensor, slice, whole, *part, static_cast<char*>(target), strides, origin});
+  };
+  for (const SavedSlice& slice : tensor.slices) add({slice.file, 0}, &slice, slice.box);
+  if (!saved_.by_rank || box.numel() == 0) return;
+  for_each_holder(tensor, range_of_box(tensor, box), [&](int64_t rank, Range held) {
+    const auto boxes = boxes_by_file(tensor, held);
+    for (size_t k = 0; k < boxes.size(); ++k) add({rank, k}, nullptr, boxes[k]);
+  });
+}
+
+void SliceReader::fetch() {
+  const auto wanted = std::exchange(wanted_, {});
+  for (const auto& [place, parts] : wanted) fetch_file(place, parts);
 }
 
 void SliceReader::read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides,
                        int64_t origin) {
-  for (const SavedSlice& slice : saved_.tensors.at(name).slices)
-    if (const auto part = intersection(box, slice.box); part && part->numel() > 0)
-      read_part(name, slice, *part, static_cast<char*>(target), strides, origin);
+  want(name, box, target, strides, origin);
+  fetch();
 }
 
 at::Tensor SliceReader::read(const std::string& name, const Box& box) {

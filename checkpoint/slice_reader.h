@@ -2,52 +2,84 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/checkpoint/entries.h"
+#include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/saved_tensors.h"
 #include "tessera/checkpoint/shard_writer.h"
 
 namespace tessera {
 
-// Reads parts of saved tensors, and only the blocks that they lie in; verifies every block and the
-// header of every file it reads from. Everything throws CheckpointError with file, tensor and
-// reason. One thread at a time.
+// Reads parts of saved tensors, and only the blocks that they lie in; verifies every block and the header of every file
+// it reads from. Files are open while they are needed, few at a time. Everything throws CheckpointError with file,
+// tensor and reason. Called by one thread at a time.
 class SliceReader {
  public:
-  // `saved` has to pass check_saved_tensors() and outlive the reader.
-  explicit SliceReader(const SavedTensors& saved, Progress progress = {});
+  // `saved` has to pass check_saved_tensors() and outlive the reader. fetch() reads on up to `threads` threads.
+  explicit SliceReader(const SavedTensors& saved, Progress progress = {}, int threads = 1);
 
-  // Reads a box of a tensor to where the element of index i is at sum(i * strides) - origin of
+  // Notes that fetch() is to read a box of a tensor to where the element of index i is at sum(i * strides) - origin of
   // `target`, in elements of the tensor's dtype.
-  void read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
+  void want(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
+  // Reads all that is wanted, file by file, in the order of the files; each file is opened once.
+  void fetch();
 
+  // Both at once.
+  void read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides, int64_t origin);
   // The whole box, row-major, as a new tensor.
   at::Tensor read(const std::string& name, const Box& box);
 
-  // Opens a file, if it is not yet open, and verifies its size and header.
-  void open(int file) { file_of(file); }
+  // Opens a listed file, if it is not yet open, and verifies its size and header.
+  void open(int file) { listed_file(file); }
 
   // Bytes read from files so far.
   int64_t bytes_read() const { return bytes_read_; }
 
  private:
-  struct Interval {  // of a slice's bytes
-    int64_t begin, end;
+  // A part of a slice that is wanted.
+  struct Wanted {
+    const std::string* name;
+    const SavedTensor* tensor;
+    const SavedSlice* slice;  // null: box `box` of a rank's file
+    Box box;                  // the slice's
+    Box part;
+    char* target;
+    std::vector<int64_t> strides;
+    int64_t origin;
   };
-  const File& file_of(int index);
-  void read_part(const std::string& name, const SavedSlice& slice, const Box& part, char* target,
-                 const std::vector<int64_t>& strides, int64_t origin);
-  void verify(const std::string& name, const SavedSlice& slice, Interval interval, const char* data) const;
+  // The same, with where it lies and which bytes are read.
+  struct Part {
+    const Wanted* wanted;
+    SavedSlice slice;
+    int64_t element_bytes;
+    std::vector<Run> runs;
+    std::vector<Range> intervals;
+  };
+  using Place = std::pair<int64_t, size_t>;  // a listed file's index, 0; or a rank, and the number of its file
+
+  const InputFile& listed_file(int index);
+  void fetch_file(const Place& place, const std::vector<Wanted>& wanted);
+  void read_parts(const InputFile& file, const std::vector<Part>& parts);
+  void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
+  // The bytes of a slice that are read for the runs: whole blocks, at most a window each.
+  std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
+  void verify(const InputFile& file, const Part& part, Range interval, const char* data) const;
 
   const SavedTensors& saved_;
-  Progress progress_;
-  std::map<int, File> files_;
+  const Progress progress_;
+  const int threads_;
+  std::map<Place, std::vector<Wanted>> wanted_;
+  std::map<int, std::unique_ptr<InputFile>> files_;  // listed ones that are open
+  std::vector<bool> verified_;                       // headers of listed ones
   std::vector<char> buffer_;
-  int64_t bytes_read_ = 0;
+  std::atomic<int64_t> bytes_read_ = 0;
 };
 
 }  // namespace tessera

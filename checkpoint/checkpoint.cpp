@@ -1,0 +1,190 @@
+#include "tessera/checkpoint/checkpoint.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+
+#include <cmath>
+#include <exception>
+#include <optional>
+#include <sstream>
+#include <typeinfo>
+#include <variant>
+
+#include "tessera/checkpoint/commit.h"
+#include "tessera/checkpoint/find_checkpoints.h"
+#include "tessera/checkpoint/load_state.h"
+#include "tessera/checkpoint/outcome.h"
+#include "tessera/checkpoint/save_job.h"
+#include "tessera/checkpoint/saved_state.h"
+#include "tessera/comm/agreement.h"
+#include "tessera/optim/fused_optimizers.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// What is to be saved, or loaded: a TrainingState, or a part of one.
+struct State {
+  ModelShards& model;
+  torch::optim::Optimizer* optimizer = nullptr;
+  std::vector<std::shared_ptr<Stateful>> beside{};
+};
+State state_of(const TrainingState& state) { return {state.model(), state.optimizer(), state.beside()}; }
+
+// Whether autograd's versions tell of every write of the optimizer's step.
+bool counts_writes(torch::optim::Optimizer& optimizer) {
+  auto* shards = dynamic_cast<OptimizerShards*>(&optimizer);
+  torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
+  const std::type_info& type = typeid(local);
+  return type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
+         type == typeid(torch::optim::RMSprop) || type == typeid(torch::optim::Adagrad) || type == typeid(Adam) ||
+         type == typeid(AdamW);
+}
+
+SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
+  const at::NoGradGuard no_grad;
+  const auto shards = state.model.named_shards();
+  const Communicator& comm = *state.model.comm();
+  SavePlan plan{.extra = extra};
+  std::optional<NamedOptimizer> named;
+  if (state.optimizer != nullptr) {
+    named.emplace(shards, *state.optimizer);
+    plan.optimizer = local_optimizer(shards, *named);
+  }
+  const auto tensors = local_tensors(state.model, shards, named ? &*named : nullptr, state.beside);
+  if (options.copy_in_background && state.optimizer != nullptr && counts_writes(*state.optimizer))
+    for (const LocalTensor& local : tensors)
+      if (local.kind == TensorKind::kParameter || local.kind == TensorKind::kState)
+        plan.watched.push_back({local.fqn, local.tensor, writes_to(local.tensor)});
+  plan.pieces = pieces_of(tensors, comm.rank());
+  for (const auto& stateful : state.beside) {
+    auto& values = plan.beside[stateful->state_name()] = stateful->state_values();
+    for (const auto& [name, value] : values)
+      if (const double* number = std::get_if<double>(&value); number != nullptr && !std::isfinite(*number))
+        throw std::invalid_argument("'" + name + "' of the state '" + stateful->state_name() + "' is not finite");
+  }
+  if (options.rng) plan.rng = generator_states(comm.device());
+  return plan;
+}
+
+void save(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
+  SaveJob::begin(dir, state.model.comm(), options)->run([&] { return plan_save(state, extra, options); });
+}
+
+PendingSave save_async(const fs::path& dir, const State& state, const json& extra, const SaveOptions& options) {
+  auto job = SaveJob::begin(dir, state.model.comm(), options);
+  job->start([&] { return plan_save(state, extra, options); });
+  return PendingSave(std::move(job));
+}
+
+json load(const fs::path& dir, const State& state, const LoadOptions& options) {
+  const std::string what = "loading " + dir.string();
+  Communicator& comm = *state.model.comm();
+  require_agreement(comm, "which checkpoint to load", {"directory " + dir.string()});
+  // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it for
+  // all of them: none goes on before all have read.
+  std::optional<ReadHold> hold;
+  const auto texts = settle(comm, attempt([&] {
+                              if (comm.rank() != 0) return std::string();
+                              hold.emplace(dir);
+                              return read_manifest_text(dir);
+                            }),
+                            what);
+  Manifest manifest;
+  on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
+  load_state(manifest, state.model, state.optimizer, state.beside, options, what);
+  return manifest.extra;
+}
+
+std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
+  Communicator& comm = *state.model.comm();
+  // Rank 0 decides: others might see a folder that changes.
+  std::string names;
+  if (comm.rank() == 0)
+    for (const auto& path : complete_checkpoints(folder)) names = path.filename().string() + "\n" + names;
+  std::istringstream newest_first(gather_texts(comm, names, "the checkpoints of a folder")[0]);
+  LoadedCheckpoint loaded;
+  for (std::string name; std::getline(newest_first, name);) try {
+      loaded.path = folder / name;
+      loaded.extra = load(loaded.path, state, options);
+      return loaded;
+    } catch (const CheckpointMismatch&) {
+      throw;
+    } catch (const CheckpointError& error) {
+      loaded.damaged.emplace_back(error.what());
+    }
+  if (loaded.damaged.empty()) return std::nullopt;
+  std::string message = folder.string() + ": none of its checkpoints can be read:";
+  for (const auto& error : loaded.damaged) message += "\n  " + error;
+  throw CheckpointError(message);
+}
+
+}  // namespace
+
+void save_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer, const json& extra,
+                     const SaveOptions& options) {
+  save(dir, {model, &optimizer}, extra, options);
+}
+void save_checkpoint(const fs::path& dir, ModelShards& model, const json& extra, const SaveOptions& options) {
+  save(dir, {model}, extra, options);
+}
+void save_checkpoint(const fs::path& dir, const TrainingState& state, const json& extra, const SaveOptions& options) {
+  save(dir, state_of(state), extra, options);
+}
+
+PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                                  const json& extra, const SaveOptions& options) {
+  return save_async(dir, {model, &optimizer}, extra, options);
+}
+PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, const json& extra,
+                                  const SaveOptions& options) {
+  return save_async(dir, {model}, extra, options);
+}
+PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& state, const json& extra,
+                                  const SaveOptions& options) {
+  return save_async(dir, state_of(state), extra, options);
+}
+
+PendingSave::~PendingSave() {
+  if (job_ && std::uncaught_exceptions() > 0) job_->cancel();
+}
+bool PendingSave::done() const { return !job_ || job_->done(); }
+void PendingSave::copied() const {
+  if (job_) job_->await_copies();
+}
+void PendingSave::wait() {
+  if (job_) job_->wait();
+}
+
+json load_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
+                     const LoadOptions& options) {
+  return load(dir, {model, &optimizer}, options);
+}
+json load_checkpoint(const fs::path& dir, ModelShards& model, const LoadOptions& options) {
+  return load(dir, {model}, options);
+}
+json load_checkpoint(const fs::path& dir, const TrainingState& state, const LoadOptions& options) {
+  return load(dir, state_of(state), options);
+}
+
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, const TrainingState& state,
+                                                       const LoadOptions& options) {
+  return load_newest(folder, state_of(state), options);
+}
+std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, ModelShards& model,
+                                                       torch::optim::Optimizer& optimizer, const LoadOptions& options) {
+  return load_newest(folder, {model, &optimizer}, options);
+}
+
+std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
+  const auto all = complete_checkpoints(folder);
+  if (all.empty()) return std::nullopt;
+  return all.back();
+}
+
+}  // namespace tessera

@@ -1,0 +1,156 @@
+// Checkpoints in local folders: written in a temporary one, which gets the checkpoint's name by a rename.
+#include <chrono>
+#include <string>
+
+#include "tessera/checkpoint/checksum.h"
+#include "tessera/checkpoint/commit.h"
+#include "tessera/checkpoint/entries.h"
+#include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/find_checkpoints.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kSaving[] = ".saving-";
+constexpr char kMaking[] = ".making-";  // instead, until it is locked
+constexpr auto kMakingTakes = std::chrono::minutes(5);
+// Where there are no locks, how long nobody must have written to a directory for it to be abandoned.
+constexpr auto kWithoutLocks = std::chrono::hours(24);
+
+// A target's temporary directory: hidden, beside it.
+std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
+fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
+  return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
+}
+
+bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
+  std::error_code error;
+  const auto written = fs::last_write_time(directory, error);
+  return !error && fs::file_time_type::clock::now() - written > age;
+}
+
+// Whether nobody is at work on a hidden directory, nor reads what is in it. `lock` then keeps it so.
+bool is_abandoned(const fs::path& directory, FileLock& lock) {
+  std::error_code error;
+  // In this order: a draft becomes the manifest, never the other way.
+  const bool is_draft = fs::exists(directory / kDraftName, error);
+  const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
+  if (!fs::exists(manifest, error)) return !is_draft;
+  const LockOutcome outcome = lock.take_exclusive(manifest);
+  if (outcome != LockOutcome::kNoLocks) return outcome == LockOutcome::kTaken;
+  return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
+}
+
+// Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
+// removed stays; it is never taken for a checkpoint.
+void clear_leftovers(const fs::path& folder, const std::string& prefix) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with('.') || !name.starts_with(prefix) || !entry.is_directory(ignored)) continue;
+    FileLock lock;
+    const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
+                          (name.find(kMaking) != std::string::npos && is_older_than(entry.path(), kMakingTakes));
+    if (needless) fs::remove_all(entry.path(), ignored);
+  }
+}
+
+// Here rather than after everything is written.
+void require_exchange(const fs::path& directory) {
+  const fs::path a = directory / ".a", b = directory / ".b";
+  std::error_code error;
+  for (const auto& each : {a, b})
+    if (!fs::create_directory(each, error)) throw CheckpointError(each.string() + ": creating: " + error.message());
+  exchange_entries(a, b);
+  for (const auto& each : {a, b}) fs::remove(each, error);
+}
+
+// The lock on the manifest in the directory, a draft until the end, says that somebody is at work on it.
+class LocalPartial : public PartialCheckpoint {
+ public:
+  explicit LocalPartial(const fs::path& target);
+  // Removes what was not committed, or the checkpoint that was replaced, unless somebody reads it.
+  ~LocalPartial() override;
+  void commit(Manifest manifest) override;
+
+ private:
+  FileLock lock_;
+};
+
+LocalPartial::LocalPartial(const fs::path& target) : PartialCheckpoint(target) {
+  std::error_code error;
+  const fs::path folder = target_.parent_path();
+  make_directories(folder);
+  const auto status = fs::symlink_status(target_, error);
+  if (fs::exists(status) && !fs::is_directory(status))
+    throw CheckpointError(target_.string() + ": exists and is not a directory");
+  if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_))
+    throw CheckpointError(target_.string() +
+                          ": is a directory that holds something else than a checkpoint; it is left as it is");
+  clear_leftovers(folder, hidden_prefix(target_));
+  // It gets the name that others clear away when it is locked.
+  path_ = hidden_name(target_, id_, kMaking);
+  if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
+  try {
+    write_text(path_ / kDraftName, process_name() + "\n");
+    lock_.take_exclusive(path_ / kDraftName);
+    if (fs::is_directory(status) && !fs::is_empty(target_, error)) require_exchange(path_);
+    const fs::path locked = hidden_name(target_, id_);
+    rename_entry(path_, locked, false);
+    path_ = locked;
+  } catch (...) {
+    fs::remove_all(path_, error);
+    throw;
+  }
+}
+
+LocalPartial::~LocalPartial() {
+  std::error_code ignored;
+  FileLock lock;  // of a checkpoint that was replaced
+  if (is_committed_ && !is_abandoned(path_, lock)) return;
+  fs::remove_all(path_, ignored);
+}
+
+void LocalPartial::commit(Manifest manifest) {
+  complete(manifest);
+  {
+    const std::string text = format_manifest(manifest);
+    const File draft = open_file_to_write(path_ / kDraftName);
+    draft.resize(0);
+    draft.write(text.data(), static_cast<int64_t>(text.size()), 0);
+    draft.sync();
+  }
+  rename_entry(path_ / kDraftName, path_ / kManifestName, false);
+  sync_directory(path_);
+  std::error_code error;
+  if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
+    exchange_entries(path_, target_);  // the old one is removed by the destructor
+  } else {
+    rename_entry(path_, target_, fs::is_directory(target_, error));
+  }
+  is_committed_ = true;
+  sync_directory(target_.parent_path());
+}
+
+}  // namespace
+
+std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target) {
+  return std::make_unique<LocalPartial>(target);
+}
+
+void remove_local_checkpoint(const fs::path& checkpoint) {
+  FileLock lock;
+  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
+  // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
+  const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
+  rename_entry(checkpoint, hidden, false);
+  std::error_code error;
+  fs::remove_all(hidden, error);
+  if (error) throw CheckpointError(hidden.string() + ": removing: " + error.message());
+}
+
+void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }
+
+}  // namespace tessera

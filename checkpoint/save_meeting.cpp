@@ -1,0 +1,118 @@
+#include "tessera/checkpoint/save_meeting.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tessera/checkpoint/errors.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSmallWorld = 4;  // up to here rank 0 reads what each rank wrote
+
+}  // namespace
+
+RankGroups::RankGroups(int rank, int size)
+    : rank_(rank),
+      size_(size),
+      ranks_(size <= kSmallWorld ? size : static_cast<int>(std::ceil(std::sqrt(static_cast<double>(size))))) {}
+
+int RankGroups::end() const { return std::min(leader() + ranks_, size_); }
+
+SaveMeeting::SaveMeeting(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
+    : comm_(std::move(comm)), what_(std::move(what)), groups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
+
+void SaveMeeting::show_life() {
+  const int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count();
+  if (now - last_sign_ms_ < comm_->timeout().count() / 8) return;
+  last_sign_ms_ = now;
+  notes_.add("alive", 1);
+}
+
+void SaveMeeting::await(const std::function<bool()>& ready, const std::string& what_for, double patience) {
+  auto last_change = Clock::now();
+  int64_t last_sign = -1;
+  auto pause = std::chrono::milliseconds(1);
+  // All ranks ask one store: the more they are, the more seldom.
+  const auto longest = std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(comm_->size() / 50));
+  while (!ready()) {
+    const int64_t sign = notes_.add("alive", 0);
+    if (sign != std::exchange(last_sign, sign)) last_change = Clock::now();
+    if (cancelled_ || Clock::now() - last_change > patience * comm_->timeout())
+      throw CheckpointError(what_for + (cancelled_ ? " before the save was given up" : " in time"));
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, longest);
+  }
+}
+
+void SaveMeeting::leave_outcome(const Outcome& outcome) {
+  if (outcome.error.empty()) return;
+  notes_.leave("outcome/" + std::to_string(comm_->rank()), outcome.to_text());
+  notes_.add("failed", 1);
+}
+
+// What has become of the save: each rank tells how its part went, and gets to know how all went.
+Outcome SaveMeeting::meet(const Outcome& own, const std::function<void()>& merge_group,
+                          const std::function<void()>& commit) {
+  leave_outcome(own);
+  const std::string group = "written/" + std::to_string(groups_.leader());
+  notes_.leave("ended/" + std::to_string(comm_->rank()), "");
+  notes_.add(group, 1);
+  notes_.add("alive", 1);
+  auto unfinished = [&](int begin, int end) {
+    for (int rank = begin; rank < end; ++rank)
+      if (!notes_.find("ended/" + std::to_string(rank)))
+        return what_ + ": rank " + std::to_string(rank) + " did not finish writing";
+    return what_ + ": a rank did not finish";
+  };
+  const int group_end = groups_.end();
+  if (comm_->rank() == groups_.leader()) {
+    try {
+      await([&] { return notes_.add(group, 0) == group_end - groups_.leader(); }, "");
+      if (notes_.add("failed", 0) == 0) leave_outcome(attempt([&] { return merge_group(), std::string(); }));
+    } catch (const CheckpointError& error) {
+      leave_outcome({.error = unfinished(groups_.leader(), group_end) + error.what()});
+    }
+    notes_.remove(group);
+    notes_.add("groups", 1);
+  }
+  Outcome result;
+  if (comm_->rank() == 0) {
+    result = attempt([&] {
+      await([&] { return notes_.add("groups", 0) == groups_.count(); }, what_ + ": a group of ranks did not finish",
+            1.2);  // its leader says who, if it can
+      std::vector<Outcome> outcomes(comm_->size());
+      if (notes_.add("failed", 0) > 0)
+        for (int rank = 0; rank < comm_->size(); ++rank)
+          if (const auto text = notes_.find("outcome/" + std::to_string(rank)))
+            outcomes[rank] = Outcome::from_text(*text);
+      throw_failures(outcomes, what_);
+      commit();
+      return std::string();
+    });
+    notes_.leave("result", result.to_text());
+  } else {
+    await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);
+    result = Outcome::from_text(*notes_.find("result"));
+  }
+  notes_.remove("ended/" + std::to_string(comm_->rank()));
+  notes_.remove("outcome/" + std::to_string(comm_->rank()));
+  notes_.add("read", 1);
+  if (comm_->rank() != 0) return result;
+  // Rank 0's process serves the store, mostly: it stays until all have read. One that is lost does not matter now.
+  try {
+    await([&] { return notes_.add("read", 0) == comm_->size(); }, "");
+  } catch (const CheckpointError&) {
+    return result;
+  }
+  for (const char* name : {"result", "failed", "groups", "alive", "read"}) notes_.remove(name);
+  return result;
+}
+
+}  // namespace tessera

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "tessera/comm/communicator.h"
+
+namespace tessera {
+
+class SaveJob;
+
+// Removes what a complete checkpoint makes needless, on a thread: nobody waits for it but the end of the program.
+class Removal {
+ public:
+  // Begins when the one before has ended.
+  Removal(std::function<void()> remove, std::shared_ptr<Removal> before)
+      : thread_([this, remove = std::move(remove), before = std::move(before)]() mutable {
+          std::string failure;
+          if (before) before->join(), failure = before->failure();
+          before.reset();
+          try {
+            remove();
+          } catch (const std::exception& error) {
+            failure = error.what();
+          }
+          remove = nullptr;
+          failure_ = failure;
+          ended_ = true;
+        }) {}
+  ~Removal() { join(); }
+  void join() {
+    const std::lock_guard lock(mutex_);
+    if (thread_.joinable()) thread_.join();
+  }
+  bool has_ended() const { return ended_; }
+  // "" while it goes on, or if it went well.
+  std::string failure() const { return ended_ ? failure_ : ""; }
+
+ private:
+  std::string failure_;
+  std::atomic<bool> ended_ = false;
+  std::mutex mutex_;  // of join()
+  std::thread thread_;
+};
+
+// Each group's asynchronous save that is under way, and the error of one that nobody waited for, so that the next save
+// can wait and tell. Kept by group, not in the model, because the two saves may be of different models; gone with the
+// group.
+struct Underway {
+  std::weak_ptr<SaveJob> job;
+  std::string failure;
+  std::shared_ptr<Removal> removal;
+  at::Tensor host;  // memory for the copies of the next asynchronous save
+};
+
+// Lets `use` look at, and change, what is under way of a group; one thread at a time, so it returns soon.
+void with_underway(const std::shared_ptr<Communicator>& comm, const std::function<void(Underway&)>& use);
+
+}  // namespace tessera
