@@ -6,10 +6,11 @@
 
 #include "progress_bar.h"
 #include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/dtype.h"
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/verify.h"
+#include "tessera/checkpoint/rank_files.h"
+#include "tessera/checkpoint/safetensors_header.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -19,18 +20,12 @@ namespace {
 
 // A folder of checkpoints stands for its newest.
 fs::path resolve(const fs::path& path) {
-  std::error_code ignored;
-  if (!fs::is_directory(path, ignored) || fs::exists(path / kManifestName, ignored)) return path;
+  if (is_checkpoint(path)) return path;
   const auto latest = latest_checkpoint(path);
   if (!latest) return path;
   std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(),
                latest->filename().c_str());
   return *latest;
-}
-
-bool is_checkpoint(const fs::path& path) {
-  std::error_code ignored;
-  return fs::exists(path / kManifestName, ignored);
 }
 
 void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
@@ -43,7 +38,7 @@ json slice_json(const SavedTensors& saved, const SavedSlice& slice) {
 }
 
 json inspect_json(const SavedTensors& saved, const Manifest* manifest) {
-  json result{{"files", json::array()}, {"tensors", json::object()}, {"bytes", total_bytes(saved)}};
+  json result{{"files", json::array()}, {"tensors", json::object()}, {"bytes", bytes_of(saved)}};
   for (const auto& file : saved.files) result["files"].push_back({{"name", file.name}, {"bytes", file.bytes}});
   for (const auto& [name, tensor] : saved.tensors) {
     json& entry = result["tensors"][name];
@@ -75,9 +70,12 @@ void print_tree(const SavedTensors& saved, bool slices) {
     for (size_t depth = same; depth < parts.size(); ++depth)
       std::printf("%*s%s\n", static_cast<int>(2 * depth), "", parts[depth].c_str());
     const std::string leaf(2 * parts.size(), ' ');
-    std::printf("%-36s %-5s %-18s %10s  %zu slice%s", (leaf + name.substr(begin)).c_str(),
+    size_t holders = tensor.slices.size();
+    for (const auto& run : tensor.runs) holders += static_cast<size_t>(run.count);
+    std::printf("%-36s %-5s %-18s %10s  %zu %s%s", (leaf + name.substr(begin)).c_str(),
                 safetensors_name(tensor.dtype).value().c_str(), to_string(tensor.shape).c_str(),
-                human_bytes(bytes_of(tensor)).c_str(), tensor.slices.size(), tensor.slices.size() == 1 ? "" : "s");
+                human_bytes(bytes_of(tensor)).c_str(), holders, saved.by_rank ? "rank" : "slice",
+                holders == 1 ? "" : "s");
     for (const auto& alias : tensor.aliases) std::printf(", also %s", alias.c_str());
     std::printf("\n");
     for (const auto& slice : tensor.slices)
@@ -94,13 +92,18 @@ int inspect(const Arguments& arguments) {
   const fs::path path = resolve(arguments.paths[0]);
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
-  const SavedTensors saved = manifest ? manifest->saved : find_full_tensors(path);
+  // Where each slice lies is in the ranks' own files.
+  const bool lists = arguments.json || arguments.slices;
+  const SavedTensors saved = !manifest ? find_full_tensors(path)
+                             : lists   ? with_every_slice(manifest->saved)
+                                       : manifest->saved;
   if (arguments.json) {
     print(inspect_json(saved, manifest ? &*manifest : nullptr));
     return 0;
   }
-  std::printf("%s: %zu tensors, %s in %zu files\n", path.c_str(), saved.tensors.size(),
-              human_bytes(total_bytes(saved)).c_str(), saved.files.size());
+  std::printf("%s: %zu tensors, %s", path.c_str(), saved.tensors.size(), human_bytes(bytes_of(saved)).c_str());
+  if (!saved.by_rank) std::printf(" in %zu files", saved.files.size());
+  std::printf("\n");
   if (manifest) {
     std::printf("saved by %d rank%s, number %lld; optimizer %s; extra %s\n", manifest->world_size,
                 manifest->world_size == 1 ? "" : "s", static_cast<long long>(manifest->sequence),
@@ -113,10 +116,11 @@ int inspect(const Arguments& arguments) {
 
 int verify(const Arguments& arguments) {
   const fs::path path = resolve(arguments.paths[0]);
+  static_cast<void>(read_manifest_text(path));  // what is not there is an error, not damage
   std::vector<std::string> problems;
   int64_t bytes = 0;
   try {
-    bytes = total_bytes(read_manifest(path).saved);
+    bytes = bytes_of(read_manifest(path).saved);
     ProgressBar bar("verifying", bytes);
     problems = verify_checkpoint(path, [&](int64_t more) { bar.add(more); });
   } catch (const CheckpointError& error) {
@@ -134,7 +138,7 @@ int verify(const Arguments& arguments) {
 
 int consolidate(const Arguments& arguments) {
   const fs::path from = resolve(arguments.paths[0]);
-  ProgressBar bar("consolidating", total_bytes(find_tensors(from)));
+  ProgressBar bar("consolidating", bytes_of(find_tensors(from)));
   consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
                          [&](int64_t bytes) { bar.add(bytes); });
   if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}});
@@ -143,7 +147,7 @@ int consolidate(const Arguments& arguments) {
 
 int reshard(const Arguments& arguments) {
   const fs::path from = resolve(arguments.paths[0]);
-  ProgressBar bar("resharding", total_bytes(find_tensors(from)));
+  ProgressBar bar("resharding", bytes_of(find_tensors(from)));
   reshard_checkpoint(from, arguments.paths[1], arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
   if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}, {"ranks", arguments.ranks}});
   return 0;
@@ -153,8 +157,9 @@ int diff(const Arguments& arguments) {
   const fs::path a = resolve(arguments.paths[0]), b = resolve(arguments.paths[1]);
   std::vector<TensorDifference> differences;
   {
-    ProgressBar bar("comparing", total_bytes(find_tensors(a)) + total_bytes(find_tensors(b)));
-    differences = diff_checkpoints(a, b, [&](int64_t bytes) { bar.add(bytes); });
+    ProgressBar bar("comparing", bytes_of(find_tensors(a)) + bytes_of(find_tensors(b)));
+    differences = diff_checkpoints(a, b, {.tolerance = arguments.tolerance, .only_parameters = arguments.parameters},
+                                   [&](int64_t bytes) { bar.add(bytes); });
   }
   json result = json::array();
   for (const auto& difference : differences) {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-// The subcommands. Each prints to standard output and returns the exit code: 0, or 1 where it found
-// damage or differences. Errors are thrown.
+// The subcommands, all but plan of checkpoints. Each prints to standard output and returns the exit code: 0, or 1 where
+// it found damage or differences. Errors are thrown.
 
 struct Arguments {
   std::vector<std::filesystem::path> paths;
@@ -14,6 +14,13 @@ struct Arguments {
   bool state = false;          // consolidate: the optimizer's tensors too
   int ranks = 0;               // reshard
   int64_t max_file_bytes = 0;  // consolidate
+  double tolerance = 0;        // diff
+  bool parameters = false;     // diff: of these alone
+  std::string model;           // plan: its shape, or a file of it
+  int gpus = 0;                // plan
+  std::string memory;          // plan: of each
+  int64_t sequence = 0;        // plan: of a file's model; 0: its whole context
+  int64_t batch = 1;           // plan: of a file's model
 };
 
 int inspect(const Arguments& arguments);
@@ -21,3 +28,4 @@ int verify(const Arguments& arguments);
 int consolidate(const Arguments& arguments);
 int reshard(const Arguments& arguments);
 int diff(const Arguments& arguments);
+int plan(const Arguments& arguments);

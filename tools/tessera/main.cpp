@@ -1,8 +1,13 @@
-// The `tessera` command: looks at checkpoints, and makes others of them.
+// The `tessera` command: looks at checkpoints, makes others of them, and plans the memory of a training.
 
+#include <algorithm>
 #include <boost/program_options.hpp>
+#include <cstdio>
 #include <exception>
 #include <iostream>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "commands.h"
 
@@ -11,75 +16,150 @@ namespace {
 namespace po = boost::program_options;
 
 struct Command {
-  const char* name;
-  const char* arguments;
-  const char* what;
+  std::string name;
+  std::string arguments;
+  std::string what;
   size_t paths;
+  std::vector<std::string> options;  // its own, beside those of all
   int (*run)(const Arguments&);
+
+  bool has(const std::string& option) const {
+    return std::find(options.begin(), options.end(), option) != options.end();
+  }
 };
 
-constexpr Command kCommands[] = {
-    {"inspect", "PATH [--slices]", "names, shapes, dtypes, bytes, and where each slice lies", 1, inspect},
-    {"verify", "DIR", "checksums, headers, coverage; exit code 1 if anything is wrong", 1, verify},
-    {"consolidate", "DIR FILE [--state] [--max-file-bytes N]", "to full safetensors files", 2, consolidate},
-    {"reshard", "DIR NEW_DIR --ranks N", "to a checkpoint as N ranks would write it", 2, reshard},
-    {"diff", "A B", "what differs between two; exit code 1 if anything does", 2, diff},
-};
+const std::vector<Command>& commands() {
+  static const std::vector<Command> all = {
+      {"inspect", "PATH [--slices]", "names, shapes, dtypes, bytes, and where each slice lies", 1, {"slices"}, inspect},
+      {"verify", "DIR", "checksums, headers, coverage; exit code 1 if anything is wrong", 1, {}, verify},
+      {"consolidate",
+       "DIR FILE [--state] [--max-file-bytes N]",
+       "to full safetensors files",
+       2,
+       {"state", "max-file-bytes"},
+       consolidate},
+      {"reshard", "DIR NEW_DIR --ranks N", "to a checkpoint as N ranks would write it", 2, {"ranks"}, reshard},
+      {"diff",
+       "A B [--tolerance X] [--parameters]",
+       "what differs between two; exit code 1 if anything does",
+       2,
+       {"tolerance", "parameters"},
+       diff},
+      {"plan",
+       "--model gpt:layers=80,width=8192,heads=64 | config.json --gpus N --memory 80GiB",
+       "what each stage and option takes of every rank's memory, which fit, and the options to take",
+       0,
+       {"model", "gpus", "memory", "sequence", "batch"},
+       plan},
+  };
+  return all;
+}
 
-void print_help(const po::options_description& options) {
-  std::cout << "Usage: tessera COMMAND ...\n\n";
-  for (const auto& command : kCommands)
-    std::cout << "  tessera " << command.name << " " << command.arguments << "\n      " << command.what << "\n";
+const Command& command_of(const std::string& name) {
+  for (const auto& command : commands())
+    if (command.name == name) return command;
+  throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
+}
+
+bool is_for_all(const std::string& option) {
+  return std::none_of(commands().begin(), commands().end(), [&](const Command& each) { return each.has(option); });
+}
+
+void print_usage(const Command& command) {
+  std::cout << "  tessera " << command.name << " " << command.arguments << "\n      " << command.what << "\n";
+}
+
+// Of one command, or of all if its name is empty.
+void print_help(const std::string& name, const po::options_description& options) {
+  po::options_description shown("Options");
+  if (name.empty()) {
+    std::cout << "Usage: tessera COMMAND ...\n\n";
+    for (const auto& command : commands()) print_usage(command);
+    shown.add(options);
+  } else {
+    const Command& command = command_of(name);
+    std::cout << "Usage:\n\n";
+    print_usage(command);
+    for (const auto& option : options.options())
+      if (is_for_all(option->long_name()) || command.has(option->long_name())) shown.add(option);
+  }
   std::cout << "\nPATH is a checkpoint, a folder of them (the newest is taken), or full safetensors files;\n"
                "DIR a checkpoint or such a folder.\n\n"
-            << options << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
+            << shown << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
+}
+
+int run_command(const std::string& name, const po::variables_map& values, const std::vector<std::string>& paths,
+                Arguments arguments) {
+  const Command& command = command_of(name);
+  if (paths.size() != command.paths) throw po::error("expected: tessera " + name + " " + command.arguments);
+  for (const auto& other : commands())
+    for (const auto& option : other.options)
+      if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
+        throw po::error("--" + option + " is for `tessera " + other.name + "`");
+  for (const char* required : {"ranks", "model", "gpus", "memory"})
+    if (command.has(required) && values.count(required) == 0)
+      throw po::error(std::string("--") + required + " is missing");
+  arguments.paths.assign(paths.begin(), paths.end());
+  return command.run(arguments);
 }
 
 int run(int argc, char** argv) {
   Arguments arguments;
-  std::string name;
-  std::vector<std::string> paths;
-  po::options_description options("Options");
-  options.add_options()("help,h", "this text")("json", po::bool_switch(&arguments.json), "print JSON")(
-      "slices", po::bool_switch(&arguments.slices), "inspect: every slice")("state", po::bool_switch(&arguments.state),
-                                                                            "consolidate: the optimizer's tensors too")(
-      "ranks", po::value(&arguments.ranks), "reshard: by how many ranks")(
-      "max-file-bytes", po::value(&arguments.max_file_bytes),
+  std::vector<std::string> words;  // the command and its paths
+  po::options_description options;
+  auto add = options.add_options();
+  add("help,h", "this text; after a command, what it takes");
+  add("version", "the version of Tessera");
+  add("json", po::bool_switch(&arguments.json), "print JSON");
+  add("slices", po::bool_switch(&arguments.slices), "inspect: every slice");
+  add("state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too");
+  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks");
+  add("max-file-bytes", po::value(&arguments.max_file_bytes),
       "consolidate: several files of at most N bytes, with an index");
+  add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
+  add("model", po::value(&arguments.model),
+      "plan: gpt: or llama: with layers, width, heads, kv_heads, mlp, vocab, sequence, batch, tie; or Hugging Face's "
+      "config.json of GPT-2, Llama or Mistral");
+  add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
+  add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB");
+  add("sequence", po::value(&arguments.sequence),
+      "plan: tokens of an item, of config.json; without: the whole context");
+  add("batch", po::value(&arguments.batch), "plan: items a rank and step, of config.json; without: 1");
+  add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;
-  all.add(options).add_options()("command", po::value(&name))("path", po::value(&paths));
-  po::positional_options_description positions;
-  positions.add("command", 1).add("path", -1);
+  all.add(options).add_options()("word", po::value(&words));
   po::variables_map values;
-  po::store(po::command_line_parser(argc, argv).options(all).positional(positions).run(), values);
+  po::store(po::command_line_parser(argc, argv)
+                .options(all)
+                .positional(po::positional_options_description().add("word", -1))
+                .run(),
+            values);
   po::notify(values);
-  if (values.count("help") > 0 || name.empty() || name == "help") {
-    print_help(options);
-    return name.empty() && values.count("help") == 0 ? 2 : 0;
+  if (values.count("version") > 0) {
+    std::cout << "tessera " << TESSERA_VERSION << "\n";
+    return 0;
   }
-  for (const auto& command : kCommands) {
-    if (name != command.name) continue;
-    if (paths.size() != command.paths) throw po::error("expected: tessera " + name + " " + command.arguments);
-    auto only_for = [&](const char* option, const char* of) {
-      if (values.count(option) > 0 && !values[option].defaulted() && name != of)
-        throw po::error(std::string("--") + option + " is for `tessera " + of + "`");
-    };
-    only_for("ranks", "reshard");
-    only_for("max-file-bytes", "consolidate");
-    if (arguments.slices && name != "inspect") throw po::error("--slices is for `tessera inspect`");
-    if (arguments.state && name != "consolidate") throw po::error("--state is for `tessera consolidate`");
-    if (name == "reshard" && values.count("ranks") == 0) throw po::error("--ranks is missing");
-    arguments.paths.assign(paths.begin(), paths.end());
-    return command.run(arguments);
+  const bool asks_for_help = values.count("help") > 0 || (!words.empty() && words[0] == "help");
+  if (!words.empty() && words[0] == "help") words.erase(words.begin());
+  if (asks_for_help || words.empty()) {
+    print_help(words.empty() ? "" : words[0], options);
+    return asks_for_help ? 0 : 2;
   }
-  throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
+  const std::string name = words[0];
+  words.erase(words.begin());
+  return run_command(name, values, words, arguments);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    const int code = run(argc, argv);
+    // A result that nobody gets is an error: the disk that it was to go to is full, say.
+    std::cout.flush();
+    if (!std::cout || std::fflush(stdout) != 0 || std::ferror(stdout) != 0)
+      throw std::runtime_error("standard output could not be written");
+    return code;
   } catch (const std::exception& error) {
     std::cerr << "tessera: " << error.what() << "\n";
     return 2;

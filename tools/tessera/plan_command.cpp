@@ -1,0 +1,59 @@
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "commands.h"
+#include "tessera/plan/memory_plan.h"
+
+using namespace tessera;
+
+namespace {
+
+DecoderOptions model_of(const Arguments& arguments) {
+  if (arguments.model.ends_with(".json"))
+    return decoder_of_config(arguments.model, arguments.sequence, arguments.batch);
+  if (arguments.model.ends_with(".pt2"))
+    throw std::invalid_argument("'" + arguments.model +
+                                "': exported models are not planned by this command; use "
+                                "dry_run() with load_exported()");
+  if (arguments.sequence != 0 || arguments.batch != 1)
+    throw std::invalid_argument("--sequence and --batch are for config.json; say '" + arguments.model +
+                                ",sequence=...,batch=...'");
+  return decoder_of(arguments.model);
+}
+
+nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
+  nlohmann::json result = {{"stage", plan.choice.stage},
+                           {"reshard_after_forward", plan.choice.reshard_after_forward},
+                           {"bf16", plan.choice.bf16},
+                           {"checkpointed", plan.choice.checkpointed},
+                           {"peak_bytes", plan.peak.tensors()},
+                           {"collective_bytes", plan.collective_bytes},
+                           {"flop", plan.flop},
+                           {"recommended", is_recommended},
+                           {"options", options_text(plan.choice)}};
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind)
+    if (plan.peak.bytes[kind] > 0) result["bytes"][name_of(static_cast<MemoryKind>(kind))] = plan.peak.bytes[kind];
+  return result;
+}
+
+}  // namespace
+
+int plan(const Arguments& arguments) {
+  const DecoderOptions model = model_of(arguments);
+  const int64_t memory_bytes = bytes_of_text(arguments.memory);
+  if (arguments.gpus < 1)
+    throw std::invalid_argument("--gpus is " + std::to_string(arguments.gpus) + ", expected 1 or more");
+  std::vector<PlannedTraining> plans;
+  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(model, choice, arguments.gpus));
+  if (!arguments.json) {
+    std::printf("%s", plan_text(plans, arguments.gpus, memory_bytes).c_str());
+    return 0;
+  }
+  const int best = recommended(plans, memory_bytes);
+  auto result = nlohmann::json::array();
+  for (int i = 0; i < static_cast<int>(plans.size()); ++i)
+    result.push_back(json_of(plans[static_cast<size_t>(i)], i == best));
+  std::printf("%s\n", result.dump(2).c_str());
+  return 0;
+}
