@@ -1,8 +1,8 @@
-# tessera_test_program(<program> [LINKS ...] [FILES <n>]): an executable of GoogleTest for all tests of a
+# tessera_test_program(<program> [LINKS ...] [FILES <n>] [UNFILLED]): an executable of GoogleTest for all tests of a
 # folder. What a test costs to compile is torch/torch.h, and a program with TESSERA_UNITY pays for it once
-# (with FILES, in n files that compile side by side).
+# (with FILES, in n files that compile side by side). Memory that nobody has written is NaN in it, unless UNFILLED.
 #
-# tessera_add_test(<name> PROGRAM <program> SOURCES ... [PROCESSES] [RACES] [TIMEOUT <seconds>]): one of
+# tessera_add_test(<name> PROGRAM <program> SOURCES ... [PROCESSES] [RACES] [LABEL <more>] [TIMEOUT <seconds>]): one of
 # ctest's tests, which is these files' part of a program. It has the label "threads" (everything happens in one
 # process, ranks being threads) unless PROCESSES is given: then "processes". RACES adds the label "races":
 # together these go through all that threads share, and .ci/run has ThreadSanitizer watch them. The target
@@ -14,8 +14,11 @@ add_custom_target(race_tests)
 add_custom_target(tessera_tests)
 
 function(tessera_test_program program)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "FILES" "LINKS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "UNFILLED" "FILES" "LINKS")
   tessera_add_program(${program} LINKS GTest::gtest_main ${arg_LINKS})
+  if(NOT arg_UNFILLED)
+    target_link_libraries(${program} PRIVATE $<TARGET_OBJECTS:tessera_unwritten_is_nan>)
+  endif()
   target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}")
   add_dependencies(tessera_tests ${program})
   if(arg_FILES)
@@ -26,7 +29,7 @@ function(tessera_test_program program)
 endfunction()
 
 function(tessera_add_test name)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "PROCESSES;RACES" "PROGRAM;TIMEOUT" "SOURCES")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "PROCESSES;RACES" "PROGRAM;TIMEOUT;LABEL" "SOURCES")
   target_sources(${arg_PROGRAM} PRIVATE ${arg_SOURCES})
   tessera_suites_of(_patterns ${arg_SOURCES})
   get_target_property(_others ${arg_PROGRAM} TESSERA_PATTERNS)
@@ -45,6 +48,9 @@ function(tessera_add_test name)
   if(arg_PROCESSES)
     set(_labels processes)
   endif()
+  if(arg_LABEL)
+    list(APPEND _labels ${arg_LABEL})
+  endif()
   if(arg_RACES)
     list(APPEND _labels races)
     add_dependencies(race_tests ${arg_PROGRAM})
@@ -52,6 +58,12 @@ function(tessera_add_test name)
   add_test(NAME ${name} COMMAND ${arg_PROGRAM} --gtest_brief=1 --gtest_filter=${_filter})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}"
     LABELS "${_labels}" COST ${arg_TIMEOUT})  # of several at a time, the long ones begin
+endfunction()
+
+# tessera_test_knows(<program> <NAME> <file or folder>): a macro for tests/support/built.h.
+function(tessera_test_knows program name path)
+  target_compile_definitions(${program} PRIVATE
+    ${name}="$<PATH:RELATIVE_PATH,${path},$<TARGET_FILE_DIR:${program}>>")
 endfunction()
 
 # The patterns of --gtest_filter that name the suites of these files.

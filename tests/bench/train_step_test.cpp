@@ -9,15 +9,19 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/matrix.h"
 
 namespace {
 
 using nlohmann::json;
 using tessera::testing::ChildProcess;
+using tessera::testing_support::built;
+using tessera::testing_support::has_full_matrix;
 
 json run(std::vector<std::string> arguments, const ChildProcess::Environment& environment = {}) {
-  arguments.insert(arguments.begin(), TRAIN_STEP_EXECUTABLE);
+  arguments.insert(arguments.begin(), built(TRAIN_STEP_EXECUTABLE));
   arguments.insert(arguments.end(), {"--json", "--steps", "2", "--warmup", "1"});
   ChildProcess child(arguments, environment);
   EXPECT_EQ(child.wait(std::chrono::seconds(200)), 0) << child.output();
@@ -41,12 +45,19 @@ class TrainStep : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Models, TrainStep, ::testing::Values("gpt", "deep", "recipe", "mlp"),
                          [](const auto& traced) { return traced.param; });
 
+// All with the GPT, each with another model; in the full matrix each with each.
+std::vector<std::string> wrappers_of(const std::string& model) {
+  if (model == "gpt" || has_full_matrix()) return {"local", "ddp", "oss", "sdp", "fsdp"};
+  return {"ddp", model == "deep" ? "fsdp" : model == "recipe" ? "sdp" : "oss"};
+}
+
 // SGD is pointwise and every element gets the same operations in every wrapper: equal bits.
 TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
   constexpr int kRanks = 2;
   std::map<std::string, json> lines;
-  for (const std::string wrapper : {"local", "ddp", "oss", "sdp", "fsdp"})
+  for (const std::string& wrapper : wrappers_of(GetParam()))
     lines[wrapper] = run_small(GetParam(), wrapper, kRanks, {"--optimizer", "sgd"});
+  const bool is_full = lines.size() == 5;
   for (const auto& [wrapper, line] : lines) {
     for (const char* field : {"step_s_median", "step_s_min", "param_bytes", "grad_bytes", "optimizer_bytes",
                               "peak_gathered_bytes", "rss_before_bytes", "rss_peak_bytes", "sent_bytes", "collectives",
@@ -57,30 +68,39 @@ TEST_P(TrainStep, AllWrappersTrainAlikeAndHoldWhatTheirStageSays) {
     EXPECT_EQ(line["losses"].size(), 3u);
     EXPECT_LE(line["step_s_min"], line["step_s_median"]);
     EXPECT_GT(line["rss_peak_bytes"], line["rss_before_bytes"]);
-    EXPECT_EQ(line["losses"][0], lines["local"]["losses"][0]) << wrapper << ": the same values and data at the start";
+    if (is_full) {
+      EXPECT_EQ(line["losses"][0], lines["local"]["losses"][0]) << wrapper << ": the same values and data at the start";
+    }
     if (wrapper != "local") {
       EXPECT_EQ(line["param_sum"], lines["ddp"]["param_sum"]) << wrapper;
       EXPECT_EQ(line["losses"], lines["ddp"]["losses"]) << wrapper;
     }
   }
-  EXPECT_NE(lines["local"]["param_sum"], lines["ddp"]["param_sum"]) << "by itself a rank sees half of the data";
-  const double model = lines["ddp"]["model_bytes"];
-  for (const std::string wrapper : {"local", "ddp", "oss"}) {
-    EXPECT_EQ(lines[wrapper]["param_bytes"], model) << wrapper;
-    EXPECT_EQ(lines[wrapper]["grad_bytes"], model) << wrapper;
+  if (is_full) {
+    EXPECT_NE(lines["local"]["param_sum"], lines["ddp"]["param_sum"]) << "by itself a rank sees half of the data";
   }
-  // Padding comes on top: of buckets, and of units to whole cache lines for each rank.
-  EXPECT_GE(lines["fsdp"]["param_bytes"].get<double>(), model / kRanks);
-  EXPECT_LE(lines["fsdp"]["param_bytes"].get<double>(), model / kRanks * 1.05 + 4096);
-  EXPECT_EQ(lines["fsdp"]["grad_bytes"], lines["fsdp"]["param_bytes"]);
-  // Sent a step, as docs/zero.md has it; in SDP and FSDP some bytes for the agreement on what was used.
+  const double model = lines["ddp"]["model_bytes"];
   const double part = static_cast<double>(kRanks - 1) / kRanks;
-  EXPECT_EQ(lines["local"]["sent_bytes"], 0);
-  EXPECT_NEAR(lines["ddp"]["sent_bytes"].get<double>() / model, 2 * part, 0.02);
-  EXPECT_NEAR(lines["oss"]["sent_bytes"].get<double>() / model, 3 * part, 0.05);
-  EXPECT_NEAR(lines["sdp"]["sent_bytes"].get<double>() / model, 2 * part, 0.05);
-  EXPECT_LE(lines["fsdp"]["sent_bytes"].get<double>() / model, 3 * part * 1.05 + 0.02);
-  EXPECT_GE(lines["fsdp"]["sent_bytes"].get<double>() / model, 2 * part);  // the last units stay for backward
+  for (const auto& [wrapper, line] : lines) {
+    const double params = line["param_bytes"], grads = line["grad_bytes"], sent = line["sent_bytes"];
+    if (wrapper == "local" || wrapper == "ddp" || wrapper == "oss") {
+      EXPECT_EQ(params, model) << wrapper;
+      EXPECT_EQ(grads, model) << wrapper;
+    }
+    // Sent a step, as docs/zero.md has it; in SDP and FSDP some bytes for the agreement on what was used.
+    if (wrapper == "local") {
+      EXPECT_EQ(sent, 0);
+    } else if (wrapper == "fsdp") {
+      // Padding comes on top: of buckets, and of units to whole cache lines for each rank.
+      EXPECT_GE(params, model / kRanks);
+      EXPECT_LE(params, model / kRanks * 1.05 + 4096);
+      EXPECT_EQ(grads, params);
+      EXPECT_LE(sent / model, 3 * part * 1.05 + 0.02);
+      EXPECT_GE(sent / model, 2 * part);  // the last units stay for backward
+    } else {
+      EXPECT_NEAR(sent / model, (wrapper == "oss" ? 3 : 2) * part, wrapper == "ddp" ? 0.02 : 0.05) << wrapper;
+    }
+  }
 }
 
 TEST(TrainStepMore, AdamHoldsTwoNumbersForEachOfItsParameters) {
@@ -100,7 +120,7 @@ TEST(TrainStepMore, Bfloat16HalvesTheBytes) {
 }
 
 TEST(TrainStepMore, MistakesEndWithAMessage) {
-  ChildProcess child({TRAIN_STEP_EXECUTABLE, "--model", "resnet"});
+  ChildProcess child({built(TRAIN_STEP_EXECUTABLE), "--model", "resnet"});
   EXPECT_EQ(child.wait(), 2);
   EXPECT_NE(child.output().find("--model must be gpt, deep, recipe or mlp, got 'resnet'"), std::string::npos)
       << child.output();
@@ -137,7 +157,8 @@ INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp"
 TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
   char path[] = "/tmp/tessera-trace-XXXXXX";
   ::close(::mkstemp(path));
-  std::ofstream(path) << "{\"traceEvents\": [{\"ph\": \"X\", \"pid\": 7}]}";  // of an earlier run: to be replaced
+  std::ofstream(path)
+      << R"({"displayTimeUnit":"ms","traceEvents":[{"ph":"X","pid":7}]})";  // of an earlier run: to be replaced
   run({"--model", "deep", "--count", "4", "--width", "16", "--wrapper", GetParam(), "--ranks", "3"},
       {{"TESSERA_TRACE", path}});
   std::ifstream file(path);

@@ -4,6 +4,7 @@
 
 #include "tessera/checkpoint/full_file.h"
 #include "tests/checkpoint/replicated.h"
+#include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -20,7 +21,7 @@ struct Ran {
 };
 
 Ran tessera_command(std::vector<std::string> arguments) {
-  arguments.insert(arguments.begin(), TESSERA_COMMAND);
+  arguments.insert(arguments.begin(), tessera::testing_support::built(TESSERA_COMMAND));
   tessera::testing::ChildProcess child(arguments);
   const int code = child.wait();
   return {code, child.output()};
@@ -98,6 +99,10 @@ TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
   const auto changed = tessera_command({"diff", at("m.safetensors"), at("n.safetensors")});
   EXPECT_EQ(changed.code, 1);
   EXPECT_EQ(changed.output, "0.bias: 1 elements differ, by 2 at most\n");
+  EXPECT_EQ(tessera_command({"diff", at("m.safetensors"), at("n.safetensors"), "--tolerance", "1.5"}).code, 1);
+  EXPECT_EQ(tessera_command({"diff", at("m.safetensors"), at("n.safetensors"), "--tolerance", "2.5"}).output,
+            "the same\n");
+  EXPECT_EQ(tessera_command({"diff", at("a"), at("m.safetensors"), "--parameters"}).output, "the same\n");
   EXPECT_EQ(tessera_command({"consolidate", at("a"), at("s.safetensors"), "--state", "--max-file-bytes", "50000"}).code,
             0);
   EXPECT_TRUE(std::filesystem::exists(folder_ / "s.safetensors.index.json"));
@@ -113,6 +118,10 @@ TEST_F(Command, MistakesAreExplained) {
       {{"reshard", at("a"), at("b"), "--ranks", "0"}, "ranks is 0"},
       {{"verify", at("a"), "--ranks", "3"}, "--ranks is for"},
       {{"inspect", at("a"), "--bogus"}, "bogus"},
+      {{"verify", at("none")}, "there is no such directory"},
+      {{"consolidate", at("a"), at("a/rank-00000-0.safetensors")}, "is in the checkpoint"},
+      {{"diff", at("a"), at("a"), "--tolerance", "-1"}, "tolerance is -1"},
+      {{"help", "bogus"}, "no command 'bogus'"},
       {{}, "Usage"},
   };
   for (const auto& [arguments, message] : wrong) {
@@ -120,7 +129,28 @@ TEST_F(Command, MistakesAreExplained) {
     EXPECT_EQ(result.code, 2) << result.output;
     expect_contains(result.output, message);
   }
+  EXPECT_EQ(tessera_command({"verify", at("a")}).code, 0);  // none of it has changed anything
+}
+
+TEST_F(Command, TellsItsVersionAndHelp) {
+  const auto version = tessera_command({"--version"});
+  EXPECT_EQ(version.code, 0);
+  EXPECT_EQ(version.output.rfind("tessera 0.", 0), 0U) << version.output;
   EXPECT_EQ(tessera_command({"--help"}).code, 0);
+  for (const auto& arguments : {std::vector<std::string>{"help", "reshard"}, {"reshard", "--help"}}) {
+    const auto help = tessera_command(arguments);
+    EXPECT_EQ(help.code, 0);
+    expect_contains(help.output, "tessera reshard DIR NEW_DIR --ranks N");
+    expect_contains(help.output, "--json");
+    EXPECT_EQ(help.output.find("consolidate"), std::string::npos) << help.output;
+  }
+}
+
+TEST_F(Command, OutputThatCannotBeWrittenIsAnError) {
+  tessera::testing::ChildProcess child(
+      {"sh", "-c", tessera::testing_support::built(TESSERA_COMMAND) + " inspect '" + at("a") + "' > /dev/full"});
+  EXPECT_EQ(child.wait(), 2);
+  expect_contains(child.output(), "standard output could not be written");
 }
 
 }  // namespace

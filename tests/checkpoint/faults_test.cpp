@@ -1,15 +1,93 @@
 // Saves that fail or are killed: all ranks are told, nothing is lost, nothing is half there.
+#include <fcntl.h>
 #include <signal.h>
+#include <stdio.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <atomic>
+#include <chrono>
 #include <fstream>
+#include <map>
+#include <mutex>
 #include <optional>
+#include <set>
+#include <thread>
 
+#include "tessera/checkpoint/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::faults_test {
+
+std::mutex synced_mutex;
+std::set<std::filesystem::path> synced;  // files and directories of which this program has asked fsync
+
+// Of each file and directory that was changed, by its inode: whether all of it is on the disk.
+std::map<ino_t, bool> is_durable;
+std::vector<std::string> named_too_early;
+
+ino_t inode_of(int fd) {
+  struct stat status {};
+  return ::fstat(fd, &status) == 0 ? status.st_ino : 0;
+}
+
+// What a power cut could take from a directory: everything that was not synced after it was last changed.
+void check_durable(const std::filesystem::path& directory) {
+  const std::lock_guard lock(synced_mutex);
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    struct stat status {};
+    if (::stat(entry.path().c_str(), &status) == 0 && !is_durable[status.st_ino])
+      named_too_early.push_back(entry.path().string());
+  }
+  struct stat status {};
+  if (::stat(directory.c_str(), &status) == 0 && !is_durable[status.st_ino])
+    named_too_early.push_back(directory.string());
+}
+
+// What becomes of the files of a rank: -1 for none.
+std::atomic<int> failing_rank = -1, slow_rank = -1;
+std::atomic<bool> no_exchange = false;  // as on NFS
+
+// In the place of the system's.
+extern "C" int fsync(int fd) {
+  std::error_code ignored;
+  const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), ignored);
+  {
+    const std::lock_guard lock(synced_mutex);
+    synced.insert(path);
+    is_durable[inode_of(fd)] = true;
+  }
+  auto is_of = [&](int rank) {
+    return rank >= 0 && path.filename().string().starts_with("rank-0000" + std::to_string(rank));
+  };
+  if (is_of(slow_rank)) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  if (is_of(failing_rank)) return errno = EIO, -1;
+  return static_cast<int>(::syscall(SYS_fsync, fd));
+}
+
+extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position) {
+  {
+    const std::lock_guard lock(synced_mutex);
+    is_durable[inode_of(fd)] = false;
+  }
+  return ::syscall(SYS_pwrite64, fd, data, bytes, position);
+}
+
+extern "C" int renameat2(int from_fd, const char* from, int to_fd, const char* to, unsigned flags) noexcept {
+  if (no_exchange && (flags & RENAME_EXCHANGE) != 0) return errno = EINVAL, -1;
+  if (std::string(from).find(".saving-") != std::string::npos) {
+    if (std::filesystem::exists(std::filesystem::path(from) / "tessera.json")) check_durable(from);
+    struct stat folder {};
+    const std::lock_guard lock(synced_mutex);
+    if (::stat(std::filesystem::path(from).parent_path().c_str(), &folder) == 0) is_durable[folder.st_ino] = false;
+  }
+  return static_cast<int>(::syscall(SYS_renameat2, from_fd, from, to_fd, to, flags));
+}
+
 namespace {
 
 using namespace testing_support;
@@ -65,6 +143,130 @@ TEST(CheckpointFaults, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingIsLo
   });
 }
 
+// The others get to know at once, by name, and the group is as good as before.
+TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
+  for (int world : {3, 5}) {  // rank 0 reads what each rank wrote; what each group of ranks wrote
+    const TemporaryFolder folder;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(30, 30).ptr(), comm);
+      FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+      save_checkpoint(folder / "a", fsdp, {{"step", 1}});
+      comm->barrier();
+      failing_rank = 1;
+      comm->barrier();
+      const auto began = std::chrono::steady_clock::now();
+      auto pending = save_checkpoint_async(folder / "a", fsdp, {{"step", 2}});
+      const auto error = error_of<CheckpointError>([&] { pending.wait(); });
+      EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
+      for (const char* part : {"rank 1: ", "rank-00001-0.safetensors", "writing to the disk"})
+        expect_contains(error, part);
+      comm->barrier();
+      failing_rank = -1;
+      comm->barrier();
+      EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 1);
+      auto again = save_checkpoint_async(folder / "a", fsdp, {{"step", 3}});
+      again.wait();
+      EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 3);
+    });
+    EXPECT_EQ(verify_checkpoint(folder / "a"), std::vector<std::string>());
+  }
+}
+
+// A rank may write for longer than the others wait for a collective operation.
+TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
+  const TemporaryFolder folder;
+  run_ranks(2,
+            [&](std::shared_ptr<Communicator> comm) {
+              FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+              slow_rank = 1;
+              comm->barrier();
+              save_checkpoint(folder / "a", fsdp, {{"step", 1}});
+              comm->barrier();
+              slow_rank = -1;
+              comm->barrier();
+              EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 1);
+            },
+            {.timeout = std::chrono::milliseconds(1500)});
+}
+
+TEST(CheckpointFaults, AFileSystemThatCannotReplaceSaysSoBeforeAnythingIsWritten) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(folder / "a", model, {{"step", 1}});
+    no_exchange = true;
+    comm->barrier();
+    expect_contains(error_of<CheckpointError>([&] { auto save = save_checkpoint_async(folder / "a", model); }),
+                    "cannot replace a directory in one step: save under a new name");
+    save_checkpoint(folder / "b", model, {{"step", 2}});
+    comm->barrier();
+    no_exchange = false;
+    EXPECT_EQ(entries(folder.path()), 2);
+    EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 1);
+  });
+}
+
+TEST(CheckpointFaults, FilesOfManyRanksNeedFewDescriptors) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(seeded(1, [] { return torch::nn::Linear(200, 200); }), comm);
+    save_checkpoint(folder / "a", fsdp);
+  });
+  reshard_checkpoint(folder / "a", folder / "b", 150);
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  rlimit few = before;
+  few.rlim_cur = static_cast<rlim_t>(entries("/proc/self/fd")) + 40;
+  ::setrlimit(RLIMIT_NOFILE, &few);
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    auto net = seeded(2, [] { return torch::nn::Linear(200, 200); });
+    FullyShardedDataParallel fsdp(net, comm);
+    load_checkpoint(folder / "b", fsdp);
+    EXPECT_TRUE(
+        torch::equal(fsdp.full_state_dict()["weight"], seeded(1, [] { return torch::nn::Linear(200, 200); })->weight));
+  });
+  EXPECT_EQ(verify_checkpoint(folder / "b"), std::vector<std::string>());
+  ::setrlimit(RLIMIT_NOFILE, &before);
+}
+
+TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
+  const TemporaryFolder folder;
+  std::optional<FolderLock> lock(std::in_place, folder / "out");
+  const auto error = error_of<CheckpointError>([&] { FolderLock second(folder / "out"); });
+  for (const std::string& part : {std::string("in use by process "), std::to_string(::getpid())})
+    expect_contains(error, part);
+  lock.reset();
+  std::ofstream(folder / "out/.tessera.lock") << "process 1 on elsewhere\n";  // of one that was killed
+  FolderLock(folder / "out");
+  EXPECT_TRUE(is_of_ended_process("process 999999999 on " + process_name().substr(process_name().rfind(' ') + 1)));
+  EXPECT_FALSE(is_of_ended_process(process_name()));
+  EXPECT_FALSE(is_of_ended_process("process 999999999 on elsewhere"));
+  EXPECT_FALSE(is_of_ended_process("{"));
+}
+
+// A power cut takes what was written since the last sync, in any order: by then a checkpoint must have all of it behind
+// it, or not its name.
+TEST(CheckpointFaults, EverythingIsOnTheDiskBeforeItHasItsName) {
+  const TemporaryFolder folder;
+  {
+    const std::lock_guard lock(synced_mutex);
+    named_too_early.clear();
+  }
+  on_ranks(5, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+    for (const char* name : {"a", "b", "a"}) {
+      save_checkpoint(folder / name, fsdp);
+      save_checkpoint_async(folder / name, fsdp).wait();
+    }
+  });
+  reshard_checkpoint(folder / "a", folder / "c", 2);
+  const std::lock_guard lock(synced_mutex);
+  EXPECT_EQ(named_too_early, std::vector<std::string>());
+  struct stat status {};
+  ASSERT_EQ(::stat(folder.path().c_str(), &status), 0);
+  EXPECT_TRUE(is_durable[status.st_ino]) << "the name itself";
+}
+
 // A model that one rank cannot show.
 struct Broken : Replicated {
   using Replicated::Replicated;
@@ -110,6 +312,20 @@ TEST(CheckpointFaults, DamageOnOneRanksPartLeavesEveryModelAsItWas) {
     for (const char* part : {"rank 1", "rank-00001-0.safetensors", "tensor '", "damaged"}) expect_contains(error, part);
     for (size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(torch::equal(before[i], other.parameters()[i].detach()));
   });
+}
+
+TEST(CheckpointFaults, NewFoldersAreAsDurableAsWhatIsInThem) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(folder / "run/a/checkpoints/step-1", model);
+    save_full(folder / "run/full/model.safetensors", model);
+  });
+  const std::lock_guard lock(synced_mutex);
+  for (const char* name : {"", "run", "run/a", "run/a/checkpoints", "run/full"}) {
+    const auto path = *name == '\0' ? folder.path() : folder / name;  // whose new entry is to last
+    EXPECT_TRUE(synced.contains(std::filesystem::canonical(path))) << path;
+  }
 }
 
 }  // namespace

@@ -7,10 +7,13 @@
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/offline.h"
+#include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
-#include "tessera/checkpoint/verify.h"
+#include "tests/support/built.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
@@ -82,28 +85,49 @@ TEST(SafetensorsHeader, ALengthThatTheFileDoesNotHaveIsRefused) {
         std::string("\x03\0\0\0\0\0\0\0{}", 10)}) {
     const auto path = folder / std::to_string(count++);
     std::ofstream(path, std::ios::binary) << bytes;
-    EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(open_file(path)); }), "");
+    EXPECT_NE(error_of<CheckpointError>([&] { read_safetensors_header(*open_file(path)); }), "");
   }
 }
 
-// Three pieces of two tensors in two files, and a manifest.
+// Three pieces of two tensors in two files, and a manifest: of version 1, or of version 2.
 struct Sample {
-  explicit Sample(const std::filesystem::path& target) : directory(target) {
+  explicit Sample(const std::filesystem::path& target, int version = 1) : directory(target) {
     const at::Tensor a = at::arange(24, at::kFloat).view({4, 6}), b = at::arange(5, at::kLong);
-    auto piece = [](const char* name, const at::Tensor& whole, Box box, const at::Tensor& data) {
-      return Piece{name,           whole.scalar_type(),    whole.sizes().vec(), {}, TensorKind::kParameter,
-                   std::move(box), [data] { return data; }};
+    auto piece = [](const char* name, const at::Tensor& whole, Box box, const at::Tensor& data, Range memory) {
+      return Piece{.name = name,
+                   .dtype = whole.scalar_type(),
+                   .shape = whole.sizes().vec(),
+                   .box = std::move(box),
+                   .data = [data] { return data; },
+                   .memory = memory};
     };
-    PartialCheckpoint partial(directory);
+    const auto partial = PartialCheckpoint::begin(directory);
     Manifest manifest{.world_size = 1, .extra = {{"step", 3}}};
-    manifest.saved = write_pieces(partial.path(), "rank-00000",
-                                  {piece("a", a, {{0, 0}, {3, 6}}, a.narrow(0, 0, 3)), piece("b", b, whole_box({5}), b),
-                                   piece("a", a, {{3, 0}, {1, 6}}, a.narrow(0, 3, 1))},
-                                  32);
+    // A part of a row, whole rows, a part of a row; the last two are not there in version 1's.
+    std::vector<Piece> pieces{piece("a", a, {{0, 0}, {3, 6}}, a.narrow(0, 0, 3), {0, 18}),
+                              piece("b", b, whole_box({5}), b, {0, 5}),
+                              piece("a", a, {{3, 0}, {1, 6}}, a.narrow(0, 3, 1), {18, 24})};
+    if (version == 1) {
+      manifest.saved = write_pieces(partial->path(), "rank-00000", pieces, 32);
+      manifest.rng.push_back({{"cpu", "\x01\xff"}});
+    } else {  // rank 0 has a row and a half, rank 1 the rest
+      manifest.world_size = 2;
+      manifest.beside["sampler"] = {{"taken", int64_t{5}}, {"scale", 2.0}, {"on", true}, {"seed", std::string("7")}};
+      auto half = a.select(0, 1);
+      pieces = {piece("a", a, {{0, 0}, {1, 6}}, a.narrow(0, 0, 1), {0, 6}),
+                piece("a", a, {{1, 0}, {1, 3}}, half.narrow(0, 0, 3).view({1, 3}), {6, 9}), pieces[1]};
+      const RankNote first{0, partial->id(), 32, {{"cpu", "\x01\xff"}}};
+      append(manifest.saved, write_rank_files(partial->path(), first, pieces));
+      pieces = {piece("a", a, {{1, 3}, {1, 3}}, half.narrow(0, 3, 3).view({1, 3}), {9, 12}),
+                piece("a", a, {{2, 0}, {2, 6}}, a.narrow(0, 2, 2), {12, 24})};
+      append(manifest.saved, write_rank_files(partial->path(), {1, partial->id(), 32, {{"cpu", "\x02"}}}, pieces));
+      join_all(manifest.saved);
+      manifest.saved.world_size = 2;
+      manifest.saved.has_rng = true;
+    }
     manifest.optimizer =
         SavedOptimizer{"Adam", {{{{"lr", 0.125}, {"amsgrad", false}}, {"a", "b"}}}, {{"a", {{"step", 7}}}}};
-    manifest.rng.push_back({{"cpu", "\x01\xff"}});
-    partial.commit(manifest);
+    partial->commit(manifest);
   }
   std::filesystem::path directory;
 };
@@ -145,40 +169,46 @@ TEST(Format, AManifestIsReadAsItWasWritten) {
 
 TEST(Format, EveryFlippedBitIsFound) {
   const TemporaryFolder folder;
-  const Sample sample(folder / "a");
-  for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
-    const std::string whole = bytes_of_file(entry.path());
-    for (size_t bit = 0; bit < 8 * whole.size(); ++bit) {
-      std::string damaged = whole;
-      damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << bit % 8));
-      put_bytes(entry.path(), damaged);
-      // White space between the fields of the manifest may differ: JSON does not care.
-      const bool harmless = entry.path().extension() == ".json" && [&] {
-        try {
-          return json::parse(damaged) == json::parse(whole);
-        } catch (const json::exception&) {
-          return false;
-        }
-      }();
-      EXPECT_NE(is_refused(sample.directory), harmless) << entry.path() << " bit " << bit;
+  for (int version : {1, 2}) {
+    const Sample sample(folder / std::to_string(version), version);
+    ASSERT_FALSE(is_refused(sample.directory));
+    for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
+      const std::string whole = bytes_of_file(entry.path());
+      // Of version 2, whose files are more, every fifth: so each bit of a byte has its turn.
+      for (size_t bit = 0; bit < 8 * whole.size(); bit += version == 1 ? 1 : 5) {
+        std::string damaged = whole;
+        damaged[bit / 8] = static_cast<char>(damaged[bit / 8] ^ (1 << bit % 8));
+        put_bytes(entry.path(), damaged);
+        // White space between the fields of the manifest may differ: JSON does not care.
+        const bool harmless = entry.path().extension() == ".json" && [&] {
+          try {
+            return json::parse(damaged) == json::parse(whole);
+          } catch (const json::exception&) {
+            return false;
+          }
+        }();
+        EXPECT_NE(is_refused(sample.directory), harmless) << entry.path() << " bit " << bit;
+      }
+      put_bytes(entry.path(), whole);
     }
-    put_bytes(entry.path(), whole);
+    EXPECT_FALSE(is_refused(sample.directory));
   }
-  EXPECT_FALSE(is_refused(sample.directory));
 }
 
 TEST(Format, EveryTruncationIsFound) {
   const TemporaryFolder folder;
-  const Sample sample(folder / "a");
-  for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
-    const std::string whole = bytes_of_file(entry.path());
-    for (size_t bytes = 0; bytes + 1 < whole.size(); ++bytes) {
-      put_bytes(entry.path(), whole.substr(0, bytes));
-      EXPECT_TRUE(is_refused(sample.directory)) << entry.path() << " of " << bytes;
+  for (int version : {1, 2}) {
+    const Sample sample(folder / std::to_string(version), version);
+    for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
+      const std::string whole = bytes_of_file(entry.path());
+      for (size_t bytes = 0; bytes + 1 < whole.size(); ++bytes) {
+        put_bytes(entry.path(), whole.substr(0, bytes));
+        EXPECT_TRUE(is_refused(sample.directory)) << entry.path() << " of " << bytes;
+      }
+      put_bytes(entry.path(), whole + "x");
+      EXPECT_TRUE(is_refused(sample.directory));
+      put_bytes(entry.path(), whole);
     }
-    put_bytes(entry.path(), whole + "x");
-    EXPECT_TRUE(is_refused(sample.directory));
-    put_bytes(entry.path(), whole);
   }
 }
 
@@ -202,7 +232,8 @@ TEST(Format, HostileManifestsAreRefused) {
   for (const char* name : {"../b.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\n", "a b"})
     expect("is not allowed", [&](json& m) { m["files"][0]["name"] = name; });
   expect("listed twice", [](json& m) { m["files"][0]["name"] = m["files"][1]["name"]; });
-  expect("version 2", [](json& m) { m["version"] = 2; });
+  expect("version 3", [](json& m) { m["version"] = 3; });
+  expect("'files' is not known", [](json& m) { m["version"] = 2; });
   expect("not tessera-checkpoint", [](json& m) { m["format"] = "other"; });
   expect("'tensors' is missing", [](json& m) { m.erase("tensors"); });
   expect("'more' is not known", [](json& m) { m["more"] = 1; });
@@ -232,6 +263,123 @@ TEST(Format, HostileManifestsAreRefused) {
     for (int i = 0; i < 80; ++i) deep = json::array({deep});
     m["extra"] = deep;
   });
+}
+
+TEST(Format, AManifestByRankIsReadAsItWasWritten) {
+  const TemporaryFolder folder;
+  const Sample sample(folder / "a", 2);
+  EXPECT_EQ(verify_checkpoint(sample.directory), std::vector<std::string>());
+  const Manifest manifest = read_manifest(sample.directory);
+  EXPECT_EQ(bytes_of_file(sample.directory / kManifestName), format_manifest(manifest));
+  EXPECT_EQ(manifest.saved.tensors.at("a").runs, (std::vector<RankRun>{{0, 0, 1, 0, 9}, {1, 0, 1, 9, 15}}));
+  EXPECT_EQ(generators_of(manifest, 0).at("cpu"), "\x01\xff");
+  EXPECT_EQ(generators_of(manifest, 1).at("cpu"), "\x02");
+  EXPECT_EQ(manifest.beside.at("sampler").at("taken"), StateValue(int64_t{5}));
+  EXPECT_EQ(manifest.beside.at("sampler").at("scale"), StateValue(2.0));
+  const SavedTensors all = with_every_slice(manifest.saved);
+  EXPECT_EQ(all.files.size(), 4U);
+  EXPECT_EQ(all.tensors.at("a").slices.size(), 4U);
+}
+
+TEST(Format, HostileManifestsByRankAreRefused) {
+  const TemporaryFolder folder;
+  const Sample sample(folder / "a", 2);
+  EXPECT_EQ(changed(sample, [](json&) {}), "");
+  auto runs = [&](const char* reason, const char* changed_runs) {
+    expect_contains(changed(sample, [&](json& m) { m["tensors"]["a"]["runs"] = json::parse(changed_runs); }), reason);
+  };
+  runs("not five numbers", "[[0,0,1,0]]");
+  runs("not five numbers", "[[0,0,1,0,-9]]");
+  runs("not five numbers", "[[0,0,1,0,4611686018427387905]]");
+  runs("begins at element 10, expected 9", "[[0,0,1,0,9],[1,0,1,10,14]]");
+  runs("ends outside", "[[0,0,1,0,9],[1,0,1,9,16]]");
+  runs("ends outside", "[[0,1,2,0,4611686018427387904]]");
+  runs("ends outside", "[[0,0,1,0,0],[1,0,1,0,24]]");
+  runs("outside the world of 2", "[[2,0,1,0,24]]");
+  runs("outside the world of 2", "[[1,1,2,0,12]]");
+  runs("outside the world of 2", "[[0,4611686018427387904,2,0,12]]");
+  runs("9 of its 24", "[[0,0,1,0,9]]");
+  runs("0 of its 24", "[]");
+  auto expect = [&](const char* reason, const std::function<void(json&)>& change) {
+    expect_contains(changed(sample, change), reason);
+  };
+  for (const json& order : {json{0}, json{0, 0}, json{1, 2}, json{0, 1, 2}})
+    expect("its order", [&](json& m) { m["tensors"]["a"]["order"] = order; });
+  expect("'slices' is not known", [](json& m) { m["tensors"]["a"]["slices"] = json::array(); });
+  expect("'rng' is neither", [](json& m) { m["rng"] = json::array(); });
+  expect("neither a number nor a text", [](json& m) { m["beside"]["sampler"]["taken"] = json::array(); });
+  expect("is not an object", [](json& m) { m["beside"]["sampler"] = 1; });
+  expect("'beside' is not an object", [](json& m) { m["beside"] = 1; });
+}
+
+// The files of two checkpoints, or of two ranks, are not taken for each other, though each is sound.
+TEST(Format, FilesOfOthersAreRefused) {
+  const TemporaryFolder folder;
+  const Sample one(folder / "a", 2), other(folder / "b", 2);
+  auto error_with = [&](const char* file, const std::filesystem::path& from) {
+    const std::string whole = bytes_of_file(one.directory / file);
+    put_bytes(one.directory / file, bytes_of_file(from));
+    const auto problems = verify_checkpoint(one.directory);
+    put_bytes(one.directory / file, whole);
+    return problems.empty() ? "" : problems[0];
+  };
+  expect_contains(error_with("rank-00000-0.safetensors", other.directory / "rank-00000-0.safetensors"),
+                  "of another checkpoint");
+  expect_contains(error_with("rank-00000-0.safetensors", one.directory / "rank-00001-0.safetensors"), "is of rank 1");
+  expect_contains(error_with("rank-00001-1.safetensors", one.directory / "rank-00001-0.safetensors"),
+                  "is not what the manifest says");
+}
+
+// A world of many ranks is told in a few runs, however the parts come together.
+TEST(Format, RunsOfRanksAreJoined) {
+  constexpr int64_t kRanks = 1000, kEach = 7, kNumel = kRanks * kEach - 3;
+  std::vector<RankRun> runs;
+  for (int64_t rank = kRanks; rank-- > 0;)
+    runs.push_back({rank, 0, 1, rank * kEach, std::min(kEach, kNumel - rank * kEach)});
+  std::vector<RankRun> groups;  // as groups of 10 ranks would tell it
+  for (int64_t group = 0; group < 100; ++group) {
+    std::vector<RankRun> own;
+    for (const auto& run : runs)
+      if (run.rank / 10 == group) own.push_back(run);
+    join_runs(own);
+    EXPECT_LE(own.size(), 2U);
+    groups.insert(groups.end(), own.begin(), own.end());
+  }
+  join_runs(groups);
+  join_runs(runs);
+  EXPECT_EQ(runs, (std::vector<RankRun>{{0, 1, 999, 0, 7}, {999, 0, 1, 6993, 4}}));
+  EXPECT_EQ(groups, runs);
+  const SavedTensor tensor{.shape = {kNumel}, .runs = runs};
+  for (Range range : {Range{0, 1}, Range{6, 8}, Range{700, 777}, Range{6990, kNumel}, Range{0, kNumel}}) {
+    int64_t next = range.begin / kEach;
+    for_each_holder(tensor, range, [&](int64_t rank, Range held) {
+      EXPECT_EQ(rank, next++);
+      EXPECT_EQ(held.begin, rank * kEach);
+      EXPECT_EQ(held.end, std::min((rank + 1) * kEach, kNumel));
+    });
+    EXPECT_EQ(next, (range.end - 1) / kEach + 1);
+  }
+}
+
+// What Tessera 0.1 wrote.
+TEST(Format, VersionOneIsReadAndWrittenAnewAsVersionTwo) {
+  const std::filesystem::path data = testing_support::built(TESSERA_CHECKPOINT_DATA);
+  const TemporaryFolder folder;
+  EXPECT_EQ(verify_checkpoint(data / "format1"), std::vector<std::string>());
+  reshard_checkpoint(data / "format1", folder / "two", 2);
+  reshard_checkpoint(data / "format1", folder / "three", 3);
+  for (const auto& path : {data / "format1", folder / "two", folder / "three"}) {
+    EXPECT_EQ(verify_checkpoint(path), std::vector<std::string>()) << path;
+    const auto differences = diff_checkpoints(path, data / "format1.safetensors");
+    EXPECT_TRUE(differences.empty()) << path << ": " << differences.at(0).name << differences[0].reason;
+  }
+  const Manifest old = read_manifest(data / "format1"), two = read_manifest(folder / "two");
+  EXPECT_FALSE(old.saved.by_rank);
+  EXPECT_TRUE(two.saved.by_rank);
+  EXPECT_EQ(two.extra["step"], 2);
+  EXPECT_EQ(generators_of(old, 1), generators_of(two, 1));
+  EXPECT_FALSE(generators_of(two, 1).empty());
+  EXPECT_EQ(optimizer_to_json(*old.optimizer), optimizer_to_json(*two.optimizer));
 }
 
 TEST(Format, LinksAndFilesTooManyAreReported) {

@@ -5,6 +5,7 @@
 
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/checkpoint/shard_writer.h"
+#include "tessera/checkpoint/slice_reader.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -70,6 +71,39 @@ TEST(FullFile, FilesAreAsLargeAsAskedAndNothingIsLeftOver) {
                                           "m.safetensors.index.json"}));
 }
 
+// Fewer files, more, one: what is there is always one model, whole.
+TEST(FullFile, NothingOfAnOlderModelStaysAndNoFileOfItIsOverwritten) {
+  const TemporaryFolder folder;
+  auto names = [&] {
+    std::set<std::string> all;
+    for (const auto& entry : std::filesystem::directory_iterator(folder.path())) all.insert(entry.path().filename());
+    return all;
+  };
+  std::ofstream(folder / "m-notes.txt") << "mine";
+  std::set<std::string> before;
+  size_t round = 0;
+  for (const auto& [max_file_bytes, files] :
+       std::vector<std::pair<int64_t, size_t>>{{500, 4}, {500, 4}, {900, 3}, {0, 1}, {900, 3}}) {
+    on_ranks(2, [&, bytes = max_file_bytes](std::shared_ptr<Communicator> comm) {
+      torch::nn::Sequential net(torch::nn::Linear(10, 10), torch::nn::Linear(10, 10), torch::nn::Linear(10, 10));
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.fill_(static_cast<double>(round));
+      Replicated model(net.ptr(), comm);
+      save_full(folder / "m.safetensors", model, {.max_file_bytes = bytes});
+    });
+    EXPECT_EQ(names().size(), files + 1) << "round " << round;
+    const SavedTensors found = find_full_tensors(folder.path());
+    EXPECT_EQ(found.tensors.size(), 6u);
+    SliceReader reader(found);
+    for (const auto& [name, tensor] : found.tensors)
+      EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(static_cast<double>(round)).all().item<bool>());
+    for (const auto& name : names())
+      EXPECT_FALSE(before.contains(name) && name.find("-of-") != std::string::npos) << name;
+    before = names();
+    ++round;
+  }
+}
+
 TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -120,6 +154,86 @@ TEST(FullFile, SlicesInSeveralFilesAreOneTensor) {
   std::filesystem::remove(folder / "shard-0-0.safetensors");
   const auto error = error_of<CheckpointError>([&] { find_full_tensors(folder.path()); });
   expect_contains(error, "tensor 'weight': its slices have 6 of its 15 elements");
+}
+
+// A model of another program: other names, transposed weights, another dtype, a head of its own.
+TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
+  const TemporaryFolder folder;
+  const at::Tensor weight = torch::arange(15, at::kFloat).view({3, 5}), bias = torch::arange(5, at::kFloat);
+  write_full(
+      folder / "m.safetensors",
+      {{"h.0.w", at::kBFloat16, {3, 5}, {}}, {"h.0.b", at::kHalf, {5}, {}}, {"mask", at::kBool, {2}, {}}},
+      [&](const FullTensor& tensor) {
+        return (tensor.name == "h.0.w" ? weight : tensor.name == "h.0.b" ? bias : torch::ones({2})).to(tensor.dtype);
+      });
+  for (int world : {1, 3})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      torch::nn::Linear net(3, 5);
+      FullyShardedDataParallel fsdp(net, comm);
+      LoadOptions options{
+          .rename = [](const std::string& name) { return name == "mask"    ? ""
+                                                         : name == "h.0.w" ? "weight"
+                                                                           : "bias"; },
+          .transposed = [](const std::string& name) { return name == "h.0.w"; }};
+      expect_contains(error_of<CheckpointMismatch>([&] { load_full(folder / "m.safetensors", fsdp, options); }),
+                      "LoadOptions::convert_dtypes");
+      options.convert_dtypes = true;
+      load_full(folder / "m.safetensors", fsdp, options);
+      auto state = fsdp.full_state_dict();
+      EXPECT_TRUE(torch::equal(state["weight"], weight.t()));
+      EXPECT_TRUE(torch::equal(state["bias"], bias));
+      options.transposed = nullptr;
+      expect_contains(error_of<CheckpointMismatch>([&] { load_full(folder / "m.safetensors", fsdp, options); }),
+                      "weight is [3, 5], the model has [5, 3]");
+      options.rename = [](const std::string&) { return "weight"; };
+      expect_contains(error_of<CheckpointMismatch>([&] { load_full(folder / "m.safetensors", fsdp, options); }),
+                      "become weight");
+    });
+}
+
+TEST(FullFile, ThatIsNotStrictTellsWhatItLeft) {
+  const TemporaryFolder folder;
+  write_full(folder / "m.safetensors", {{"weight", at::kFloat, {2, 2}, {}}, {"extra", at::kFloat, {1}, {}}},
+             [&](const FullTensor& tensor) { return torch::full(tensor.shape, 4.0); });
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(2, 2).ptr(), comm);
+    LoadReport report;
+    load_full(folder / "m.safetensors", model, {.strict = false, .report = &report});
+    EXPECT_EQ(report.missing, std::vector<std::string>{"bias"});
+    EXPECT_EQ(report.unexpected, std::vector<std::string>{"extra"});
+    EXPECT_TRUE(torch::equal(model.parameters()[0].detach(), torch::full({2, 2}, 4.0)));
+  });
+}
+
+// models--x/snapshots/<revision>/<name> -> ../../blobs/<hash>, and a file beside it that the index does not know.
+TEST(FullFile, CachesOfModelHubsOpenAndTheirIndexDecides) {
+  const TemporaryFolder folder;
+  const auto snapshot = folder / "snapshots/abc", blobs = folder / "blobs";
+  std::filesystem::create_directories(snapshot);
+  std::filesystem::create_directories(blobs);
+  const char* names[] = {"weight", "bias"};
+  auto write = [&](const std::filesystem::path& path, std::vector<FullTensor> tensors, double value) {
+    write_full(path, tensors, [&](const FullTensor& tensor) { return torch::full(tensor.shape, value); });
+  };
+  write(blobs / "0", {{"weight", at::kFloat, {3, 3}, {}}}, 1);
+  write(blobs / "1", {{"bias", at::kFloat, {3}, {}}, {"weight", at::kFloat, {3, 3}, {}}}, 2);
+  std::ofstream(blobs / "2") << R"({"weight_map":{"weight":"a-0.safetensors","bias":"a-1.safetensors"}})";
+  for (int i = 0; i < 2; ++i)
+    std::filesystem::create_symlink("../../blobs/" + std::to_string(i),
+                                    snapshot / ("a-" + std::to_string(i) + ".safetensors"));
+  std::filesystem::create_symlink("../../blobs/2", snapshot / "model.safetensors.index.json");
+  write(snapshot / "stray.safetensors", {{"bias", at::kFloat, {3}, {}}, {"other", at::kFloat, {1}, {}}}, 3);
+  for (const auto& path : {snapshot, snapshot / "model.safetensors.index.json"}) {
+    const SavedTensors found = find_full_tensors(path);
+    EXPECT_EQ(found.tensors.size(), 2u);
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      load_full(path, model);
+      for (int i = 0; i < 2; ++i) EXPECT_EQ(model.parameters()[i].detach().min().item<double>(), i + 1) << names[i];
+    });
+  }
+  std::filesystem::remove(blobs / "1");
+  expect_contains(error_of<CheckpointError>([&] { find_full_tensors(snapshot); }), "link to what is not there");
 }
 
 }  // namespace

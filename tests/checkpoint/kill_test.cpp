@@ -1,6 +1,9 @@
 // A program that saves over and over is killed at random moments; what is left is always whole.
+#include <arpa/inet.h>
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <signal.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,9 +13,10 @@
 #include <random>
 #include <thread>
 
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/offline.h"
 #include "tessera/checkpoint/slice_reader.h"
-#include "tessera/checkpoint/verify.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -95,6 +99,112 @@ TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
     last = static_cast<double>(manifest.sequence);
   }
   EXPECT_GT(found, rounds / 2) << "the children hardly ever got as far as a save";
+}
+
+// What is there is a whole checkpoint, of one value.
+double value_of_newest(const std::filesystem::path& folder) {
+  const auto latest = latest_checkpoint(folder);
+  if (!latest) return 0;
+  const auto problems = verify_checkpoint(*latest);
+  EXPECT_TRUE(problems.empty()) << *latest << ": " << problems.at(0);
+  const SavedTensors saved = find_tensors(*latest);
+  SliceReader reader(saved);
+  const double value = read_manifest(*latest).extra["value"].get<double>();
+  for (const auto& [name, tensor] : saved.tensors)
+    if (tensor.kind == TensorKind::kParameter) {
+      EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(value).all().item<bool>()) << *latest << " " << name;
+    }
+  return value;
+}
+
+int free_port() {
+  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  if (::bind(socket, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) != 0)
+    throw std::runtime_error("no free port");
+  ::close(socket);
+  return ntohs(address.sin_port);
+}
+
+// One rank in a process of its own: goes on from the newest checkpoint and saves over and over, until another one is
+// gone.
+void save_until_alone(const std::filesystem::path& folder, int rank, int world, int port) {
+  ::setenv("RANK", std::to_string(rank).c_str(), 1);
+  ::setenv("WORLD_SIZE", std::to_string(world).c_str(), 1);
+  ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+  ::setenv("MASTER_ADDR", "127.0.0.1", 1);
+  ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
+  at::set_num_threads(1);
+  const auto comm = init({.timeout = std::chrono::seconds(4)});
+  FullyShardedDataParallel fsdp(torch::nn::Linear(24, 24), comm);
+  torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));
+  const auto loaded = load_newest_checkpoint(folder, fsdp, sgd);
+  int value = loaded ? loaded->extra["value"].get<int>() : 0;
+  for (const auto& shard : fsdp.parameters())
+    if (loaded && !shard.detach().eq(value).all().item<bool>()) ::_exit(3);
+  for (;;) {
+    const at::NoGradGuard no_grad;
+    ++value;
+    for (auto& shard : fsdp.parameters()) shard.fill_(value);
+    const auto name = folder / ("step-" + std::to_string(value % 5));
+    if (value % 2 == 0) {
+      save_checkpoint(name, fsdp, sgd, {{"value", value}}, {.keep_last = 2});
+    } else {
+      save_checkpoint_async(name, fsdp, sgd, {{"value", value}}, {.keep_last = 2}).wait();
+    }
+  }
+}
+
+// The others end by themselves, and what was saved last is loaded by another number of ranks.
+TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
+  const TemporaryFolder folder;
+  std::mt19937 random(11);
+  const char* asked = std::getenv("TESSERA_KILL_ROUNDS");
+  const int rounds = asked == nullptr ? 6 : std::atoi(asked);
+  double last = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const int world = 2 + static_cast<int>(random() % 3), port = free_port();
+    std::vector<pid_t> children;
+    for (int rank = 0; rank < world; ++rank) {
+      children.push_back(::fork());
+      if (children.back() != 0) continue;
+      try {
+        save_until_alone(folder.path(), rank, world, port);
+      } catch (const std::exception&) {
+        ::_exit(1);  // the others are gone
+      }
+    }
+    const auto began = std::chrono::steady_clock::now();
+    while (value_of_newest(folder.path()) == last &&
+           std::chrono::steady_clock::now() - began < std::chrono::seconds(20))
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 60000));
+    const size_t victim = random() % children.size();
+    ::kill(children[victim], SIGKILL);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    for (size_t rank = 0; rank < children.size(); ++rank) {
+      int status = 0;
+      while (::waitpid(children[rank], &status, WNOHANG) == 0) {
+        if (std::chrono::steady_clock::now() > end) {
+          ADD_FAILURE() << "round " << round << ": rank " << rank << " of " << world << " hangs without rank "
+                        << victim;
+          ::kill(children[rank], SIGKILL);
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+      if (rank != victim) {
+        EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 1) << "round " << round;
+      }
+    }
+    const double value = value_of_newest(folder.path());
+    EXPECT_GE(value, last) << "round " << round;
+    last = value;
+  }
+  EXPECT_GT(last, rounds) << "hardly anything was saved";
 }
 
 }  // namespace

@@ -1,8 +1,15 @@
 // What is saved by one layout on some ranks and loaded by another on others is the same state.
+#include <chrono>
+#include <cmath>
 #include <fstream>
+#include <limits>
 #include <map>
+#include <thread>
 
+#include "tessera/checkpoint/commit.h"
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
@@ -18,6 +25,20 @@ using torch::optim::Adam;
 using torch::optim::AdamOptions;
 
 int trees() { return trees_to_test(12); }
+
+std::set<std::string> names_in(const std::filesystem::path& folder) {
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) names.insert(entry.path().filename());
+  return names;
+}
+
+// What a save makes needless is removed while nobody waits.
+void expect_eventually(const std::filesystem::path& folder, const std::set<std::string>& names) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (names_in(folder) != names && std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  EXPECT_EQ(names_in(folder), names);
+}
 
 // A random tree made by `seed`, with other values in its parameters and buffers.
 RandomNet make_net(unsigned seed, uint64_t values) {
@@ -221,7 +242,7 @@ TEST(Checkpoint, EachRankReadsOnlyWhatItNeeds) {
   });
   const Manifest manifest = read_manifest(folder / "a");
   int64_t headers = 0;
-  for (const auto& file : manifest.saved.files) headers += file.header_bytes;
+  for (const auto& file : with_every_slice(manifest.saved).files) headers += file.header_bytes;
   for (int world : {1, 2, 3, 4, 5}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       auto fsdp = model_of(comm);
@@ -292,6 +313,30 @@ TEST(Checkpoint, WhatDoesNotFitIsListedAndNothingChanges) {
   });
 }
 
+TEST(Checkpoint, OptimizersWithStatesAlikeAreToldApart) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    torch::optim::AdamW adamw(model.parameters(), torch::optim::AdamWOptions(0.5));
+    Lamb lamb(model.parameters(), torch::optim::AdamWOptions(0.25));
+    save_checkpoint(folder / "adamw", model, adamw);
+    save_checkpoint(folder / "lamb", model, lamb);
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "adamw", model, lamb); }),
+                    "the checkpoint's is AdamW, this is Lamb");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "lamb", model, adamw); }),
+                    "the checkpoint's is Lamb, this is AdamW");
+    AdamW fused(model.parameters(), torch::optim::AdamWOptions(1));
+    load_checkpoint(folder / "adamw", model, fused);
+    EXPECT_EQ(static_cast<torch::optim::AdamWOptions&>(fused.param_groups()[0].options()).lr(), 0.5);
+    for (auto& parameter : model.parameters()) parameter.mutable_grad() = torch::ones_like(parameter);
+    lamb.step();
+    save_checkpoint(folder / "lamb", model, lamb);
+    Lamb other(model.parameters(), torch::optim::AdamWOptions(1));
+    load_checkpoint(folder / "lamb", model, other);
+    EXPECT_EQ(other.state().size(), lamb.state().size());
+  });
+}
+
 TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -305,6 +350,13 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, deep); }), "deeper");
     expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"text", "\xff"}}); }),
                     "JSON");
+    const double infinity = std::numeric_limits<double>::infinity();
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {{"losses", {2.5, infinity}}}); }),
+        "`extra/losses/1` is inf");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { auto save = save_checkpoint_async(folder / "a", model, std::nan("")); }),
+        "`extra` is nan");
     expect_contains(
         error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }),
         "block_bytes");
@@ -315,6 +367,90 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     comm->barrier();
     save_checkpoint(folder / "a", model);  // the group is as good as before
     EXPECT_EQ(latest_checkpoint(folder.path()), folder / "a");
+  });
+}
+
+// Fine-tuning: the body under other names with its moments, and a head that is new.
+TEST(Checkpoint, LoadsWithAnOptimizerWhereNamesDifferAndSomeAreNew) {
+  struct Net : torch::nn::Module {
+    Net(const char* body, const char* head) {
+      register_module(body, torch::nn::Linear(4, 4));
+      register_module(head, torch::nn::Linear(4, 2));
+    }
+  };
+  const TemporaryFolder folder;
+  auto fill = [](ModelShards& model, torch::optim::Optimizer& optimizer, double value) {
+    for (auto& shard : model.named_shards()) shard.tensor.mutable_grad() = torch::full_like(shard.tensor, value);
+    optimizer.step();
+  };
+  auto moments = [](ModelShards& model, torch::optim::Optimizer& optimizer) {
+    std::map<std::string, at::Tensor> all;
+    for (const auto& shard : model.named_shards())
+      if (const auto found = optimizer.state().find(shard.tensor.unsafeGetTensorImpl());
+          found != optimizer.state().end())
+        all[shard.fqn] = static_cast<torch::optim::AdamParamState&>(*found->second).exp_avg();
+    return all;
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated saved(seeded(1, [] { return std::make_shared<Net>("body", "head"); }), comm);
+    Adam adam(saved.parameters(), AdamOptions(0.25));
+    fill(saved, adam, 1);
+    save_checkpoint(folder / "a", saved, adam);
+    Replicated model(std::make_shared<Net>("trunk", "fresh"), comm);
+    for (bool two_groups : {false, true}) {
+      auto parameters = model.parameters();
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      if (two_groups) groups.emplace_back(std::vector<at::Tensor>(parameters.begin() + 2, parameters.end()));
+      groups.emplace_back(two_groups ? std::vector<at::Tensor>(parameters.begin(), parameters.begin() + 2)
+                                     : parameters);
+      Adam other(groups, AdamOptions(0.5));
+      fill(model, other, 9);
+      const auto before = moments(model, other);
+      LoadOptions options{.rename = [](const std::string& name) {
+        return name.starts_with("body.") ? "trunk." + name.substr(5) : name;
+      }};
+      const auto error = error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "a", model, other, options); });
+      for (const char* part : {"missing from the checkpoint: fresh.weight", "not in the model: head.bias"})
+        expect_contains(error, part);
+      LoadReport report;
+      options.strict = false;
+      options.report = &report;
+      load_checkpoint(folder / "a", model, other, options);
+      EXPECT_EQ(report.missing, (std::vector<std::string>{"fresh.weight", "fresh.bias"}));
+      EXPECT_EQ(report.unexpected.size(), 6u);  // two tensors and their moments
+      EXPECT_EQ(report.optimizer.empty(), false);
+      EXPECT_EQ(static_cast<torch::optim::AdamOptions&>(other.param_groups()[0].options()).lr(),
+                two_groups ? 0.5 : 0.25);
+      auto after = moments(model, other), expected = moments(saved, adam);
+      EXPECT_TRUE(torch::equal(after["trunk.weight"], expected["body.weight"]));
+      EXPECT_TRUE(torch::equal(after["fresh.bias"], before.at("fresh.bias")));
+      EXPECT_TRUE(torch::equal(model.parameters()[0].detach(), saved.parameters()[0].detach()));
+    }
+  });
+}
+
+TEST(Checkpoint, ConvertsParametersAndMomentsToTheModelsDtype) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = seeded(1, [] { return torch::nn::Linear(5, 3); });
+    auto half = seeded(2, [] { return torch::nn::Linear(5, 3); });  // one generator for all threads
+    half->to(at::kBFloat16);
+    Replicated model(net.ptr(), comm), narrow(half.ptr(), comm);
+    Adam adam(model.parameters(), AdamOptions(0.1)), other(narrow.parameters(), AdamOptions(0.1));
+    for (auto& parameter : model.parameters()) parameter.mutable_grad() = torch::full_like(parameter, 0.3);
+    adam.step();
+    save_checkpoint(folder / "a", model, adam);
+    EXPECT_THROW(load_checkpoint(folder / "a", narrow, other), CheckpointMismatch);
+    load_checkpoint(folder / "a", narrow, other, {.convert_dtypes = true});
+    for (size_t i = 0; i < 2; ++i) {
+      const at::Tensor own = model.parameters()[i], taken = narrow.parameters()[i];
+      EXPECT_TRUE(torch::equal(taken.detach(), own.detach().to(at::kBFloat16)));
+      auto moment = [](Adam& optimizer, const at::Tensor& parameter) {
+        return static_cast<torch::optim::AdamParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()))
+            .exp_avg();
+      };
+      EXPECT_TRUE(torch::equal(moment(other, taken), moment(adam, own).to(at::kBFloat16)));
+    }
   });
 }
 
@@ -343,9 +479,30 @@ TEST(Checkpoint, TheNewestStayAndLatestIsTheLastSaved) {
       save_checkpoint(folder / name, model, {{"name", name}}, {.keep_last = 2});
   });
   EXPECT_EQ(latest_checkpoint(folder.path()), folder / "step-2");
-  std::set<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
-  EXPECT_EQ(names, (std::set<std::string>{"notes", "step-10", "step-2"}));
+  expect_eventually(folder.path(), {"notes", "step-10", "step-2"});
+}
+
+TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
+  const TemporaryFolder folder;
+  auto save = [&](const std::string& name, int keep) {
+    on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      save_checkpoint((folder / name).string() + "/", model, {{"name", name}}, {.keep_last = keep});
+    });
+  };
+  save("a", 0);
+  save("b", 0);
+  std::filesystem::create_directory_symlink("b", folder / "newest");
+  {
+    const ReadHold hold(folder / "a"), replaced(folder / "b");
+    save("c", 1);
+    expect_eventually(folder.path(), {"a", "b", "c", "newest"});
+    save("b", 0);  // the new one is there, the old one's files stay for whoever reads them
+    EXPECT_EQ(names_in(folder.path()).size(), 5u);
+  }
+  save("d", 1);
+  expect_eventually(folder.path(), {"d", "newest"});
+  EXPECT_EQ(latest_checkpoint(folder.path()), folder / "d");
 }
 
 TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
@@ -365,7 +522,39 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
   });
   EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder / "a"), std::filesystem::directory_iterator()), 1);
+  expect_eventually(folder / "a", {"b"});
+}
+
+TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = seeded(1, [] { return torch::nn::Linear(3, 3); });
+    Replicated model(net.ptr(), comm);
+    Adam adam(model.parameters(), AdamOptions(0.1));
+    EXPECT_FALSE(load_newest_checkpoint(folder.path(), model, adam));
+    for (int step : {1, 2, 3}) save_checkpoint(folder / std::to_string(step), model, adam, {{"step", step}});
+    EXPECT_EQ(load_newest_checkpoint(folder.path(), model, adam)->extra["step"], 3);
+    comm->barrier();
+    if (comm->rank() == 0) {
+      std::filesystem::remove(folder / "3/rank-00000-0.safetensors");
+      std::filesystem::resize_file(folder / "2/tessera.json", 400);
+    }
+    comm->barrier();
+    const auto loaded = load_newest_checkpoint(folder.path(), model, adam);
+    ASSERT_TRUE(loaded);
+    EXPECT_EQ(loaded->path, folder / "1");
+    ASSERT_EQ(loaded->damaged.size(), 2u);
+    expect_contains(loaded->damaged[0], "No such file");
+    Replicated wrong(torch::nn::Linear(4, 3).ptr(), comm);
+    Adam of_wrong(wrong.parameters(), AdamOptions(0.1));
+    comm->barrier();
+    if (comm->rank() == 0) std::filesystem::remove(folder / "1/tessera.json");
+    comm->barrier();
+    expect_contains(error_of<CheckpointError>([&] { load_newest_checkpoint(folder.path(), model, adam); }),
+                    "none of its checkpoints can be read");
+    save_checkpoint(folder / "4", model, adam);
+    EXPECT_THROW(load_newest_checkpoint(folder.path(), wrong, of_wrong), CheckpointMismatch);
+  });
 }
 
 TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
@@ -383,6 +572,48 @@ TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
     EXPECT_TRUE(pending.done());
     pending.wait();
     EXPECT_EQ(load_checkpoint(folder / "b", model, optimizer)["step"], 5);
+    comm->barrier();
+  });
+  expect_same(contents(folder / "a"), contents(folder / "b"), "");
+}
+
+TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = seeded(1, [] { return torch::nn::Linear(400, 400); });
+    FullyShardedDataParallel fsdp(net, comm);
+    Adam adam(fsdp.parameters(), AdamOptions(0.1));
+    auto step = [&] {
+      adam.zero_grad();
+      fsdp(torch::ones({1, 400})).sum().backward();
+      adam.step();
+    };
+    step();
+    save_checkpoint(folder / "a", fsdp, adam);
+    auto pending = save_checkpoint_async(folder / "b", fsdp, adam, {}, {.copy_in_background = true});
+    fsdp(torch::ones({1, 400})).sum().backward();
+    pending.copied();
+    adam.step();
+    pending.wait();
+    // Writes that come too early are found, whichever of the two is faster, also those behind autograd's back.
+    for (const bool through_data : {false, true}) {
+      bool found = false;
+      for (int i = 0; i < 200 && !found; ++i) {
+        auto early = save_checkpoint_async(folder / "c", fsdp, adam, {}, {.copy_in_background = true});
+        for (auto& shard : fsdp.parameters()) {
+          const at::NoGradGuard no_grad;
+          (through_data ? shard.data() : shard).add_(0);
+        }
+        const auto error = error_of<std::invalid_argument>([&] { early.wait(); });
+        found = !error.empty();
+        if (found) expect_contains(error, "was written to while it was copied");
+      }
+      EXPECT_TRUE(found) << through_data;
+    }
+    torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));  // its writes do not count: copied at once
+    auto safe = save_checkpoint_async(folder / "d", fsdp, sgd, {}, {.copy_in_background = true});
+    sgd.step();
+    safe.wait();
     comm->barrier();
   });
   expect_same(contents(folder / "a"), contents(folder / "b"), "");

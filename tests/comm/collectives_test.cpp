@@ -6,12 +6,12 @@
 #include <csignal>
 
 #include "tessera/comm/backend_all_reduce.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/launch/launch.h"
+#include "tests/support/reference.h"
 
 namespace tessera::collectives_test {
 namespace {
 
+using namespace testing_support;
 using std::chrono::milliseconds;
 
 // What rank `rank` holds at position i: small integers, so that sums are exact in every dtype.
@@ -40,54 +40,82 @@ void over_each_transport(int world, const std::function<void(std::shared_ptr<Com
   }
 }
 
-class Collectives : public testing::TestWithParam<std::tuple<int, int64_t>> {
+// Parts of so many elements, one after the other in one group.
+constexpr int64_t kNumels[] = {0, 1, 5, 1000, 70001};
+
+class Collectives : public testing::TestWithParam<int> {
  protected:
-  int world() const { return std::get<0>(GetParam()); }
-  int64_t numel() const { return std::get<1>(GetParam()); }
+  int world() const { return GetParam(); }
+
+  void over_each_transport_and_numel(const std::function<void(std::shared_ptr<Communicator>, int64_t)>& body) const {
+    over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
+      for (int64_t numel : kNumels) {
+        SCOPED_TRACE("numel " + std::to_string(numel));
+        body(comm, numel);
+      }
+    });
+  }
 };
 
-INSTANTIATE_TEST_SUITE_P(Worlds, Collectives,
-                         testing::Combine(testing::Values(1, 2, 3, 4, 5), testing::Values(0, 1, 5, 1000, 70001)),
-                         [](const auto& instance) {
-                           return "world" + std::to_string(std::get<0>(instance.param)) + "_numel" +
-                                  std::to_string(std::get<1>(instance.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, testing::Values(1, 2, 3, 4, 5),
+                         [](const auto& instance) { return "world" + std::to_string(instance.param); });
+
+// Rank a sends a + 2 b elements to b.
+TEST_P(Collectives, AllToAllBringsEachRankItsParts) {
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
+    if (numel > 1000) return;
+    auto count = [&](int from, int to) { return numel == 0 ? 0 : from + 2 * to; };
+    std::vector<int64_t> sends, receives;
+    std::vector<at::Tensor> sent{torch::empty({0})}, expected{torch::empty({0})};
+    for (int peer = 0; peer < world(); ++peer) {
+      sends.push_back(count(comm->rank(), peer));
+      receives.push_back(count(peer, comm->rank()));
+      sent.push_back(torch::full({sends.back()}, 10.0f * comm->rank() + peer));
+      expected.push_back(torch::full({receives.back()}, 10.0f * peer + comm->rank()));
+    }
+    const at::Tensor whole = torch::cat(expected);
+    at::Tensor received = torch::full({whole.numel()}, -1.0f);
+    comm->all_to_all(received, torch::cat(sent), receives, sends, "parts").wait();
+    EXPECT_TRUE(torch::equal(received, whole));
+    EXPECT_THROW(static_cast<void>(comm->all_to_all(received, torch::cat(sent), {}, sends)), std::invalid_argument);
+  });
+}
 
 TEST_P(Collectives, AllGatherPutsShardsInRankOrder) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
-    at::Tensor full = torch::full({world() * numel()}, -1.0f);
-    comm->all_gather(full, numbers(comm->rank(), numel())).wait();
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
+    at::Tensor full = torch::full({world() * numel}, -1.0f);
+    comm->all_gather(full, numbers(comm->rank(), numel)).wait();
     for (int rank = 0; rank < world(); ++rank)
-      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel(), numel()), numbers(rank, numel())));
+      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel, numel), numbers(rank, numel)));
   });
 }
 
 TEST_P(Collectives, AllGatherInPlace) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
-    at::Tensor full = torch::full({world() * numel()}, -1.0f);
-    at::Tensor own = full.narrow(0, comm->rank() * numel(), numel());
-    own.copy_(numbers(comm->rank(), numel()));
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
+    at::Tensor full = torch::full({world() * numel}, -1.0f);
+    at::Tensor own = full.narrow(0, comm->rank() * numel, numel);
+    own.copy_(numbers(comm->rank(), numel));
     comm->all_gather(full, own).wait();
     for (int rank = 0; rank < world(); ++rank)
-      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel(), numel()), numbers(rank, numel())));
+      EXPECT_TRUE(torch::equal(full.narrow(0, rank * numel, numel), numbers(rank, numel)));
   });
 }
 
 TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
-    at::Tensor shard = torch::full({numel()}, -1.0f);
-    comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel())).wait();
-    EXPECT_TRUE(torch::equal(shard, summed(world(), world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
+    at::Tensor shard = torch::full({numel}, -1.0f);
+    comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel)).wait();
+    EXPECT_TRUE(torch::equal(shard, summed(world(), world() * numel).narrow(0, comm->rank() * numel, numel)));
   });
 }
 
 TEST_P(Collectives, UnevenAndEmptyParts) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
     std::vector<int64_t> counts;  // rank 0 has none; the others more and more
     int64_t total = 0, begin = 0;
     for (int rank = 0; rank < world(); ++rank) {
       if (rank == comm->rank()) begin = total;
-      counts.push_back(rank * numel());
+      counts.push_back(rank * numel);
       total += counts.back();
     }
     at::Tensor shard = torch::full({counts[comm->rank()]}, -1.0f);
@@ -100,40 +128,39 @@ TEST_P(Collectives, UnevenAndEmptyParts) {
 }
 
 TEST_P(Collectives, AllReduceInEveryOpAndDtype) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
     for (at::ScalarType dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf, at::kLong}) {
-      at::Tensor sum = numbers(comm->rank(), numel(), dtype);
+      at::Tensor sum = numbers(comm->rank(), numel, dtype);
       comm->all_reduce(sum).wait();
-      EXPECT_TRUE(torch::equal(sum, summed(world(), numel(), dtype))) << dtype;
+      EXPECT_TRUE(torch::equal(sum, summed(world(), numel, dtype))) << dtype;
     }
-    at::Tensor average = numbers(comm->rank(), numel());
+    at::Tensor average = numbers(comm->rank(), numel);
     comm->all_reduce(average, ReduceOp::kAverage).wait();
-    EXPECT_TRUE(torch::equal(average, summed(world(), numel()) / world()));
-    at::Tensor most = numbers(comm->rank(), numel());
+    EXPECT_TRUE(torch::equal(average, summed(world(), numel) / world()));
+    at::Tensor most = numbers(comm->rank(), numel);
     comm->all_reduce(most, ReduceOp::kMax).wait();
-    EXPECT_TRUE(torch::equal(most, numbers(world() - 1, numel())));
-    at::Tensor least = numbers(comm->rank(), numel());
+    EXPECT_TRUE(torch::equal(most, numbers(world() - 1, numel)));
+    at::Tensor least = numbers(comm->rank(), numel);
     comm->all_reduce(least, ReduceOp::kMin).wait();
-    EXPECT_TRUE(torch::equal(least, numbers(0, numel())));
+    EXPECT_TRUE(torch::equal(least, numbers(0, numel)));
   });
 }
 
 TEST_P(Collectives, RootedOperationsFromEveryRoot) {
-  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
+  over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
     for (int root = 0; root < world(); ++root) {
-      at::Tensor sent = numbers(comm->rank(), numel());
+      at::Tensor sent = numbers(comm->rank(), numel);
       comm->broadcast(sent, root).wait();
-      EXPECT_TRUE(torch::equal(sent, numbers(root, numel())));
+      EXPECT_TRUE(torch::equal(sent, numbers(root, numel)));
 
-      at::Tensor reduced = numbers(comm->rank(), numel());
+      at::Tensor reduced = numbers(comm->rank(), numel);
       comm->reduce(reduced, root).wait();
-      EXPECT_TRUE(
-          torch::equal(reduced, comm->rank() == root ? summed(world(), numel()) : numbers(comm->rank(), numel())));
+      EXPECT_TRUE(torch::equal(reduced, comm->rank() == root ? summed(world(), numel) : numbers(comm->rank(), numel)));
 
-      at::Tensor shard = torch::full({numel()}, -1.0f);
-      at::Tensor full = comm->rank() == root ? numbers(root, world() * numel()) : at::Tensor();
+      at::Tensor shard = torch::full({numel}, -1.0f);
+      at::Tensor full = comm->rank() == root ? numbers(root, world() * numel) : at::Tensor();
       comm->scatter(shard, full, root).wait();
-      EXPECT_TRUE(torch::equal(shard, numbers(root, world() * numel()).narrow(0, comm->rank() * numel(), numel())));
+      EXPECT_TRUE(torch::equal(shard, numbers(root, world() * numel).narrow(0, comm->rank() * numel, numel)));
     }
   });
 }
@@ -228,37 +255,20 @@ TEST(CollectivesTraffic, EachRankSendsNoMoreThanItMust) {
   });
 }
 
-// What a call throws, "" if nothing.
-template <class Error, class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {
   over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     at::Tensor three = torch::zeros({3}), four = torch::zeros({4}), two = torch::zeros({2});
-    EXPECT_NE(error_of<std::invalid_argument>([&] {
-                comm->all_gather(four, three).wait();
-              }).find("the full tensor has 4 elements, expected 6"),
-              std::string::npos);
-    EXPECT_NE(
-        error_of<std::invalid_argument>([&] { comm->all_gather(four, two, {1, 3}).wait(); }).find("the shard has 2"),
-        std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->broadcast(two, 2).wait(); }).find("root 2, expected 0 to 1"),
-              std::string::npos);
-    EXPECT_NE(
-        error_of<std::invalid_argument>([&] { comm->all_gather(four, two.to(at::kDouble)).wait(); }).find("dtype"),
-        std::string::npos);
-    EXPECT_NE(
-        error_of<std::invalid_argument>([&] { comm->all_reduce(torch::zeros({4, 2}).t()).wait(); }).find("contiguous"),
-        std::string::npos);
-    EXPECT_NE(error_of<std::invalid_argument>([&] { comm->all_reduce(at::Tensor()).wait(); }).find("undefined"),
-              std::string::npos);
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_gather(four, three).wait(); }),
+                    "the full tensor has 4 elements, expected 6");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_gather(four, two, {1, 3}).wait(); }),
+                    "the shard has 2");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->broadcast(two, 2).wait(); }),
+                    "root 2, expected 0 to 1");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_gather(four, two.to(at::kDouble)).wait(); }),
+                    "dtype");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(torch::zeros({4, 2}).t()).wait(); }),
+                    "contiguous");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(at::Tensor()).wait(); }), "undefined");
     comm->all_reduce(two).wait();
   });
 }
@@ -294,10 +304,10 @@ TEST(CollectivesErrors, ReductionsRefuseWhatCannotBeReducedAndCopiesDoNot) {
         EXPECT_TRUE(
             torch::equal(two.to(at::kComplexDouble), all.narrow(0, 2 * comm->rank(), 2).to(at::kComplexDouble)));
       }
-      EXPECT_NE(error_of<std::invalid_argument>([&] {
-                  auto call = comm->all_reduce(torch::zeros({2}, at::kLong), ReduceOp::kAverage, unit);
-                }).find("the tensor is Long, expected Half, BFloat16, Float or Double for an average"),
-                std::string::npos);
+      expect_contains(error_of<std::invalid_argument>([&] {
+                        auto call = comm->all_reduce(torch::zeros({2}, at::kLong), ReduceOp::kAverage, unit);
+                      }),
+                      "the tensor is Long, expected Half, BFloat16, Float or Double for an average");
       at::Tensor sum = torch::ones({2});
       comm->all_reduce(sum).wait();
       EXPECT_EQ(sum[0].item<int>(), world);
@@ -325,8 +335,8 @@ TEST(CollectivesErrors, ARankThatThrowsEndsTheOthersSoonByName) {
           options);
     });
     EXPECT_EQ(thrown, "the disk of rank 2 is on fire");
-    EXPECT_NE(seen_by_others.find("all-reduce of unit 'blocks.3'"), std::string::npos) << seen_by_others;
-    EXPECT_NE(seen_by_others.find("rank 2 failed: the disk of rank 2 is on fire"), std::string::npos) << seen_by_others;
+    expect_contains(seen_by_others, "all-reduce of unit 'blocks.3'");
+    expect_contains(seen_by_others, "rank 2 failed: the disk of rank 2 is on fire");
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(20));
   }
 }
@@ -362,9 +372,9 @@ TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {
           },
           options);
     });
-    EXPECT_NE(thrown.find("of the end of the epoch"), std::string::npos) << thrown;
-    EXPECT_NE(thrown.find("1.5 s"), std::string::npos) << thrown;
-    EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+    expect_contains(thrown, "of the end of the epoch");
+    expect_contains(thrown, "1.5 s");
+    expect_contains(thrown, "rank 1");
   }
 }
 
@@ -383,10 +393,10 @@ TEST(CollectivesErrors, RanksThatDivergeAreToldHowLongBeforeTheTimeout) {
           },
           options);
     });
-    EXPECT_NE(thrown.find("diverged"), std::string::npos) << thrown;
-    EXPECT_NE(thrown.find("unit 'blocks.3'"), std::string::npos) << thrown;
-    EXPECT_NE(thrown.find("unit 'blocks.4'"), std::string::npos) << thrown;
-    EXPECT_NE(thrown.find("rank 1"), std::string::npos) << thrown;
+    expect_contains(thrown, "diverged");
+    expect_contains(thrown, "unit 'blocks.3'");
+    expect_contains(thrown, "unit 'blocks.4'");
+    expect_contains(thrown, "rank 1");
     EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
   }
 }
@@ -411,11 +421,11 @@ TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {
       comm->abort("out of paper");
       comm->abort("a second reason, which does not count");
       const std::string own = error_of<CommError>([&] { comm->barrier(); });
-      EXPECT_NE(own.find("out of paper"), std::string::npos) << own;
+      expect_contains(own, "out of paper");
       return;
     }
-    EXPECT_NE(error_of<CommError>([&] { comm->barrier(); }).find("out of paper"), std::string::npos);
-    EXPECT_NE(error_of<CommError>([&] { comm->barrier(); }).find("out of paper"), std::string::npos);
+    expect_contains(error_of<CommError>([&] { comm->barrier(); }), "out of paper");
+    expect_contains(error_of<CommError>([&] { comm->barrier(); }), "out of paper");
   });
 }
 

@@ -7,9 +7,12 @@
 //   ok      ends well              exit    ends with code 3
 //   throw   an uncaught exception  kill    kills itself with SIGKILL
 //   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
+//   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
+//   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
@@ -18,6 +21,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "tessera/comm/errors.h"
 #include "tessera/launch/launch.h"
@@ -62,15 +66,29 @@ int64_t sum_of_ranks(tessera::Communicator& comm) {
 }
 
 void end_badly(const std::string& mode) {
-  if (mode == "exit") std::_Exit(3);
+  if (mode == "exit" || mode == "reaped") std::_Exit(3);
   if (mode == "throw") throw std::runtime_error("rank has thrown this");
   if (mode == "kill") ::raise(SIGKILL);
+  if (mode == "stop" || mode == "cut") {
+    std::thread([signal = mode == "stop" ? SIGSTOP : SIGKILL] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      say("stops");
+      ::kill(::getpid(), signal);
+    }).detach();
+  }
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   const auto arguments = parse(argc, argv);
+  if (arguments.mode == "reaped") {  // by others
+    if (arguments.rank == 1) ::signal(SIGCHLD, SIG_IGN);
+    std::thread([] {
+      for (;;)
+        if (::waitpid(-1, nullptr, 0) <= 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }).detach();
+  }
   if (arguments.spawn != 0 && !tessera::launched()) return tessera::spawn_local(arguments.spawn, argc, argv);
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
@@ -97,6 +115,9 @@ int main(int argc, char** argv) {
   for (;;) {
     if (arguments.mode == "hang" || arguments.mode == "stubborn") {
       ::pause();
+    } else if (arguments.mode == "stop" || arguments.mode == "cut") {
+      auto tensor = torch::ones({int64_t{4} << 20});
+      comm->all_reduce(tensor, tessera::ReduceOp::kSum, "a large tensor").wait();
     } else {
       sum_of_ranks(*comm);
     }

@@ -1,10 +1,12 @@
 // Launchers for real: processes that meet, and processes that die.
 
 #include <arpa/inet.h>
+#include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <pty.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -12,11 +14,14 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::launch_test {
 namespace {
@@ -24,20 +29,26 @@ namespace {
 using std::chrono::seconds;
 using testing::ChildProcess;
 
-const std::string kProgram = LAUNCH_PROGRAM;
+const std::string kProgram = testing_support::built(LAUNCH_PROGRAM);
 constexpr int kCommError = 20;  // launch_program's exit codes for an error of init()
 constexpr int kInvalidArgument = 21;
 
+// Below the ports that the kernel gives to whoever connects or binds to none: those may belong to another test
+// before the one who asked listens there.
 std::string free_port() {
-  const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  EXPECT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-  EXPECT_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  ::close(fd);
-  return std::to_string(ntohs(address.sin_port));
+  static std::mt19937 random{static_cast<uint32_t>(::getpid())};
+  std::uniform_int_distribution<int> ports(10000, 32767);
+  for (;;) {
+    const int port = ports(random);
+    const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(static_cast<uint16_t>(port));
+    const bool is_free = ::bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0;
+    ::close(fd);
+    if (is_free) return std::to_string(port);
+  }
 }
 
 ChildProcess::Environment torchrun(int rank, int world, const std::string& port,
@@ -95,6 +106,22 @@ TEST(SpawnLocal, DividesTheCoresUnlessTold) {
   EXPECT_EQ(crowded.printed("threads 1"), 2) << crowded.output();
 }
 
+// A quota of half of the machine's time, as containers have it.
+TEST(SpawnLocal, DividesTheCoresThatAContainerMayUse) {
+  if (std::thread::hardware_concurrency() < 2) GTEST_SKIP() << "one core";
+  const std::string folder = "/sys/fs/cgroup/cpu/tessera-test-" + std::to_string(::getpid());
+  std::error_code error;
+  if (!std::filesystem::is_directory("/sys/fs/cgroup/cpu") || !std::filesystem::create_directory(folder, error))
+    GTEST_SKIP() << "no control group of version 1 can be made here (needs root)";
+  std::ofstream(folder + "/cpu.cfs_quota_us") << 100000 * (std::thread::hardware_concurrency() - 1);
+  const std::string all = std::to_string(std::thread::hardware_concurrency() - 1);
+  ChildProcess program(
+      {"sh", "-c", "echo $$ > " + folder + "/cgroup.procs; exec env -u OMP_NUM_THREADS " + kProgram + " --spawn 1"});
+  EXPECT_EQ(program.wait(), 0);
+  EXPECT_TRUE(contains(program.output(), "threads " + all)) << program.output();
+  ::rmdir(folder.c_str());
+}
+
 TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
   struct Case {
     std::string mode;
@@ -113,6 +140,27 @@ TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
     EXPECT_EQ(contains(output, "rank has thrown this"), c.mode == "throw") << output;
     EXPECT_TRUE(all_gone(output, 3));
   }
+}
+
+TEST(SpawnLocal, KnowsHowRanksEndWhereOthersReap) {
+  for (const char* rank : {"0", "1"}) {
+    ChildProcess program({kProgram, "--spawn", "2", "reaped", rank});
+    EXPECT_EQ(program.wait(seconds(30)), 3) << program.output();
+    EXPECT_TRUE(contains(program.output(), "exited with code 3; ending the other")) << program.output();
+    EXPECT_TRUE(all_gone(program.output(), 2));
+  }
+}
+
+TEST(SpawnLocal, NoRankOutlivesTheKeeper) {
+  ChildProcess program({kProgram, "--spawn", "2", "stubborn"});
+  ASSERT_TRUE(program.await("hangs", 2)) << program.output();
+  std::ifstream children(c10::str("/proc/", program.pid(), "/task/", program.pid(), "/children"));
+  pid_t keeper = 0;
+  if (!(children >> keeper)) GTEST_SKIP() << "this kernel does not list children";
+  ::kill(keeper, SIGKILL);
+  EXPECT_EQ(program.wait(), 128 + SIGKILL) << program.output();
+  EXPECT_TRUE(contains(program.output(), "the process that watches over the ranks was ended by signal 9"));
+  EXPECT_TRUE(all_gone(program.output(), 2));
 }
 
 TEST(SpawnLocal, SignalsEndAllRanks) {
@@ -192,6 +240,33 @@ std::string outputs(const Processes& processes) {
   return all;
 }
 
+TEST(Trace, LeavesWhatIsNoTrace) {
+  const testing_support::TemporaryFolder folder;
+  const auto run = [&](const std::string& path, int world) {
+    ChildProcess program({kProgram, "--spawn", std::to_string(world)}, {{"TESSERA_TRACE", path}});
+    EXPECT_EQ(program.wait(), 0) << program.output();
+    return program.printed("is not a trace; it is left as it is");
+  };
+  const auto text_of = [](const std::string& path) {
+    std::ifstream file(path);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const auto notes = folder.write("notes.json", R"({"displayTimeUnits":"my only copy"})");
+  EXPECT_EQ(run(notes, 1), 1);
+  EXPECT_EQ(text_of(notes), R"({"displayTimeUnits":"my only copy"})");
+  const auto pipe = folder / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  EXPECT_EQ(run(pipe, 1), 1);
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+
+  const auto trace = folder.write("trace.json", "");
+  EXPECT_EQ(run(trace, 2), 0);
+  const auto first = text_of(trace);
+  EXPECT_TRUE(first.starts_with(R"({"displayTimeUnit":"ms",)")) << first;
+  EXPECT_EQ(run(trace, 2), 0);
+  EXPECT_LT(text_of(trace).size(), first.size() * 3 / 2);  // in the place of the first, not behind it
+}
+
 // Starts a process per environment and expects all to end well with the sum of the ranks.
 void expect_group(const std::vector<ChildProcess::Environment>& environments) {
   Processes processes;
@@ -209,6 +284,63 @@ void expect_group(const std::vector<ChildProcess::Environment>& environments) {
 TEST(Launchers, TorchrunsEnvironment) {
   const auto port = free_port();
   expect_group({torchrun(2, 3, port), torchrun(1, 3, port), torchrun(0, 3, port)});
+}
+
+// Rank 0 has the store, whose calls then have no end; the others fail by themselves, and by name.
+TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
+  struct Case {
+    int stopped;
+    const char* peer_memory;
+    Processes processes{};
+  };
+  std::vector<Case> cases;
+  cases.push_back({0, "1"});
+  cases.push_back({2, "1"});
+  cases.push_back({0, "0"});
+  for (Case& c : cases) {
+    const auto port = free_port();
+    for (int rank = 0; rank < 3; ++rank) {
+      auto environment = torchrun(rank, 3, port);
+      environment["TESSERA_PEER_MEMORY"] = c.peer_memory;
+      environment["OMP_NUM_THREADS"] = "1";
+      c.processes.push_back(std::make_unique<ChildProcess>(
+          std::vector<std::string>{kProgram, "--timeout-ms", "3000", "stop", std::to_string(c.stopped)}, environment));
+    }
+  }
+  for (Case& c : cases) {
+    SCOPED_TRACE(c10::str("rank ", c.stopped, " stops, TESSERA_PEER_MEMORY=", c.peer_memory));
+    const auto stopped = static_cast<size_t>(c.stopped);
+    ASSERT_TRUE(c.processes[stopped]->await("stops", 1)) << outputs(c.processes);
+    bool some_timed_out = false;
+    for (size_t rank = 0; rank < 3; ++rank) {
+      if (rank == stopped) continue;
+      EXPECT_EQ(c.processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(c.processes);
+      // The second to notice may see the first one's end before its own time is up.
+      const std::string output = c.processes[rank]->output();
+      EXPECT_TRUE(contains(output, "timed out after 3 s") || contains(output, "is closed")) << outputs(c.processes);
+      some_timed_out = some_timed_out || (contains(output, "timed out after 3 s") &&
+                                          contains(output, "rank " + std::to_string(c.stopped)));
+    }
+    EXPECT_TRUE(some_timed_out) << outputs(c.processes);
+  }
+}
+
+// In the middle of sums that go chunk by chunk.
+TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
+  const auto port = free_port();
+  Processes processes;
+  for (int rank = 0; rank < 3; ++rank) {
+    auto environment = torchrun(rank, 3, port);
+    environment["TESSERA_PEER_MEMORY"] = "0";
+    environment["OMP_NUM_THREADS"] = "1";
+    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram, "cut", "1"}, environment));
+  }
+  EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGKILL) << outputs(processes);
+  for (const size_t rank : {0, 2}) {
+    EXPECT_EQ(processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
+    EXPECT_TRUE(contains(processes[rank]->output(), "all-reduce of a large tensor")) << outputs(processes);
+  }
+  EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
 }
 
 TEST(Launchers, TorchrunsAgentServesTheStoreOverRestarts) {
@@ -298,6 +430,21 @@ TEST(LaunchErrors, MissingRanksAreNamed) {
   const auto output = run_to_error(torchrun(0, 4, free_port()), kCommError);
   EXPECT_TRUE(contains(output, "rank 0 of 4")) << output;
   EXPECT_TRUE(contains(output, "ranks 1, 2, 3 did not come")) << output;
+}
+
+TEST(LaunchErrors, AStrangerIsRefused) {
+  const auto port = free_port();
+  auto own = torchrun(0, 2, port), stranger = torchrun(1, 2, port), member = torchrun(1, 2, port);
+  own["TESSERA_STORE_TOKEN"] = member["TESSERA_STORE_TOKEN"] = "of this group";
+  ChildProcess zero({kProgram}, own);
+  const auto without = run_to_error(stranger, kCommError);
+  EXPECT_TRUE(contains(without, "this process has no TESSERA_STORE_TOKEN, and the group has one")) << without;
+  stranger["TESSERA_STORE_TOKEN"] = "of another";
+  const auto other = run_to_error(stranger, kCommError);
+  EXPECT_TRUE(contains(other, "this process has another TESSERA_STORE_TOKEN than rank 0")) << other;
+  ChildProcess one({kProgram}, member);  // in whose place nobody has come
+  EXPECT_EQ(zero.wait(), 0) << zero.output();
+  EXPECT_EQ(one.wait(), 0) << one.output();
 }
 
 TEST(LaunchErrors, PortInUse) {

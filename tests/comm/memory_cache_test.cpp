@@ -4,9 +4,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <future>
 #include <map>
 #include <random>
@@ -14,7 +21,9 @@
 #include <vector>
 
 #include "tessera/launch/launch.h"
+#include "tessera/memory/container_limits.h"
 #include "tessera/memory/peak_memory.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 
@@ -171,6 +180,123 @@ TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
   EXPECT_EQ(cache.stats().mapped + cache.stats().reused, 2000);
 }
 
+// ---- limits of control groups, under which the system takes what is idle ------------------------
+
+TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const tessera::ControlGroups groups{"0::/job/step\n", folder.path()};
+  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
+  folder.write("job/step/cpu.max", "max 100000\n");
+  folder.write("job/step/memory.max", "max\n");
+  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
+  EXPECT_FALSE(tessera::memory_limit(groups).has_value());
+  folder.write("job/cpu.max", "250000 100000\n");
+  folder.write("cpu.max", "400000 100000\n");
+  folder.write("job/memory.max", "1000\n");
+  folder.write("job/memory.current", "900\n");
+  folder.write("job/memory.stat", "anon 500\ninactive_file 300\nactive_file 100\n");
+  EXPECT_EQ(tessera::cpu_quota(groups), 2.5);
+  const auto limit = tessera::memory_limit(groups);
+  ASSERT_TRUE(limit.has_value());
+  EXPECT_EQ(limit->limit_bytes, 1000);
+  EXPECT_EQ(limit->needed_bytes(), 600);
+}
+
+// As Docker shows it: the group's name is the host's, its folder is mounted at the top.
+TEST(ContainerLimits, OfVersion1InAContainer) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const tessera::ControlGroups groups{
+      "5:memory:/docker/c0ffee\n4:cpu,cpuacct:/docker/c0ffee\n3:cpuset:/docker/c0ffee\n0::/\n", folder.path()};
+  folder.write("cpu,cpuacct/cpu.cfs_quota_us", "-1\n");
+  folder.write("cpu,cpuacct/cpu.cfs_period_us", "100000\n");
+  folder.write("memory/memory.limit_in_bytes", "9223372036854771712\n");
+  EXPECT_EQ(tessera::cpu_quota(groups), std::nullopt);
+  EXPECT_FALSE(tessera::memory_limit(groups).has_value());
+  folder.write("cpu,cpuacct/cpu.cfs_quota_us", "150000\n");
+  folder.write("memory/memory.limit_in_bytes", "4096\n");
+  folder.write("memory/memory.usage_in_bytes", "1024\n");
+  folder.write("memory/memory.stat", "inactive_file 1\ntotal_inactive_file 24\n");
+  EXPECT_EQ(tessera::cpu_quota(groups), 1.5);
+  ASSERT_TRUE(tessera::memory_limit(groups).has_value());
+  EXPECT_EQ(tessera::memory_limit(groups)->needed_bytes(), 1000);
+}
+
+// What the system may take of this process's memory, -1 if it does not say.
+int64_t lazily_freed_kib() {
+  std::ifstream maps("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(maps, line);)
+    if (line.starts_with("LazyFree:")) return std::stoll(line.substr(9));
+  return -1;
+}
+
+TEST(MemoryCache, LetsTheSystemTakeWhatIsIdleOnceHalfOfTheLimitIsNeeded) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto usage = folder.write("memory.current", "400");
+  tessera::MemoryCache cache(tessera::MemoryLimit{1000, usage, folder / "memory.stat"});
+  const auto use = [&] {
+    void* const block = cache.take(34 * kMiB);
+    std::memset(block, 1, 34 * kMiB);
+    return block;
+  };
+  void* const first = use();
+  void* const second = use();
+  cache.give(first);
+  const int64_t before = lazily_freed_kib();
+  if (before < 0) GTEST_SKIP() << "no LazyFree in /proc/self/smaps_rollup";
+  EXPECT_LT(before, 1024);
+  folder.write("memory.current", "501");
+  cache.give(second);  // the one that is idle already is told of too
+  EXPECT_GT(lazily_freed_kib(), 67 * 1024);
+  folder.write("memory.current", "400");
+  void* const again = use();  // what is used is nobody else's
+  EXPECT_LT(lazily_freed_kib(), 35 * 1024);
+  cache.give(again);
+  EXPECT_EQ(cache.stats().reused, 1);
+}
+
+// In a group of its own, with this limit; nothing where this may not be had.
+class LimitedGroup {
+ public:
+  explicit LimitedGroup(const std::string& limit) {
+    for (const auto& [root, file] :
+         {std::pair{"/sys/fs/cgroup/memory", "memory.limit_in_bytes"}, std::pair{"/sys/fs/cgroup", "memory.max"}}) {
+      folder_ = std::filesystem::path(root) / ("tessera-test-" + std::to_string(::getpid()));
+      std::error_code error;
+      if (!std::filesystem::is_directory(root) || !std::filesystem::create_directory(folder_, error)) continue;
+      if (std::filesystem::exists(folder_ / file) && (std::ofstream(folder_ / file) << limit).flush()) return;
+      ::rmdir(folder_.c_str());
+    }
+    folder_.clear();
+  }
+  ~LimitedGroup() {
+    if (!folder_.empty()) ::rmdir(folder_.c_str());
+  }
+  bool join() const { return !folder_.empty() && (std::ofstream(folder_ / "cgroup.procs") << ::getpid()).flush(); }
+
+ private:
+  std::filesystem::path folder_;
+};
+
+TEST(MemoryCache, IsNoReasonToBeKilledUnderALimit) {
+  if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
+  const LimitedGroup group(std::to_string(250 * kMiB));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (!group.join()) ::_exit(77);
+    tessera::MemoryCache cache(tessera::memory_limit(tessera::ControlGroups::of_this_process()));
+    std::vector<void*> blocks;
+    for (int i = 0; i < 15; ++i) blocks.push_back(std::memset(cache.take(10 * kMiB), 1, 10 * kMiB));
+    for (void* block : blocks) cache.give(block);
+    std::vector<std::vector<char>> other;
+    for (int i = 0; i < 15; ++i) other.emplace_back(10 * kMiB, 1);
+    ::_exit(cache.stats().idle_bytes == static_cast<int64_t>(150 * kMiB) && other.back().back() == 1 ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) GTEST_SKIP() << "no control group can be made here (needs root)";
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
 // ---- the process's, behind libtorch's tensors; in this order, for it is never switched off ------
 
 TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
@@ -235,6 +361,40 @@ TEST(CachedTensors, HaveTheRawInterfaceToo) {
     }
     EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes);
   }
+}
+
+TEST(CachedTensors, AreMadeInAForkedChildToo) {
+  tessera::cache_memory();
+  tessera::PeakMemory counts;
+  std::atomic<bool> ends = false;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 3; ++i)
+    threads.emplace_back([&] {
+      tessera::PeakMemory memory;
+      while (!ends) torch::empty({1 << 17});
+    });
+  int well = 0;
+  for (int i = 0; i < 30; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      // Filling would be OpenMP's work, whose threads are not in the child.
+      at::globalContext().setDeterministicFillUninitializedMemory(false);
+      for (int n = 0; n < 3; ++n) torch::empty({1 << 17});
+      ::_exit(counts.peak_bytes() > 0 ? 0 : 1);
+    }
+    int status = -1;
+    for (int tries = 0; tries < 2000 && ::waitpid(child, &status, WNOHANG) == 0; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    if (status == -1) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+      break;  // it hangs, and so would others
+    }
+    well += WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+  ends = true;
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(well, 30);
 }
 
 TEST(CachedTensors, FailAsLibtorchsOwnDo) {

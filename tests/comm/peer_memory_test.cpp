@@ -8,6 +8,10 @@
 #include <functional>
 #include <thread>
 
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -229,6 +233,111 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
     return 1;
   });
   EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
+}
+
+// This thread stops the process when it is about to write into another one's memory.
+void stop_instead_of_writing() {
+  struct sigaction action = {};
+  action.sa_handler = [](int) { ::kill(::getpid(), SIGSTOP); };
+  ::sigaction(SIGSYS, &action, nullptr);
+  sock_filter instructions[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_process_vm_writev, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{std::size(instructions), instructions};
+  if (::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0)
+    throw std::runtime_error("no seccomp here");
+}
+
+TEST(PeerMemoryProcesses, ARankThatStopsWhileItCopiesEndsTheOthersInTime) {
+  constexpr int64_t kNumel = 1 << 20;
+  const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
+    store->set("pid " + std::to_string(rank), std::to_string(::getpid()));
+    auto comm = make_gloo_communicator(store, rank, 2, {"127.0.0.1", 2s});
+    comm->barrier();
+    if (rank == 1) {
+      std::this_thread::sleep_for(200ms);  // it comes second to every message, and copies
+      stop_instead_of_writing();
+      at::Tensor all = torch::empty({2 * kNumel});
+      comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'").wait();
+      return 1;
+    }
+    const auto began = std::chrono::steady_clock::now();
+    const void* address = nullptr;
+    int code = 2;
+    try {
+      at::Tensor all = torch::empty({2 * kNumel});
+      address = all.const_data_ptr();
+      comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'").wait();
+    } catch (const CommError& error) {
+      const std::string text = error.what();
+      code = text.find("unit 'a'") != text.npos && text.find("rank 1") != text.npos ? 0 : 3;
+      if (code != 0) fprintf(stderr, "%s\n", text.c_str());
+    }
+    comm.reset();
+    if (std::chrono::steady_clock::now() - began > 6s) code = 4;
+    // When it is continued it goes on to write there: nothing else may ever be in that place.
+    for (int i = 0; i < 4 && code == 0; ++i)
+      if (torch::empty({2 * kNumel}).const_data_ptr() == address) code = 5;
+    ::kill(std::stoi(store->get_to_str("pid 1")), SIGKILL);
+    return code;
+  });
+  EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
+}
+
+TEST(PeerMemoryProcesses, AreReadByTheRanksOfTheirGroupAlone) {
+  const auto codes = on_processes(3, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
+    auto memory = PeerMemory::connect(*store, rank, 3, 30s, true);
+    if (memory == nullptr) return 77;
+    if (TracerPermission::told() != ::getppid()) return 1;  // from whom all ranks descend
+    {
+      const TracerPermission wider(1), narrower(::getpid());
+      if (TracerPermission::told() != 1) return 2;
+    }
+    if (TracerPermission::told() != ::getppid()) return 3;
+    memory.reset();
+    return TracerPermission::told() == 0 ? 0 : 4;
+  });
+  if (codes == std::vector<int>{77, 77, 77})
+    GTEST_SKIP() << "the kernel does not let processes read each other's memory";
+  EXPECT_EQ(codes, std::vector<int>(3, 0));
+}
+
+TEST(TracerPermission, IsForTheNearestCommonAncestor) {
+  EXPECT_EQ(common_ancestor({{7, 5, 3, 1}, {8, 5, 3, 1}, {9, 6, 3, 1}}), 3);
+  EXPECT_EQ(common_ancestor({{7, 5, 1}, {8, 7, 5, 1}}), 7);
+  EXPECT_EQ(common_ancestor({{7, 5}, {8, 6}}), 0);
+  const auto own = lineage();
+  ASSERT_GE(own.size(), 2u);
+  EXPECT_EQ(own[0], ::getpid());
+  EXPECT_EQ(own[1], ::getppid());
+}
+
+// What stands in the store may be anybody's.
+TEST(SharedBoard, IsOpenedByItsOwnNoticeAlone) {
+  const auto board = SharedBoard::create(2);
+  EXPECT_EQ(SharedBoard::open(board->notice(), 2), board);
+  EXPECT_THROW(SharedBoard::open(board->notice(), 3), std::runtime_error);
+  EXPECT_THROW(SharedBoard::open(board->notice() + "1", 2), std::runtime_error);
+  EXPECT_THROW(SharedBoard::open(std::to_string(::getpid()) + " 5 1 140000000000000", 2), std::runtime_error);
+  EXPECT_THROW(SharedBoard::open("none", 2), std::runtime_error);
+  const std::string notice = board->notice();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int code = 1;
+    try {
+      code = SharedBoard::open(notice, 2) != nullptr ? 0 : 2;
+      SharedBoard::open(notice + "1", 2);
+      code = 3;
+    } catch (const std::exception&) {
+    }
+    ::_exit(code);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 0);
 }
 
 }  // namespace

@@ -13,8 +13,10 @@ endfunction()
 set(build "${WORK_DIR}/${MODE}")
 # Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
 set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
-if(LAUNCHER) # ccache, if there is one
+if(LAUNCHER) # ccache, if there is one; what another clone has compiled serves here
   list(APPEND arguments "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}")
+  set(ENV{CCACHE_BASEDIR} "${TESSERA_SOURCE_DIR}")
+  set(ENV{CCACHE_NOHASHDIR} 1)
 endif()
 
 if(MODE STREQUAL "add_subdirectory")
@@ -25,24 +27,22 @@ if(MODE STREQUAL "add_subdirectory")
     # What only Tessera's own tests, benchmarks and examples need must not be asked for.
     -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
     -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
-  # All libraries once more would take minutes: the program of one library is built and run, the other is
-  # compiled against the source tree's headers.
-  set(targets ranks consumer_objects)
-  set(programs ranks)
+  # All libraries once more would take minutes: every target of theirs is configured, one is built, and a program
+  # that takes it alone.
+  set(programs peak)
 elseif(MODE STREQUAL "find_package")
   # No hint where libtorch is: the package remembers it.
   set(prefix "${WORK_DIR}/prefix")
   file(REMOVE_RECURSE "${prefix}" "${build}/CMakeCache.txt")
-  run(${CMAKE_COMMAND} --install "${TESSERA_BINARY_DIR}" --prefix "${prefix}")
+  run(${CMAKE_COMMAND} --install "${TESSERA_BINARY_DIR}" --prefix "${prefix}" --component development)
   list(APPEND arguments "-DCMAKE_PREFIX_PATH=${prefix}")
-  set(targets consumer ranks)
-  set(programs ${targets})
+  set(programs consumer ranks)
 else()
   message(FATAL_ERROR "MODE is '${MODE}'; expected add_subdirectory or find_package")
 endif()
 
 run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
-run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target ${targets})
+run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target ${programs})
 foreach(program ${programs})
   run("${build}/${program}")
 endforeach()

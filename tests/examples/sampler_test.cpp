@@ -24,6 +24,18 @@ std::vector<int64_t> global_starts(int64_t text_numel, int64_t context, uint64_t
   return all;
 }
 
+struct Order {
+  std::vector<int64_t> window;
+  int64_t offset = 0;
+};
+
+Order make_epoch_order(uint64_t seed, int64_t epoch, int64_t windows, int64_t max_offset) {
+  tessera::EpochOrder order(windows, seed);
+  Order result{.offset = order.draw_of_epoch(epoch, max_offset + 1)};
+  for (int64_t i = 0; i < windows; ++i) result.window.push_back(order.item(epoch * windows + i));
+  return result;
+}
+
 TEST(Sampler, EveryShapeWithTheSameProductSeesTheSameSequences) {
   const std::vector<BatchShape> shapes = {{1, 12, 1}, {2, 6, 1}, {4, 3, 1}, {3, 2, 2}, {2, 1, 6}, {1, 1, 12}};
   for (int64_t step : {0, 1, 7, 100}) {

@@ -2,17 +2,27 @@
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <array>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <fstream>
+#include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <thread>
 #include <vector>
 
+#include "gpt2_files.h"
+#include "options.h"
+#include "run_rank.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/tessera.h"
+#include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"
 
@@ -21,8 +31,8 @@ namespace {
 
 using tessera::testing_support::TemporaryFolder;
 
-constexpr const char* kTiny =
-    " --layers 2 --width 24 --heads 3 --context 16 --steps 8 --lr 1e-2 --val-every 4 --threads 1 ";
+constexpr const char* kTinyModel = " --layers 2 --width 24 --heads 3 --context 16 --steps 8 --val-every 4 --threads 1 ";
+const std::string kTiny = std::string(kTinyModel) + "--lr 1e-2 ";
 
 struct Run {
   int exit_code = -1;
@@ -30,7 +40,7 @@ struct Run {
 };
 
 Run run(const std::string& arguments) {
-  const std::string command = std::string(TRAIN_GPT_EXECUTABLE) + " " + arguments + " 2>&1";
+  const std::string command = tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + " " + arguments + " 2>&1";
   FILE* pipe = popen(command.c_str(), "r");
   Run result;
   std::array<char, 4096> chunk{};
@@ -49,10 +59,34 @@ std::vector<nlohmann::json> metrics_in(const std::filesystem::path& folder) {
   return lines;
 }
 
+// What is printed while it lives.
+class Captured {
+ public:
+  ~Captured() { std::cout.rdbuf(terminal_); }
+  std::string text() const { return text_.str(); }
+
+ private:
+  std::ostringstream text_;
+  std::streambuf* const terminal_ = std::cout.rdbuf(text_.rdbuf());
+};
+
+// With ranks that are threads: a process takes half a second to load libtorch, and the training here much less.
 std::vector<nlohmann::json> train(const std::string& arguments) {
   const TemporaryFolder out;
-  const auto result = run(kTiny + arguments + " --out " + out.path().string());
-  EXPECT_EQ(result.exit_code, 0) << result.output;
+  const bool has_rate = arguments.find("--lr") != std::string::npos;
+  std::istringstream line("train_gpt " + (has_rate ? kTinyModel : kTiny) + arguments + " --out " + out.path().string());
+  const std::vector<std::string> words{std::istream_iterator<std::string>(line), {}};
+  std::vector<const char*> argv;
+  for (const auto& word : words) argv.push_back(word.c_str());
+  const Captured printed;
+  try {
+    const auto options = parse_options(static_cast<int>(argv.size()), argv.data(), std::cout);
+    const Job job = prepare(options.value());
+    tessera::run_ranks(job.options.ranks.value_or(1),
+                       [&](std::shared_ptr<tessera::Communicator> comm) { run_rank(job, comm); });
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << arguments << ": " << error.what() << "\n" << printed.text();
+  }
   return metrics_in(out.path());
 }
 
@@ -128,6 +162,24 @@ TEST(TrainGpt, WrappersTrainBitEqualWithoutClipping) {
   }
 }
 
+// Each optimizer, spread over ranks in one of the stages, as in one process.
+TEST(TrainGpt, OptimizersDoNotDependOnHowTheBatchIsSpread) {
+  const std::vector<std::pair<std::string, std::string>> spreads{{"adamw8bit --lr 1e-3", "fsdp"},
+                                                                 {"muon --lr 1e-3", "fsdp"},
+                                                                 {"lion --lr 1e-4 --ema 0.9", "sdp"},
+                                                                 {"adafactor", "fsdp"},
+                                                                 {"schedulefree --lr 1e-3", "oss"},
+                                                                 {"lamb --lr 1e-3 --ema 0.9", "fsdp"},
+                                                                 {"sgd", "ddp"},
+                                                                 {"muon --lr 1e-3 --ema 0.9", "oss"}};
+  for (const auto& [optimizer, wrapper] : spreads) {
+    SCOPED_TRACE(optimizer + " " + wrapper);
+    const std::string common = " --val-batches 2 --sample 0 --optimizer " + optimizer;
+    expect_same_losses(train("--ranks 3 --batch 2 --accumulate 2 --wrapper " + wrapper + common),
+                       train("--wrapper local --batch 12" + common));
+  }
+}
+
 // Killed in the middle, and started again with other ranks and another wrapper.
 TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
   const std::string common =
@@ -147,7 +199,7 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
     SCOPED_TRACE(next);
     const auto out = folder / (std::string("out-") + next[10]);
     {
-      std::vector<std::string> command{TRAIN_GPT_EXECUTABLE};
+      std::vector<std::string> command{tessera::testing_support::built(TRAIN_GPT_EXECUTABLE)};
       std::istringstream words(common + " --wrapper fsdp --ranks 2 --batch 6 --save-every 3 --resume auto --out " +
                                out.string());
       for (std::string word; words >> word;) command.push_back(word);
@@ -169,6 +221,133 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
   const auto refused = run(common + " --wrapper local --batch 5 --resume auto --out " + (folder / "out-f").string());
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_NE(refused.output.find("sequences_per_step"), std::string::npos) << refused.output;
+}
+
+// What a run goes on with is what it was, or what the user said it should be, and never something else in silence.
+TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
+  const TemporaryFolder folder;
+  const std::string model =
+      " --wrapper local --layers 1 --width 12 --heads 2 --context 16 --batch 2 --threads 1 --sample 0 --val-every 0 ";
+  auto with = [&](const std::string& arguments) {
+    return run(model + " --out " + (folder / "a").string() + " " + arguments);
+  };
+  std::string text;
+  for (int i = 0; i < 3000; ++i) text += static_cast<char>('a' + i * i % 23);
+  const auto data = folder.write("a.txt", text).string();
+  std::swap(text[10], text[11]);
+  const auto other = folder.write("b.txt", text).string();
+  const std::string base = "--data " + data + " --resume auto --save-every 4 ";
+  const std::string same = base + "--lr 1e-2 --weight-decay 0.2 ";
+  ASSERT_EQ(with(same + "--steps 8 --warmup 3").exit_code, 0);
+  auto refused = [&](const std::string& arguments, const std::string& message) {
+    const auto result = with(arguments);
+    EXPECT_EQ(result.exit_code, 2) << result.output;
+    EXPECT_NE(result.output.find(message), std::string::npos) << result.output;
+  };
+  refused("--data " + other + " --lr 1e-2 --weight-decay 0.2 --resume auto --steps 8", "of a run with data");
+  refused(same + "--steps 8 --seed 2", "of a run with seed 1");
+  refused(base + "--weight-decay 0.2 --steps 8 --lr 2e-2", "lr is 0.02, was 0.01; --allow-changes");
+  refused(base + "--lr 1e-2 --steps 8 --weight-decay 0.3", "weight-decay is 0.3, was 0.2; --allow-changes");
+  refused(same + "--steps 8 --clip 2", "clip is 2.0, was 1.0; --allow-changes");
+  refused(same + "--steps 6", "has done 8 steps");
+  refused("--data " + data + " --allow-changes", "no effect without --resume");
+  const auto longer = with(same + "--steps 12");
+  EXPECT_EQ(longer.exit_code, 0) << longer.output;
+  EXPECT_NE(longer.output.find("steps is 12, was 8"), std::string::npos) << longer.output;
+  const auto metrics = metrics_in(folder / "a");
+  ASSERT_EQ(metrics.size(), 12u);
+  EXPECT_GT(metrics[8]["lr"].get<double>(),
+            metrics[7]["lr"].get<double>());  // the cosine of 12 steps, with the old warm-up
+  const auto shown = longer.output.find("step  9/12");
+  ASSERT_NE(shown, std::string::npos) << longer.output;
+  char loss[32];
+  std::snprintf(loss, sizeof loss, "loss %.3f", metrics[8]["loss"].get<double>());
+  EXPECT_NE(longer.output.find(loss, shown), std::string::npos) << "not mixed with 0: " << longer.output;
+  const auto changed = with(base + "--lr 1e-2 --steps 16 --weight-decay 0 --allow-changes");
+  EXPECT_EQ(changed.exit_code, 0) << changed.output;
+  EXPECT_NE(changed.output.find("weight-decay is 0.0, was 0.2"), std::string::npos) << changed.output;
+  // And it is what the next checkpoint has.
+  EXPECT_EQ(with(base + "--lr 1e-2 --steps 16 --weight-decay 0").exit_code, 0);
+}
+
+TEST(TrainGpt, ADamagedNewestCheckpointIsPassedOverAndSaid) {
+  const TemporaryFolder folder;
+  const std::string common =
+      " --wrapper ddp --ranks 2 --layers 1 --width 12 --heads 2 --context 16 --batch 2 --threads 1 "
+      "--sample 0 --val-every 0 --steps 6 --save-every 2 --resume auto --out " +
+      (folder / "a").string();
+  ASSERT_EQ(run(common).exit_code, 0);
+  std::fstream file(folder / "a/checkpoints/step-000006/rank-00000-0.safetensors",
+                    std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-5, std::ios::end);
+  file.put('\x7f');
+  file.close();
+  const auto result = run(common);
+  EXPECT_EQ(result.exit_code, 0) << result.output;
+  for (const char* part : {"passed over: ", "damaged", "goes on from ", "step-000004"})
+    EXPECT_NE(result.output.find(part), std::string::npos) << part << " in\n" << result.output;
+  EXPECT_EQ(metrics_in(folder / "a").size(), 6u);
+  // What all ranks find out is said by one of them.
+  const auto refused = run(common + " --lr 3 ");
+  EXPECT_EQ(refused.exit_code, 2) << refused.output;
+  const auto first = refused.output.find("lr is 3.0, was");
+  EXPECT_NE(first, std::string::npos) << refused.output;
+  EXPECT_EQ(refused.output.find("lr is 3.0, was", first + 1), std::string::npos) << refused.output;
+}
+
+TEST(TrainGpt, ASecondJobWithTheSameFolderIsRefused) {
+  const TemporaryFolder folder;
+  const tessera::FolderLock lock(folder / "a");
+  for (const char* arguments : {"--wrapper local --out ", "--ranks 2 --out "}) {
+    const auto result = run(kTiny + std::string(arguments) + (folder / "a").string());
+    EXPECT_EQ(result.exit_code, 1) << result.output;
+    EXPECT_NE(result.output.find("is in use by process " + std::to_string(::getpid())), std::string::npos)
+        << result.output;
+  }
+}
+
+// A GPT-2 with other scales comes back as it went, and importing leaves its folder alone.
+TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
+  const TemporaryFolder folder;
+  GptOptions options{.vocabulary = 11, .layers = 2, .width = 12, .heads = 3, .context = 8};
+  options.norm_epsilon = 0.25;
+  options.scale_attention_by_layer = true;
+  const auto source = folder / "gpt2";
+  std::filesystem::create_directories(source);
+  const auto tokens = torch::arange(8).view({1, 8});
+  at::Tensor expected, plain;
+  torch::manual_seed(1);
+  Gpt original(options);
+  {
+    const at::NoGradGuard no_grad;
+    for (auto& parameter : original->parameters()) parameter.normal_();
+    expected = original->forward(tokens);
+  }
+  tessera::run_ranks(1, [&](std::shared_ptr<tessera::Communicator> comm) {
+    tessera::FullyShardedDataParallel fsdp(original, comm);
+    export_gpt2(source, fsdp, options);
+  });
+  std::set<std::string> before;
+  for (const auto& entry : std::filesystem::directory_iterator(source)) before.insert(entry.path().filename());
+  std::filesystem::permissions(source, std::filesystem::perms::owner_read | std::filesystem::perms::owner_exec);
+  const GptOptions read = read_gpt2_options(source);
+  EXPECT_EQ(read.norm_epsilon, 0.25);
+  EXPECT_TRUE(read.scale_attention_by_layer && read.scale_attention);
+  tessera::run_ranks(2, [&](std::shared_ptr<tessera::Communicator> comm) {
+    Gpt model(read);
+    tessera::FullyShardedDataParallel fsdp(model, comm);
+    GptOptions usual = options;
+    usual.norm_epsilon = 1e-5;
+    EXPECT_THROW(import_gpt2(source, fsdp, usual), tessera::CheckpointError);
+    import_gpt2(source, fsdp, read);
+    const at::NoGradGuard no_grad;
+    EXPECT_TRUE(at::allclose(fsdp(tokens), expected, 1e-4, 1e-4));
+    comm->barrier();
+  });
+  std::set<std::string> after;
+  for (const auto& entry : std::filesystem::directory_iterator(source)) after.insert(entry.path().filename());
+  EXPECT_EQ(after, before);
+  std::filesystem::permissions(source, std::filesystem::perms::owner_all);
 }
 
 TEST(TrainGpt, TiedWeightsAndNoClipping) {

@@ -6,11 +6,16 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/matrix.h"
 
 namespace {
 
 using tessera::testing::ChildProcess;
+using tessera::testing_support::built;
+using tessera::testing_support::has_full_matrix;
+using tessera::testing_support::of_matrix;
 
 std::string run(const std::vector<std::string>& command, int expected_code = 0) {
   ChildProcess child(command);
@@ -19,14 +24,15 @@ std::string run(const std::vector<std::string>& command, int expected_code = 0) 
 }
 
 TEST(ZeroRecipe, AllStagesTrainAlikeAndNeedLessAndLess) {
+  const int64_t width = has_full_matrix() ? 2000 : 1000;
   std::map<std::string, nlohmann::json> lines;
-  std::istringstream output(run({ZERO_RECIPE_EXECUTABLE, "--json"}));
+  std::istringstream output(run({built(ZERO_RECIPE_EXECUTABLE), "--json", "--width", std::to_string(width)}));
   for (std::string line; std::getline(output, line);) {
     const auto figures = nlohmann::json::parse(line);
     lines[figures["wrapper"]] = figures;
   }
   ASSERT_EQ(lines.size(), 4u);
-  const int64_t model_bytes = 20 * (2000 * 2000 + 2000) * 4;
+  const int64_t model_bytes = 20 * (width * width + width) * 4;
   for (const auto& [wrapper, figures] : lines) {
     EXPECT_EQ(figures["after_model_bytes"], model_bytes) << wrapper;
     EXPECT_LT(figures["after_wrap_bytes"].get<double>(), 1.1 * model_bytes)
@@ -34,11 +40,10 @@ TEST(ZeroRecipe, AllStagesTrainAlikeAndNeedLessAndLess) {
     EXPECT_EQ(figures["param_sum"], lines["adam"]["param_sum"]) << wrapper;
     for (const auto& sum : figures["param_sums"]) EXPECT_EQ(sum, figures["param_sum"]) << wrapper;
   }
-  // The states alone are 1281, 961, 800 and 640 MB.
-  EXPECT_LE(lines["adam"]["after_step_bytes"], 1400000000);
-  EXPECT_LE(lines["oss"]["after_step_bytes"], 1020000000);
-  EXPECT_LE(lines["sdp"]["after_step_bytes"], 860000000);
-  EXPECT_LE(lines["fsdp"]["after_step_bytes"], 700000000);
+  // In models; the states alone are 4, 3, 2.5 and 2.
+  const std::map<std::string, double> most{{"adam", 4.37}, {"oss", 3.18}, {"sdp", 2.68}, {"fsdp", 2.18}};
+  for (const auto& [wrapper, models] : most)
+    EXPECT_LE(lines[wrapper]["after_step_bytes"].get<double>(), models * static_cast<double>(model_bytes)) << wrapper;
   EXPECT_LT(lines["sdp"]["before_step_bytes"], lines["oss"]["before_step_bytes"]);
   EXPECT_LT(lines["fsdp"]["before_step_bytes"], lines["sdp"]["before_step_bytes"]);
 }
@@ -52,11 +57,12 @@ std::string losses(const std::string& output) {
 }
 
 TEST(Stages, HaveTheSameLossesAndPredictSharded) {
-  for (const char* ranks : {"1", "2", "3"}) {
-    const auto expected = losses(run({STAGES_EXECUTABLE, "--ranks", ranks, "--stage", "0"}));
+  for (const char* ranks : of_matrix<const char*>({"1", "3"}, {"2"})) {
+    const auto expected = losses(run({built(STAGES_EXECUTABLE), "--ranks", ranks, "--stage", "0"}));
     EXPECT_NE(expected.find("step  20"), std::string::npos) << expected;
-    for (const char* stage : {"1", "2", "3"}) {
-      const auto output = run({STAGES_EXECUTABLE, "--ranks", ranks, "--stage", stage});
+    const bool is_alone = ranks == std::string("1") && !has_full_matrix();
+    for (const char* stage : is_alone ? std::vector{"3"} : std::vector{"1", "2", "3"}) {
+      const auto output = run({built(STAGES_EXECUTABLE), "--ranks", ranks, "--stage", stage});
       EXPECT_EQ(losses(output), expected) << "stage " << stage << ", ranks " << ranks;
       EXPECT_NE(output.find("100.0 % of 200"), std::string::npos) << output;
     }
@@ -64,8 +70,8 @@ TEST(Stages, HaveTheSameLossesAndPredictSharded) {
 }
 
 TEST(Examples, MistakesEndWithAMessage) {
-  EXPECT_NE(run({STAGES_EXECUTABLE, "--stage", "4"}, 2).find("--stage must be 0 to 3"), std::string::npos);
-  EXPECT_NE(run({ZERO_RECIPE_EXECUTABLE, "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"),
+  EXPECT_NE(run({built(STAGES_EXECUTABLE), "--stage", "4"}, 2).find("--stage must be 0 to 3"), std::string::npos);
+  EXPECT_NE(run({built(ZERO_RECIPE_EXECUTABLE), "--wrapper", "ddp"}, 2).find("must be adam, oss, sdp or fsdp"),
             std::string::npos);
 }
 

@@ -40,6 +40,13 @@ TEST(OptimizerState, WhatIsReadAndWrittenTrainsOnAlike) {
   expect_round_trip<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true), SGDOptions(0.5), "SGD");
   expect_round_trip<RMSprop>(RMSpropOptions(0.1).momentum(0.5).centered(true), RMSpropOptions(), "RMSprop");
   expect_round_trip<Adagrad>(AdagradOptions(0.1).lr_decay(0.1), AdagradOptions(), "Adagrad");
+  expect_round_trip<Muon>(MuonOptions(0.1).nesterov(false).ns_steps(3), MuonOptions(), "Muon");
+  expect_round_trip<Muon>(MuonOptions::adamw(0.1), MuonOptions(), "Muon");
+  expect_round_trip<AdamW8bit>(AdamW8bitOptions(0.1).min_8bit_numel(0), AdamW8bitOptions(), "AdamW8bit");
+  expect_round_trip<Lion>(LionOptions(0.1).beta2(0.5), LionOptions(), "Lion");
+  expect_round_trip<Adafactor>(AdafactorOptions(0.1).eps2(0.5), AdafactorOptions(), "Adafactor");
+  expect_round_trip<ScheduleFreeAdamW>(ScheduleFreeOptions(0.1).warmup_steps(4).r(0.5), ScheduleFreeOptions(),
+                                       "ScheduleFreeAdamW");
 }
 
 TEST(OptimizerState, WrongNamesAreRefusedWithTheRightOnes) {

@@ -3,7 +3,11 @@
 //   interop_program save DIR          a checkpoint of 3 ranks, and the same whole in DIR/whole.safetensors
 //   interop_program load FROM FILE    loads a directory of another program on 2 ranks, writes FILE whole
 //   interop_program export-gpt2 DIR   (or export-tied-gpt2) a GPT of 2 ranks, and its logits in DIR/logits.safetensors
-//   interop_program import-gpt2 DIR   loads DIR, writes its logits to DIR/imported.safetensors
+//   interop_program import-gpt2 DIR FILE   loads DIR, writes its logits to FILE
+//   interop_program train FOLDER RANKS STEPS   goes on from the newest checkpoint of a folder, of any storage, if there
+//                                 is one; prints each step's loss, and saves after each but the last
+//   interop_program continue DIR RANKS STEPS TO   goes on from a checkpoint of convert_test.py's model; prints each
+//                                 step's loss, and saves to TO unless that is "-"
 
 #include <torch/torch.h>
 
@@ -12,6 +16,7 @@
 #include <string>
 
 #include "gpt2_files.h"
+#include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/tessera.h"
 
 namespace {
@@ -89,7 +94,7 @@ void export_gpt2(const std::string& directory, bool tie) {
   });
 }
 
-void import_gpt2(const std::string& directory) {
+void import_gpt2(const std::string& directory, const std::string& logits) {
   const auto options = train_gpt::read_gpt2_options(directory);
   train_gpt::Gpt whole(options);
   tessera::run_ranks(2, [&](Comm comm) {
@@ -101,7 +106,61 @@ void import_gpt2(const std::string& directory) {
     const at::NoGradGuard no_grad;
     for (auto& item : whole->named_parameters()) item.value().copy_(state[item.key()]);
   });
-  write_logits(whole, directory + "/imported.safetensors");
+  write_logits(whole, logits);
+}
+
+void train(const std::string& folder, int ranks, int steps) {
+  tessera::run_ranks(ranks, [&](Comm comm) {
+    // 55 MB with AdamW's state: what one rank writes is more than an upload's part.
+    torch::nn::Sequential net(torch::nn::Linear(1000, 2300), torch::nn::Tanh(), torch::nn::Linear(2300, 1000));
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters())
+        parameter.copy_(torch::linspace(-0.05, 0.05, parameter.numel()).sin().view(parameter.sizes()));
+    }
+    tessera::FullyShardedDataParallel fsdp(net, comm);
+    torch::optim::AdamW optimizer(fsdp.parameters(), 1e-3);
+    const auto loaded = tessera::load_newest_checkpoint(folder, fsdp, optimizer);
+    if (loaded && comm->rank() == 0)
+      for (const auto& error : loaded->damaged) std::printf("passed over: %s\n", error.c_str());
+    const int begin = loaded ? loaded->extra["step"].get<int>() : 0;
+    for (int step = begin + 1; step <= begin + steps; ++step) {
+      const auto loss = (fsdp(torch::linspace(-1, 1, 2000).view({2, 1000})) - 1).square().mean();
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+      if (comm->rank() == 0) std::printf("step %d: loss %.6f\n", step, loss.item<double>());
+      if (step == begin + steps) continue;
+      const std::string name = folder + "/step-" + std::to_string(step);
+      if (step % 2 == 0)
+        tessera::save_checkpoint(name, fsdp, optimizer, {{"step", step}}, {.keep_last = 2});
+      else
+        tessera::save_checkpoint_async(name, fsdp, optimizer, {{"step", step}}, {.keep_last = 2}).wait();
+    }
+  });
+}
+
+void go_on(const std::string& from, int ranks, int steps, const std::string& to) {
+  tessera::run_ranks(ranks, [&](Comm comm) {
+    torch::nn::Sequential net(torch::nn::Linear(20, 33), torch::nn::Tanh(), torch::nn::Linear(33, 7),
+                              torch::nn::BatchNorm1d(7));
+    tessera::FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
+    // All of one group, or matrices in the first and the rest in the second, as the checkpoint has them.
+    std::vector<torch::optim::OptimizerParamGroup> groups(tessera::read_manifest(from).optimizer->groups.size(),
+                                                          torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+    for (const auto& shard : fsdp.named_shards())
+      groups[shard.sizes.size() > 1 ? 0 : groups.size() - 1].params().push_back(shard.tensor);
+    torch::optim::AdamW optimizer(groups, 0.5);  // all of which the checkpoint replaces
+    tessera::load_checkpoint(from, fsdp, optimizer);
+    for (int step = 0; step < steps; ++step) {
+      const auto loss = (fsdp(torch::linspace(-1, 1, 80).view({4, 20})) - 1).square().mean();
+      optimizer.zero_grad();
+      loss.backward();
+      optimizer.step();
+      if (comm->rank() == 0) std::printf("%.9g\n", loss.item<double>());
+    }
+    if (to != "-") tessera::save_checkpoint(to, fsdp, optimizer);
+  });
 }
 
 }  // namespace
@@ -113,7 +172,10 @@ int main(int argc, char** argv) {
     if (words.size() == 3 && words[0] == "load") return load(words[1], words[2]), 0;
     if (words.size() == 2 && words[0] == "export-gpt2") return export_gpt2(words[1], false), 0;
     if (words.size() == 2 && words[0] == "export-tied-gpt2") return export_gpt2(words[1], true), 0;
-    if (words.size() == 2 && words[0] == "import-gpt2") return import_gpt2(words[1]), 0;
+    if (words.size() == 3 && words[0] == "import-gpt2") return import_gpt2(words[1], words[2]), 0;
+    if (words.size() == 4 && words[0] == "train") return train(words[1], std::stoi(words[2]), std::stoi(words[3])), 0;
+    if (words.size() == 5 && words[0] == "continue")
+      return go_on(words[1], std::stoi(words[2]), std::stoi(words[3]), words[4]), 0;
     std::fprintf(stderr, "interop_program: see the first lines of its source\n");
     return 2;
   } catch (const std::exception& error) {

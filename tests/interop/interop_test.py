@@ -96,7 +96,7 @@ class Interop(unittest.TestCase):
                 model, info = GPT2LMHeadModel.from_pretrained(self.path, output_loading_info=True)
                 self.assertFalse(info["missing_keys"] or info["unexpected_keys"], info)
                 self.check_logits(model, self.path / "logits.safetensors")
-                program("import-gpt2", self.path)
+                program("import-gpt2", self.path, self.path / "imported.safetensors")
                 self.check_logits(model, self.path / "imported.safetensors")
 
     def test_we_load_a_gpt2_of_transformers(self):
@@ -107,8 +107,25 @@ class Interop(unittest.TestCase):
                                     bos_token_id=0, eos_token_id=0)
                 model = GPT2LMHeadModel(config)
                 model.save_pretrained(self.path)
-                program("import-gpt2", self.path)
+                program("import-gpt2", self.path, self.path / "imported.safetensors")
                 self.check_logits(model, self.path / "imported.safetensors")
+
+
+    def test_we_load_a_gpt2_with_other_scales_and_write_nothing_beside_it(self):
+        for number, other in enumerate(({"layer_norm_epsilon": 0.3}, {"scale_attn_weights": False},
+                                        {"scale_attn_by_inverse_layer_idx": True})):
+            with self.subTest(other=other):
+                torch.manual_seed(3)
+                config = GPT2Config(vocab_size=53, n_positions=16, n_embd=20, n_layer=3, n_head=5, bos_token_id=0,
+                                    eos_token_id=0, attn_implementation="eager", initializer_range=0.4, **other)
+                model = GPT2LMHeadModel(config).to(torch.bfloat16)
+                source = self.path / f"source{number}"
+                model.save_pretrained(source)
+                before = {file.name: file.stat().st_mtime_ns for file in source.iterdir()}
+                source.chmod(0o555)
+                program("import-gpt2", source, self.path / "imported.safetensors")
+                self.assertEqual({file.name: file.stat().st_mtime_ns for file in source.iterdir()}, before)
+                self.check_logits(model.to(torch.float32), self.path / "imported.safetensors")
 
 
 if __name__ == "__main__":

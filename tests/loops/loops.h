@@ -75,6 +75,7 @@ class Trainer {
   void note_state(Trainer& other);
 
   int rank = 0, world = 1;
+  at::Device device = at::kCPU;  // of rows and parameters
   bool same_data = false;
   std::vector<double> notes;
   std::function<std::unique_ptr<Trainer>(Model)> make_another;

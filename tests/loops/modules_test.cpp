@@ -70,6 +70,66 @@ TEST_P(Modules, FrozenFromTheBeginning) {
   });
 }
 
+// A schedule of freezing that the model keeps itself. In shards, one of a unit that is in use already is refused.
+TEST_P(Modules, UnfrozenInsideForward) {
+  auto frozen = [] {
+    Model model = mlp();
+    for (auto& parameter : mlp_of(*model).fc2->parameters()) parameter.requires_grad_(false);
+    return model;
+  };
+  play(GetParam(),
+       {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual, .model = frozen, .unused = true},
+       [](Trainer& run) {
+         Mlp& net = mlp_of(*run.model);
+         for (int step = 0; step < 4; ++step) {
+           net.in_forward = [&net, step] {
+             for (auto& parameter : net.fc2->parameters()) parameter.requires_grad_(step > 1);
+           };
+           run.train(step);
+         }
+         net.in_forward = nullptr;
+       });
+}
+
+TEST_P(Modules, FrozenInsideForward) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    Mlp& net = mlp_of(*run.model);
+    for (int step = 0; step < 6; ++step) {
+      net.in_forward = [&net, step] {
+        for (auto& parameter : net.fc2->parameters()) parameter.requires_grad_(step % 3 == 0);
+      };
+      run.train(step);
+    }
+    net.in_forward = nullptr;
+  });
+}
+
+TEST_P(Modules, ValuesReplacedInsideForward) {
+  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    Mlp& net = mlp_of(*run.model);
+    const at::Tensor fresh = mlp_of(*another_mlp()).fc2->weight.detach();
+    for (int step = 0; step < 3; ++step) {
+      if (step == 1) net.in_forward = [&] { net.fc2->weight.set_data(fresh.clone()); };
+      run.train(step);
+      net.in_forward = nullptr;
+    }
+  });
+}
+
+// What a forward that was given up had found is not what the next one finds.
+TEST_P(Modules, FrozenAfterAForwardThatThrew) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    Mlp& net = mlp_of(*run.model);
+    for (int step = 0; step < 4; ++step) {
+      net.in_forward = [] { throw std::runtime_error("the user's exception"); };
+      EXPECT_THROW(run.loss(step), std::runtime_error);
+      net.in_forward = nullptr;
+      net.fc2->weight.requires_grad_(step % 2 == 0);
+      run.train(step);
+    }
+  });
+}
+
 // ---- hooks
 
 TEST_P(Modules, HookOnAModuleParameter) {

@@ -107,14 +107,43 @@ TEST_P(Programs, ClippedGradientsAfterNoSync) {
   });
 }
 
-// torch's own function, on what the wrapper calls its parameters: of shards, the norm is this rank's alone.
-TEST_P(Programs, ClippedByTorchsFunctionOnTheModule) {
-  if (GetParam().stage == 2) GTEST_SKIP() << "gradients are on their owners: clip_grad_norm_ of the wrapper says so";
-  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+// Where each rank has parts, or only owners have gradients, torch's own function sees this rank's norm.
+void play_clipped_by_torch(const Setup& setup, const std::function<std::vector<at::Tensor>(Trainer&)>& parameters) {
+  play(setup, {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual, .equal_alone = true}, [&](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       run.loss(step).backward();
-      torch::nn::utils::clip_grad_norm_(run.model->parameters(), 0.1);
+      torch::nn::utils::clip_grad_norm_(parameters(run), 0.1);
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Programs, ClippedByTorchsFunctionOnTheModule) {
+  play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.model->parameters(); });
+}
+
+// What a user of a wrapper is told to give to an optimizer.
+TEST_P(Programs, ClippedByTorchsFunctionOnTheWrappersParameters) {
+  play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.parameters(); });
+}
+
+// Norms looked at and gradients scaled, by what has nothing to do with a norm, are the user's business.
+TEST_P(Programs, GradientsLookedAtAndScaled) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      for (const at::Tensor& parameter : run.parameters()) {
+        if (!parameter.grad().defined()) continue;
+        EXPECT_GE(parameter.grad().norm().item<double>(), 0);
+        parameter.mutable_grad().mul_(0.5);
+      }
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      for (const at::Tensor& parameter : run.parameters())
+        if (parameter.grad().defined()) parameter.mutable_grad().mul_(torch::tensor(0.5, torch::kDouble));
       run.optimizer().step();
     }
   });

@@ -236,7 +236,9 @@ TEST_P(Sharded, EvaluationThroughTheModuleAloneTakesNoMoreMemory) {
     evaluate(1800);
     run.fsdp()->comm()->barrier();
     EXPECT_LE(run.fsdp()->memory().gathered_bytes, gathered);
-    if (!kIsSanitized) EXPECT_LE(resident_bytes() - resident, int64_t{8} << 20);
+    if (!kIsSanitized) {
+      EXPECT_LE(resident_bytes() - resident, int64_t{8} << 20);
+    }
   });
 }
 

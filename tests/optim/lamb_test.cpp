@@ -1,4 +1,5 @@
 // LAMB: the formula, and the same under sharding as without.
+#include "tests/optim/given_gradients.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -81,6 +82,11 @@ TEST(Lamb, WorksOnHybridShards) {
   });
 }
 
+// zero() tells it of the wrapper.
+TEST(Lamb, IsExactThroughZero) {
+  expect_exact_everywhere<Lamb>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1), 1e-5);
+}
+
 // One all-reduce a step, of two doubles a parameter.
 TEST(Lamb, ExchangesTwoNumbersAParameter) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
@@ -105,6 +111,7 @@ TEST(Lamb, MistakesAreNamed) {
                       Lamb lamb(fsdp, {torch::optim::OptimizerParamGroup({torch::ones({3}).set_requires_grad(true)})});
                     }),
                     "none of the wrapper's");
+    expect_contains(error_of<std::invalid_argument>([&] { Lamb lamb(fsdp.parameters()); }), "is a shard of");
   });
 }
 

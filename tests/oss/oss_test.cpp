@@ -349,6 +349,25 @@ TEST(OssMistakes, AreNamed) {
   });
 }
 
+// Small ones, which share a bucket, and one that travels alone.
+TEST(OssMistakes, ConversionsAreNoticedBeforeAnythingIsChanged) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (size_t converted : {size_t{0}, size_t{1}}) {
+      auto parameters = make_parameters(1, {{5, 3}, {600, 600}, {7}});
+      OSS<Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+      set_gradients(parameters, 0);
+      optimizer.step();
+      parameters[converted].set_data(parameters[converted].detach().to(torch::kDouble));
+      std::vector<at::Tensor> before;
+      for (const at::Tensor& parameter : parameters) before.push_back(parameter.detach().clone());
+      set_gradients(parameters, 1);
+      expect_contains(error_of<std::logic_error>([&] { optimizer.step(); }),
+                      "OSS: parameter number " + std::to_string(converted) + " is Double");
+      expect_equal(parameters, before);
+    }
+  });
+}
+
 TEST(PeakMemory, CountsWhatThisThreadHasAllocatedWhoeverFreesIt) {
   PeakMemory memory;
   const int64_t before = memory.current_bytes();

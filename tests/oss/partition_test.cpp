@@ -1,4 +1,4 @@
-#include "tessera/oss/partition.h"
+#include "tessera/flat/partition.h"
 
 #include <gtest/gtest.h>
 

@@ -1,16 +1,21 @@
 // The readers of files that may be hostile, for libFuzzer; without it, fuzz_driver.cpp calls the
-// same function. The first byte chooses the reader. Whatever comes, a reader returns or throws
-// CheckpointError; anything else, a sanitizer's finding or an allocation out of proportion is a fault.
+// same function. The first byte chooses the reader. Whatever comes, a reader returns or throws its error
+// (CheckpointError, ExportedError); anything else, a sanitizer's finding or an allocation out of proportion is a fault.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tessera/checkpoint/checked_json.h"
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/safetensors_header.h"
+#include "tessera/exported/archive.h"
+#include "tessera/exported/errors.h"
 
 namespace {
 
@@ -58,18 +63,36 @@ void read_header(const std::string& text) {
     __builtin_trap();
 }
 
+// Members lie inside the archive, and no two of them share a byte.
+void read_archive(const std::string& text) {
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (const auto& [name, member] : read_zip(text, "a")) ranges.emplace_back(member.begin, member.begin + member.bytes);
+  std::sort(ranges.begin(), ranges.end());
+  int64_t end = 0;
+  for (const auto& [from, to] : ranges) {
+    if (from < end || to < from || to > static_cast<int64_t>(text.size())) __builtin_trap();
+    end = to;
+  }
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   if (bytes == 0) return 0;
   const std::string text(reinterpret_cast<const char*>(data) + 1, bytes - 1);
   try {
-    if (data[0] % 2 == 0) {
-      read_header(text);
-    } else {
-      read_manifest_text(text);
+    switch (data[0] % 3) {
+      case 0:
+        read_header(text);
+        break;
+      case 1:
+        read_manifest_text(text);
+        break;
+      default:
+        read_archive(text);
     }
   } catch (const CheckpointError&) {
+  } catch (const ExportedError&) {
   }
   return 0;
 }

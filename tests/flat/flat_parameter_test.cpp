@@ -1,9 +1,10 @@
 // Shards and gradients of one group of parameters.
-#include "tessera/flat/flat_group.h"
+#include "tessera/flat/flat_parameter.h"
 
+#include "tessera/flat/gradient_part.h"
 #include "tests/support/reference.h"
 
-namespace tessera::flat_group_test {
+namespace tessera::flat_parameter_test {
 namespace {
 
 using namespace testing_support;
@@ -22,13 +23,13 @@ std::vector<at::Tensor> tensors(int seed) {
   });
 }
 
-TEST(FlatGroup, GathersWhatItWasMadeOf) {
+TEST(FlatParameter, GathersWhatItWasMadeOf) {
   for (bool sync : {true, false}) {
     for (int world : {1, 2, 3, 5}) {
       on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
         const auto expected = tensors(1);
         const auto own = tensors(sync ? 1 + comm->rank() : 1);
-        FlatGroup group("a group", parameters_of(own), *comm, sync);
+        FlatParameter group("a group", parameters_of(own), *comm, sync);
         at::Tensor full = torch::full({group.layout().full_numel()}, -1.0f);
         group.gather(full, *comm).wait();
         for (size_t i = 0; i < expected.size(); ++i) {
@@ -40,9 +41,9 @@ TEST(FlatGroup, GathersWhatItWasMadeOf) {
   }
 }
 
-TEST(FlatGroup, GradientsAreSetThenAddedThenSetAgain) {
+TEST(FlatParameter, GradientsAreSetThenAddedThenSetAgain) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
-    FlatGroup group("a group", parameters_of({torch::zeros({4}), torch::zeros({3})}), *comm, true);
+    FlatParameter group("a group", parameters_of({torch::zeros({4}), torch::zeros({3})}), *comm, true);
     auto& shards = group.parameter_shards();
     auto reduce = [&](double value, std::vector<bool> used) {
       at::Tensor destination = group.gradient().room();
@@ -67,15 +68,40 @@ TEST(FlatGroup, GradientsAreSetThenAddedThenSetAgain) {
   });
 }
 
-TEST(FlatGroup, SplitsByDtypeAndByWhatTrains) {
+TEST(FlatParameter, SplitsByDtypeAndByWhatTrains) {
   PlannedUnit unit{"u", parameters_of({torch::zeros({2}), torch::zeros({2}, at::kDouble), torch::zeros({3}),
                                        torch::zeros({1}).requires_grad_()})};
-  const auto groups = split_into_groups(unit);
+  const auto groups = split_into_flat_parameters(unit);
   ASSERT_EQ(groups.size(), 3U);
   EXPECT_EQ(groups[0].size(), 2U);
   EXPECT_EQ(groups[1][0].fqn, "p1");
   EXPECT_EQ(groups[2][0].fqn, "p3");
 }
 
+// What torch::nn::utils::clip_grad_norm_ does, and what looks like it.
+TEST(GradientPart, IsNotScaledByItsOwnNorm) {
+  const at::Tensor values = torch::tensor({3.0, 4.0});
+  const at::Tensor part = as_part_of_gradient(values, "parameter 'fc.weight' on rank 1");
+  const at::Tensor factor = torch::tensor(0.5);
+  part.mul_(factor);  // no norm was taken
+  EXPECT_EQ(part.data().norm().item<double>(), 2.5);
+  part.mul_(0.5);  // a number, which the user has thought about
+  const std::string refusal = "the gradient of parameter 'fc.weight' on rank 1 would be scaled by a tensor";
+  expect_contains(error_of<std::logic_error>([&] { part.data().mul_(factor); }), refusal);
+  expect_contains(error_of<std::logic_error>([&] { at::_foreach_mul_({part}, factor); }), refusal);
+  part.mul_(torch::tensor({2.0, 2.0}));
+  EXPECT_TRUE(torch::equal(values, torch::tensor({1.5, 2.0})));
+  forget_norm(part);  // a new gradient
+  part.mul_(factor);
+  EXPECT_EQ(at::_foreach_norm({part})[0].item<double>(), 1.25);
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) { comm->barrier(); });
+  expect_contains(error_of<std::logic_error>([&] { part.div_(factor); }),
+                  refusal);  // the collective was another thread's
+  auto alone = init();
+  alone->all_reduce(torch::zeros({1})).wait();
+  part.div_(factor);
+  EXPECT_TRUE(torch::equal((part + 1).mul_(factor), torch::tensor({1.25, 1.5})));  // not a gradient
+}
+
 }  // namespace
-}  // namespace tessera::flat_group_test
+}  // namespace tessera::flat_parameter_test

@@ -1,0 +1,73 @@
+// Faults that are planted: an order, a wait or a lifetime that the library asks for and does not get. Each is found.
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "tests/accelerator/simulated_training.h"
+
+namespace tessera::accelerator_faults_test {
+namespace {
+
+using namespace accelerator_training;
+using accelerator::Request;
+using accelerator::Simulation;
+
+struct Fault {
+  const char* name;
+  const char* training;  // the case in which it is planted
+  Request request;
+  const char* place;  // left out where this function is on the way to it
+};
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
+
+constexpr Fault kFaults[] = {
+    {"a_gather_begins_too_soon", "fsdp_bf16", Request::kCollectiveBegins, "Unit::start_gather"},
+    {"a_reduction_begins_too_soon", "fsdp", Request::kCollectiveBegins, "Communicator::reduce_scatter"},
+    {"a_unit_is_used_before_its_gather_ends", "fsdp", Request::kCollectiveEnds, "Unit::finish_gather"},
+    {"a_gradient_is_used_before_its_reduction_ends", "fsdp", Request::kCollectiveEnds,
+     "GradientReducer::finish_oldest"},
+    {"a_copy_crosses_before_its_reduction_ends", "fsdp_hybrid", Request::kCollectiveEnds,
+     "GradientReducer::finish_oldest"},
+    {"a_fetch_begins_too_soon", "fsdp_offload", Request::kBlock, "CopyEngine::checked_start"},
+    {"a_gather_does_not_wait_for_the_fetch", "fsdp_offload", Request::kBlock, "Unit::start_gather"},
+    {"the_host_steps_before_gradients_are_there", "fsdp_offload_host_adam", Request::kSynchronize,
+     "GradientReducer::finish_oldest"},
+    {"a_second_stream_does_not_wait_for_the_gather", "fsdp_branches", Request::kBlock, "StreamUses::use"},
+    {"a_unit_is_freed_under_a_second_stream", "fsdp_branches", Request::kBlock, "StreamUses::join"},
+    {"memory_goes_back_before_its_users_are_through", "fsdp_two_streams", Request::kBlock, "Unit::release"},
+    {"an_event_is_never_recorded", "fsdp_branches", Request::kRecord, "order_streams"},
+    {"an_input_is_fetched_before_it_is_there", "fsdp_activations", Request::kBlock, "ActivationOffload::fetch"},
+    {"a_step_begins_before_parameters_are_published", "sdp", Request::kCollectiveEnds, "ShardedOptimizer::publish"},
+};
+
+class PlantedFaults : public testing::TestWithParam<Fault> {};
+INSTANTIATE_TEST_SUITE_P(Faults, PlantedFaults, testing::ValuesIn(kFaults),
+                         [](const auto& instance) { return instance.param.name; });
+
+// Whether a training in which the fault is planted shows it. The library's own checks may find it first.
+bool is_found(const Fault& fault, uint64_t seed) {
+  std::atomic<int> left_out = 0;
+  const Simulation simulation({.seed = seed,
+                               .longest_delay_us = 200 * static_cast<int>(seed),
+                               .leave_out = [&](Request request, std::string_view place) {
+                                 const bool here =
+                                     request == fault.request && place.find(fault.place) != std::string_view::npos;
+                                 left_out += here ? 1 : 0;
+                                 return here;
+                               }});
+  const std::string error =
+      testing_support::error_of<std::exception>([&] { train_on_devices(case_named(fault.training)); });
+  EXPECT_GT(left_out, 0) << "nothing asks for it there";
+  return !Simulation::findings().empty() || !error.empty();
+}
+
+// A host that was held up meets a device that is through, and may learn so by the way (an allocator asks its events):
+// then there is nothing to find in that run. So devices are ever later, until it is found.
+TEST_P(PlantedFaults, AreFound) {
+  bool found = false;
+  for (const uint64_t seed : accelerator::seeds(6)) found = found || is_found(GetParam(), seed);
+  EXPECT_TRUE(found);
+}
+
+}  // namespace
+}  // namespace tessera::accelerator_faults_test

@@ -1,0 +1,178 @@
+// Memory on simulated devices: page-locked memory, checkpoints, what is gathered ahead, memory that NCCL knows.
+#include "tessera/memory/pinned_pool.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+
+#include "tests/accelerator/simulated_training.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::accelerator_memory_test {
+namespace {
+
+using namespace accelerator_training;
+using accelerator::Simulation;
+using testing_support::error_of;
+using testing_support::expect_contains;
+using testing_support::seeded;
+using testing_support::TemporaryFolder;
+
+void expect_no_findings() {
+  for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
+}
+
+torch::nn::Sequential chain(int layers, int64_t features) {
+  return seeded(3, [&] {
+    torch::nn::Sequential net;
+    for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(features, features));
+    return net;
+  });
+}
+
+// libtorch's own allocator would take the next power of two: nearly twice as much.
+TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 0);
+  constexpr int64_t kBytes = (int64_t{1} << 20) + 100, kInPages = (int64_t{1} << 20) + 4096;
+  const int64_t before = accelerator::page_locked_bytes();
+  {
+    PinnedPool pool({.device = device, .limit_bytes = 2 * kBytes});
+    const at::Tensor first = pool.take(kBytes, at::kByte, "a test"), second = pool.take(kBytes, at::kByte, "a test");
+    EXPECT_EQ(accelerator::page_locked_bytes() - before, 2 * kInPages);
+    expect_contains(error_of<std::runtime_error>([&] { pool.take(1, at::kByte, "a test"); }), "of at most");
+  }
+  EXPECT_EQ(accelerator::page_locked_bytes(), before);
+  expect_no_findings();
+}
+
+// It goes back to the driver, which asks no stream.
+TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
+  const Simulation simulation({.longest_delay_us = 20000});
+  const at::Device device(at::kCUDA, 0);
+  const auto engine = CopyEngine::make(device);
+  const at::Tensor there = torch::ones({5000}, device);
+  for (int i = 0; i < 4; ++i) {
+    PinnedPool pool({.device = device});
+    auto copy = engine->to_host(pool.take(5000, at::kFloat, "a test"), there);
+  }
+  expect_no_findings();
+}
+
+class AcceleratorSaves : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(CopyInBackground, AcceleratorSaves, testing::Bool());
+
+// What trains on at once changes nothing of what is saved, and the copies do not stop the host: each goes straight to
+// page-locked memory, which is no larger than it must be.
+TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
+  const bool in_background = GetParam();
+  for (const uint64_t seed : accelerator::seeds(2)) {
+    SCOPED_TRACE("to repeat it: TESSERA_ACCELERATOR_SEED=" + std::to_string(seed));
+    const TemporaryFolder folder;
+    const Simulation simulation({.seed = seed, .longest_delay_us = 2000});
+    accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+      auto net = chain(3, 40);
+      net->to(comm->device());
+      FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+      const at::Tensor x = torch::ones({4, 40}, comm->device());
+      auto backward = [&] {
+        optimizer.zero_grad();
+        fsdp(x).square().sum().backward();
+      };
+      backward();
+      optimizer.step();
+      backward();
+      optimizer.step();
+      const auto expected = fsdp.full_state_dict();
+      const auto before = Simulation::counts(comm->rank());
+      auto pending =
+          save_checkpoint_async(folder.path() / "saved", fsdp, optimizer, {}, {.copy_in_background = in_background});
+      backward();
+      pending.copied();
+      optimizer.step();
+      backward();
+      optimizer.step();
+      pending.wait();
+      for (const auto& [place, times] : Simulation::counts(comm->rank()).wait_places)
+        if (place.find("HostCopies::copy") != std::string::npos ||
+            place.find("HostCopies::begin") != std::string::npos) {
+          const auto known = before.wait_places.find(place);
+          EXPECT_EQ(times, known == before.wait_places.end() ? 0 : known->second) << place;
+        }
+      load_checkpoint(folder.path() / "saved", fsdp, optimizer);
+      const auto loaded = fsdp.full_state_dict();
+      for (const auto& entry : expected)
+        EXPECT_TRUE(torch::equal(entry.value().cpu(), loaded[entry.key()].cpu())) << entry.key();
+    });
+    expect_no_findings();
+  }
+}
+
+// What a load reads takes the place of what is there, one tensor after another.
+TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
+  const TemporaryFolder folder;
+  const Simulation simulation;
+  accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
+    auto net = chain(6, 64);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    fsdp(torch::ones({4, 64}, comm->device())).square().sum().backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    save_checkpoint(folder.path() / "saved", fsdp, optimizer);
+    constexpr int64_t kLayerBytes = 64 * 65 * 4;
+    PeakMemory memory(comm->device());
+    const int64_t before = memory.current_bytes();
+    load_checkpoint(folder.path() / "saved", fsdp, optimizer);
+    EXPECT_LE(memory.peak_bytes() - before, 2 * kLayerBytes);  // both of a parameter's, and no other's
+    EXPECT_LE(memory.current_bytes(), before);
+  });
+  expect_no_findings();
+}
+
+// The host runs ahead of a late device, and memory does not run with it: what is gathered, from the second step on,
+// goes where something was that is ordered before it.
+TEST(AcceleratorMemory, AHostThatRunsAheadTakesNoMoreMemory) {
+  const Simulation simulation({.longest_delay_us = 1000});
+  constexpr int64_t kFeatures = 128, kUnitBytes = kFeatures * (kFeatures + 1) * 4;
+  accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+    auto net = chain(6, kFeatures);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .prefetch = 2});
+    torch::optim::SGD optimizer(fsdp.parameters(), 1e-2);
+    const at::Tensor x = torch::ones({4, kFeatures}, comm->device());
+    auto step = [&] {
+      optimizer.zero_grad();
+      fsdp(x).square().sum().backward();
+      optimizer.step();
+    };
+    for (int i = 0; i < 3; ++i) step();
+    const int64_t reserved = accelerator::reserved_bytes(comm->rank());
+    fsdp.reset_peak_memory();
+    for (int i = 0; i < 4; ++i) step();
+    // But for reports of a few bytes, of which some may be on their way.
+    EXPECT_LE(accelerator::reserved_bytes(comm->rank()) - reserved, kUnitBytes / 4);
+    // Those in use lately, and those ahead.
+    EXPECT_LE(fsdp.memory().peak_gathered_bytes, (2 + 2) * fsdp.memory().largest_unit_bytes);
+  });
+  expect_no_findings();
+}
+
+TEST(AcceleratorMemory, GathersGoToRegisteredMemoryIfAskedTo) {
+  InitOptions options;
+  options.timeout = std::chrono::seconds(60);
+  for (const bool registered : {true, false}) {
+    options.registered_memory = registered;
+    const Case& of = case_named(registered ? "fsdp_hybrid" : "fsdp");
+    const Simulation simulation;
+    EXPECT_EQ(difference(train_on_gloo(of), train_on_devices(of, options)), "");
+    // Four units and what is left of the model, three times; at least.
+    EXPECT_GE(Simulation::counts(0).registered_collectives, registered ? 3 * 5 : 0);
+    EXPECT_EQ(Simulation::counts(0).registered_collectives > 0, registered);
+    expect_no_findings();
+  }
+}
+
+}  // namespace
+}  // namespace tessera::accelerator_memory_test

@@ -1,0 +1,229 @@
+// The NCCL communicator's own logic on simulated devices: order, failures, ends.
+#include <c10/util/ScopeExit.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <future>
+#include <thread>
+
+#include "tests/accelerator/simulated_training.h"
+
+namespace tessera::nccl_communicator_test {
+namespace {
+
+using accelerator::on_devices;
+using accelerator::Simulation;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+using testing_support::error_of;
+using testing_support::expect_contains;
+
+using Body = std::function<void(std::shared_ptr<Communicator>)>;
+
+// What the first rank to fail says, which it must do long before the timeout.
+std::string first_error(int world, const Body& body, seconds timeout = seconds(60)) {
+  const auto began = steady_clock::now();
+  const std::string error = error_of<std::exception>([&] { on_devices(world, body, timeout); });
+  EXPECT_LT(steady_clock::now() - began, seconds(30));
+  return error;
+}
+
+at::Tensor ones(const Communicator& comm, int64_t numel = 8) { return torch::ones({numel}, comm.device()); }
+
+TEST(NcclCommunicator, ARankThatThrowsEndsTheOthersByItsReason) {
+  const Simulation simulation;
+  std::mutex mutex;
+  std::vector<std::string> others;
+  first_error(3, [&](std::shared_ptr<Communicator> comm) {
+    if (comm->rank() == 1) throw std::runtime_error("out of data");
+    try {
+      for (int i = 0; i < 3; ++i) {
+        at::Tensor x = ones(*comm);
+        comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+        x.cpu();
+      }
+    } catch (const CommError& error) {
+      std::lock_guard lock(mutex);
+      others.emplace_back(error.what());
+    }
+  });
+  ASSERT_EQ(others.size(), 2u);
+  for (const std::string& text : others) expect_contains(text, "rank 1 failed: out of data");
+}
+
+TEST(NcclCommunicator, RanksThatDivergeAreNamed) {
+  const Simulation simulation;
+  const std::string error = first_error(2, [&](std::shared_ptr<Communicator> comm) {
+    at::Tensor x = ones(*comm), shard = ones(*comm, 4);
+    for (int i = 0; i < 3; ++i) {
+      if (comm->rank() == 0) {
+        comm->all_reduce(x, ReduceOp::kSum, "unit 'a'").wait();
+      } else {
+        comm->reduce_scatter(shard, x, ReduceOp::kSum, {}, "unit 'b'").wait();
+      }
+      x.cpu();
+    }
+  });
+  expect_contains(error, "the ranks have diverged: operation #0 is ");
+  expect_contains(error, "all-reduce of unit 'a' (8 elements) on rank 0");
+  expect_contains(error, "reduce-scatter of unit 'b' (8 elements) on rank 1");
+}
+
+TEST(NcclCommunicator, ARankThatDoesNotComeIsNamedAfterTheTimeout) {
+  const Simulation simulation;
+  std::promise<void> has_failed;
+  const std::string error = first_error(
+      2,
+      [&](std::shared_ptr<Communicator> comm) {
+        if (comm->rank() == 1) return has_failed.get_future().wait();
+        const auto tell = c10::make_scope_exit([&] { has_failed.set_value(); });
+        for (int i = 0; i < 2; ++i) {
+          at::Tensor x = ones(*comm);
+          comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+          x.cpu();
+        }
+      },
+      seconds(2));
+  expect_contains(error, "all-reduce of x (8 elements) failed on rank 0 of 2: timed out after 2 s");
+  expect_contains(error, "rank 1");
+}
+
+TEST(NcclCommunicator, EndsWithNothingUnderWay) {
+  const Simulation simulation({.longest_delay_us = 50000});
+  on_devices(3, [&](std::shared_ptr<Communicator> comm) {
+    auto part = comm->split(comm->rank() / 2);
+    at::Tensor x = ones(*comm);
+    for (int i = 0; i < 4; ++i) {
+      comm->all_reduce(x).wait();
+      if (comm->rank() < 2) part->all_reduce(x).wait();
+    }
+    auto dropped = comm->all_reduce(x);  // and never waited for
+  });
+  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
+}
+
+TEST(NcclCommunicator, AnExceptionEndsItWithoutWaitingForOthers) {
+  const Simulation simulation;
+  const std::string error = first_error(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto own = std::exchange(comm, nullptr);
+    at::Tensor x = ones(*own);
+    if (own->rank() == 0) throw std::runtime_error("rank 0 gives up");
+    own->all_reduce(x).wait();
+    x.cpu();
+    own->barrier();
+  });
+  expect_contains(error, "rank 0 gives up");
+}
+
+// All groups of a device in the order of issue, as a GPU may run them: no two ranks wait for each other.
+TEST(NcclCommunicator, GroupsAreUsedInOneOrder) {
+  const Simulation simulation({.collectives_in_order = true});
+  on_devices(4, [&](std::shared_ptr<Communicator> comm) {
+    auto shard = comm->split(comm->rank() / 2), replicas = comm->split(comm->rank() % 2);
+    for (int i = 0; i < 5; ++i) {
+      at::Tensor x = ones(*comm), full = torch::empty({16}, comm->device());
+      auto gather = shard->all_gather(full, x);
+      auto cross = replicas->all_reduce(x);
+      comm->all_reduce(full).wait();
+      gather.wait();
+      cross.wait();
+    }
+  });
+  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
+}
+
+// Where each rank goes another way through the model, with numbers that fit: collectives meet that are not meant for
+// each other, nothing hangs, and every number is wrong. A fingerprint tells, which the host looks at when it has come.
+TEST(NcclCommunicator, UnitsThatAreUsedInAnotherOrderAreFound) {
+  const Simulation simulation;
+  const std::string error = first_error(2, [&](std::shared_ptr<Communicator> comm) {
+    struct Net : torch::nn::Module {
+      explicit Net(bool is_other_way) : other_way(is_other_way) {
+        register_module("a", a);
+        register_module("b", b);
+      }
+      at::Tensor forward(const at::Tensor& x) { return other_way ? a(b(x)) : b(a(x)); }
+      bool other_way;
+      torch::nn::Linear a{8, 8}, b{8, 8};
+    };
+    auto net = std::make_shared<Net>(comm->rank() == 1);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .prefetch = 0});
+    const at::Tensor x = torch::ones({2, 8}, comm->device());
+    for (int step = 0; step < 20; ++step) {  // the device may be some behind
+      fsdp.zero_grad();
+      fsdp(x).sum().backward();
+    }
+  });
+  expect_contains(error, "the ranks disagree about what was gathered and reduced");
+}
+
+// In the middle of a backward that the others are in as well.
+TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
+  const Simulation simulation;
+  std::mutex mutex;
+  std::vector<std::string> others;
+  first_error(3, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8));
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    at::Tensor x = torch::ones({2, 8}, comm->device());
+    try {
+      for (int step = 0; step < 3; ++step) {
+        at::Tensor y = fsdp(x);
+        if (step == 1 && comm->rank() == 2)
+          y.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the disk is full"); });
+        y.sum().backward();
+        fsdp.clip_grad_norm_(1.0);  // which looks at it
+        EXPECT_GE(comm->traffic().wait_s, 0);
+        fsdp.zero_grad();
+      }
+    } catch (const CommError& error) {
+      std::lock_guard lock(mutex);
+      others.emplace_back(error.what());
+    }
+  });
+  ASSERT_EQ(others.size(), 2u);
+  for (const std::string& text : others) expect_contains(text, "rank 2 failed: the disk is full");
+}
+
+// Copies of a model on parts of the ranks: three groups, and each rank in all of them.
+TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
+  const accelerator_training::Case& of = accelerator_training::case_named("fsdp_hybrid");
+  const Simulation simulation({.collectives_in_order = true});
+  EXPECT_EQ(accelerator_training::difference(accelerator_training::train_on_gloo(of),
+                                             accelerator_training::train_on_devices(of)),
+            "");
+  EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
+}
+
+TEST(NcclCommunicator, RegisteredMemoryIsNcclsAlone) {
+  InitOptions options;
+  options.registered_memory = true;
+  expect_contains(error_of<std::invalid_argument>([&] { run_ranks(1, [](auto) {}, options); }),
+                  "InitOptions::registered_memory is NCCL's");
+}
+
+TEST(NcclCommunicator, RefusesWhatNcclHasNoTypeFor) {
+  const Simulation simulation;
+  on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+    at::Tensor x = torch::ones({4}, comm->device()).to(at::kShort);
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(x); }), "int16");
+    at::Tensor moved = torch::ones({4}, comm->device()).to(at::kShort) * comm->rank();
+    comm->broadcast(moved, 1).wait();
+    EXPECT_EQ(moved.sum().item<int64_t>(), 4);
+    at::Tensor part = torch::zeros({comm->rank() == 0 ? 3 : 1}, moved.options());  // uneven
+    comm->scatter(part, comm->rank() == 1 ? moved * 2 : at::Tensor(), 1, {3, 1}).wait();
+    EXPECT_EQ(part.sum().item<int64_t>(), comm->rank() == 0 ? 6 : 2);
+    at::Tensor flags = torch::ones({3}, comm->device()).to(at::kBool), all = torch::zeros({6}, flags.options());
+    comm->all_gather(all, flags).wait();
+    EXPECT_TRUE(all.all().item<bool>());
+    at::Tensor numbers = torch::ones({2}, at::TensorOptions(comm->device()).dtype(at::kComplexFloat));
+    at::Tensor both = torch::zeros({4}, numbers.options());
+    comm->all_gather(both, numbers).wait();
+    EXPECT_EQ(at::real(both).sum().item<float>(), 4);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::nccl_communicator_test

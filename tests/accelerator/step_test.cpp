@@ -1,0 +1,201 @@
+// What a step on an accelerator costs: synchronisations of the host, launches; and what it refuses.
+#include <c10/core/DeviceGuard.h>
+#include <gtest/gtest.h>
+
+#include "tests/accelerator/simulated_training.h"
+
+namespace tessera::accelerator_step_test {
+namespace {
+
+using accelerator::Simulation;
+using testing_support::error_of;
+using testing_support::expect_contains;
+using testing_support::seeded;
+
+constexpr int64_t kFeatures = 16;
+
+torch::nn::Sequential chain(int layers) {
+  return seeded(3, [&] {
+    torch::nn::Sequential net;
+    for (int i = 0; i < layers; ++i) net->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    return net;
+  });
+}
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    register_module("a", a);
+    register_module("b", b);
+    register_module("c", c);
+  }
+  at::Tensor forward(const at::Tensor& x) { return c(b(a(x))); }
+  torch::nn::Linear a{kFeatures, kFeatures}, b{kFeatures, 5}, c{5, kFeatures};
+};
+TORCH_MODULE(Block);
+
+// What the fourth step cost this rank's device.
+template <class Wrapper>
+accelerator::Counts cost_of_a_step(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Communicator& comm,
+                                   bool clips) {
+  const at::Tensor x = torch::ones({4, kFeatures}, comm.device());
+  accelerator::Counts before;
+  for (int step = 0; step < 4; ++step) {
+    if (step == 3) before = Simulation::counts(comm.rank());
+    optimizer.zero_grad();
+    wrapper(x).square().sum().backward();
+    if (clips) wrapper.clip_grad_norm_on_device_(0.1);
+    optimizer.step();
+  }
+  accelerator::Counts cost = Simulation::counts(comm.rank());
+  cost.host_waits -= before.host_waits;
+  cost.launches -= before.launches;
+  for (auto& [place, times] : cost.wait_places) times -= before.wait_places[place];
+  for (auto& [name, times] : cost.launch_names) times -= before.launch_names[name];
+  return cost;
+}
+
+void expect_no_wait(const accelerator::Counts& cost) {
+  EXPECT_EQ(cost.host_waits, 0);
+  for (const auto& [place, times] : cost.wait_places) EXPECT_EQ(times, 0) << place;
+}
+
+TEST(AcceleratorStep, DoesNotStopTheHost) {
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    const torch::optim::AdamWOptions adam(1e-2);
+    {
+      auto net = chain(3);
+      net->to(comm->device());
+      FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      torch::optim::AdamW optimizer(fsdp.parameters(), adam);
+      expect_no_wait(cost_of_a_step(fsdp, optimizer, *comm, true));
+    }
+    {
+      auto net = chain(3);
+      net->to(comm->device());
+      OSS<torch::optim::AdamW> optimizer(net->parameters(), adam, comm);
+      ShardedDataParallel sdp(net, optimizer, comm);
+      expect_no_wait(cost_of_a_step(sdp, optimizer, *comm, true));
+    }
+    {
+      auto net = chain(3);
+      net->to(comm->device());
+      DistributedDataParallel ddp(net, comm);
+      torch::optim::AdamW optimizer(net->parameters(), adam);
+      expect_no_wait(cost_of_a_step(ddp, optimizer, *comm, false));
+    }
+  });
+}
+
+// All gradients make one small tensor of flags, however many there are.
+TEST(AcceleratorStep, CheckFiniteStopsTheHostOnce) {
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    auto net = chain(3);
+    net->to(comm->device());
+    FullyShardedDataParallel fsdp(net, comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .check_finite = true});
+    torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    const auto cost = cost_of_a_step(fsdp, optimizer, *comm, true);
+    EXPECT_EQ(cost.host_waits, 1);
+  });
+}
+
+// One more unit costs its two gathers, its reduction, and kernels of the model's own; no more than these around them,
+// however many parameters it has.
+TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
+  const Simulation simulation;
+  std::map<int, int64_t> launches;
+  for (const int layers : {3, 4}) {
+    accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+      torch::nn::Sequential net;
+      for (int i = 0; i < layers; ++i) net->push_back(Block());
+      net->to(comm->device());
+      FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<BlockImpl>()});
+      torch::optim::SGD optimizer(fsdp.parameters(), 1e-2);
+      const auto cost = cost_of_a_step(fsdp, optimizer, *comm, false);
+      if (comm->rank() == 0)
+        for (const auto& [name, times] : cost.launch_names)
+          if (name.find("copy_") != std::string::npos || name.find("zero_") != std::string::npos ||
+              name.find("aten::fill_") != std::string::npos)
+            launches[layers] += times;
+    });
+  }
+  // The copies of six gradients into the bucket are one, and one clears all gaps.
+  EXPECT_LE(launches[4] - launches[3], 2);
+}
+
+// A copy that leaves for the host and a later change of what it reads: an error, whichever comes first.
+TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 0);
+  ActivationOffload activations(device, {.min_bytes = 0});
+  at::Tensor weight = torch::ones({4}, device).requires_grad_();
+  at::Tensor x = torch::ones({4}, device) * weight, y;
+  {
+    ActivationOffload::Use use(activations);
+    y = checkpointed([&](const at::Tensor& in) { return in * weight; }, x);
+  }
+  {
+    at::NoGradGuard no_grad;
+    x.mul_(3);
+  }
+  expect_contains(error_of<std::invalid_argument>([&] { y.sum().backward(); }),
+                  "has been modified by an inplace operation");
+}
+
+// What a checkpointed part draws on a device it draws again.
+TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 1);
+  torch::manual_seed(1);
+  at::Tensor x = torch::ones({64}, device).requires_grad_();
+  const at::Tensor y = checkpointed([](const at::Tensor& in) { return torch::dropout(in, 0.5, true); }, x);
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
+}
+
+// Whatever device its inputs are on: of indices on the CPU, say.
+TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 1);
+  const c10::DeviceGuard guard(device);
+  torch::manual_seed(1);
+  at::Tensor weight = torch::ones({64}, device).requires_grad_();
+  const at::Tensor indices = torch::arange(64);
+  const at::Tensor y = checkpointed(
+      [&](const at::Tensor& in) { return torch::dropout(weight, 0.5, true) * in.to(device).clamp(1, 1); }, indices);
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(y.detach().cpu(), weight.grad().cpu()));
+}
+
+// A gradient that waits for its copy is autograd's, and not to be changed meanwhile.
+TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    struct Net : torch::nn::Module {
+      Net() {
+        register_module("a", a);
+        register_module("b", b);
+      }
+      at::Tensor forward(const at::Tensor& x) {
+        at::Tensor h = a(x);
+        h.register_hook([this](const at::Tensor&) -> void { kept.mul_(2); });
+        return b(h);
+      }
+      torch::nn::Linear a{torch::nn::LinearOptions(4, 4).bias(false)}, b{torch::nn::LinearOptions(4, 4).bias(false)};
+      at::Tensor kept;  // the gradient of b's weight
+    };
+    auto net = std::make_shared<Net>();
+    net->to(comm->device());
+    DistributedDataParallel ddp(net, comm);
+    net->b->weight.register_hook([&](const at::Tensor& gradient) -> void { net->kept = gradient; });
+    const std::string error =
+        error_of<std::logic_error>([&] { ddp(torch::ones({2, 4}, comm->device())).sum().backward(); });
+    expect_contains(error, "the gradient of parameter 'b.weight' on rank " + std::to_string(comm->rank()) +
+                               " was changed in place");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::accelerator_step_test

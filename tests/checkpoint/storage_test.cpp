@@ -1,0 +1,189 @@
+// Checkpoints on other storage than local folders: in memory, where what an object store does, and does not do, holds.
+#include <thread>
+
+#include "tessera/checkpoint/entries.h"
+#include "tessera/checkpoint/find_checkpoints.h"
+#include "tessera/checkpoint/offline.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::storage_test {
+namespace {
+
+using namespace testing_support;
+namespace fs = std::filesystem;
+
+// A folder in memory of a test's own.
+class CheckpointStorage : public ::testing::Test {
+ protected:
+  CheckpointStorage()
+      : folder_("memory://" + std::string(::testing::UnitTest::GetInstance()->current_test_info()->name())) {}
+  ~CheckpointStorage() override { storage_of(folder_).remove_all(folder_); }
+
+  fs::path at(const std::string& name) const { return folder_ / name; }
+  std::vector<std::string> list(const std::string& name = "") const { return storage_of(folder_).list(folder_ / name); }
+
+  const fs::path folder_;
+};
+
+// Trained a step, with AdamW.
+struct Trained {
+  Trained(const std::shared_ptr<Communicator>& comm, uint64_t seed)
+      : net(seeded(seed, [] { return torch::nn::Sequential(torch::nn::Linear(40, 30), torch::nn::Linear(30, 3)); })),
+        fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}),
+        adam(fsdp.parameters(), 0.1) {
+    step();
+  }
+  double step() {
+    auto loss = fsdp(torch::ones({2, 40})).sum();
+    adam.zero_grad();
+    loss.backward();
+    adam.step();
+    return loss.item<double>();
+  }
+  torch::nn::Sequential net;
+  FullyShardedDataParallel<torch::nn::Sequential> fsdp;
+  torch::optim::AdamW adam;
+};
+
+// Older ones are removed beside the loop, which may take their names again meanwhile.
+TEST_F(CheckpointStorage, NamesAreTakenAgain) {
+  const TemporaryFolder local;
+  for (const fs::path& folder : {folder_, local.path()})
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      constexpr int kSaves = 100;
+      for (int n = 1; n <= kSaves; ++n)
+        save_checkpoint(folder / ("step-" + std::to_string(n % 2)), model, {{"value", n}}, {.keep_last = 1});
+      EXPECT_EQ(load_checkpoint(*latest_checkpoint(folder), model)["value"], kSaves);
+    });
+}
+
+TEST_F(CheckpointStorage, GoesOnFromMemoryOnAnyNumberOfRanks) {
+  double expected = 0;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 1);
+    save_checkpoint(at("step-1"), trained.fsdp, trained.adam, {{"step", 1}});
+    const double loss = trained.step();
+    if (comm->rank() == 0) expected = loss;
+  });
+  EXPECT_EQ(list(), std::vector<std::string>{"step-1/"});
+  for (const int world : {1, 2, 5})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      Trained other(comm, 2);
+      EXPECT_EQ(load_checkpoint(at("step-1"), other.fsdp, other.adam)["step"], 1);
+      EXPECT_NEAR(other.step(), expected, 1e-5);
+    });
+}
+
+TEST_F(CheckpointStorage, TheManifestIsTheCommit) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 1);
+    auto newest = [&] { return load_newest_checkpoint(folder_, trained.fsdp, trained.adam)->path.filename(); };
+    save_checkpoint(at("a"), trained.fsdp, trained.adam, {{"step", 1}});
+    save_checkpoint_async(at("b"), trained.fsdp, trained.adam, {{"step", 2}}).wait();
+    EXPECT_EQ(newest(), "b");
+    save_checkpoint(at("a"), trained.fsdp, trained.adam, {{"step", 3}});  // replaced
+    EXPECT_EQ(newest(), "a");
+    EXPECT_EQ(load_checkpoint(at("a"), trained.fsdp)["step"], 3);
+    comm->barrier();
+    if (comm->rank() == 0) storage_of(folder_).remove(at("a") / kManifestName);
+    comm->barrier();
+    EXPECT_EQ(newest(), "b");
+    comm->barrier();
+    if (comm->rank() == 0)
+      storage_of(folder_).put(at("b") / kManifestName, "{\"format\": \"tessera-checkpoint\", \"sequence\": 9", true);
+    comm->barrier();
+    expect_contains(error_of<CheckpointError>([&] { newest(); }), "none of its checkpoints can be read");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(at("a"), trained.fsdp); }), "has no tessera.json");
+    expect_contains(error_of<CheckpointError>([&] { load_checkpoint(at("none"), trained.fsdp); }), "there is nothing");
+  });
+}
+
+TEST_F(CheckpointStorage, KeepsTheNewestAndClearsAwayWhatDeadSavesLeft) {
+  const Storage& storage = storage_of(folder_);
+  storage.put(at("step-4/0123456789abcdef/rank-00000-0.safetensors"), "x", true);
+  storage.put(at("step-4/0123456789abcdef") / kDraftName,
+              "process 999999999 on " + process_name().substr(process_name().rfind(' ') + 1) + "\n9999999999\n", true);
+  storage.put(at("step-5/0123456789abcde0") / kDraftName,
+              "process 1 on elsewhere\n" + std::to_string(std::time(nullptr)) + "\n", true);
+  storage.put(at("step-5/0123456789abcde1") / kDraftName, "process 1 on elsewhere\n1000\n", true);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 1);
+    for (int step = 0; step < 4; ++step)
+      save_checkpoint(at("step-" + std::to_string(step)), trained.fsdp, trained.adam, {{"step", step}},
+                      {.keep_last = 2});
+    save_checkpoint(at("step-3"), trained.fsdp, trained.adam, {{"step", 4}}, {.keep_last = 2});
+  });
+  const std::vector<std::string> expected{"step-2/", "step-3/", "step-5/"};
+  for (int i = 0; i < 500 && list() != expected; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(list(), expected);
+  EXPECT_EQ(list("step-5"), std::vector<std::string>{"0123456789abcde0/"});  // somebody may be at work on it
+  for (int i = 0; i < 500 && list("step-3").size() > 2; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(list("step-3").size(), 2U);  // its own folder, the manifest
+  EXPECT_EQ(verify_checkpoint(at("step-3")), std::vector<std::string>());
+}
+
+// A model that one rank cannot show.
+struct Broken : Replicated {
+  using Replicated::Replicated;
+  std::vector<NamedShard> named_shards() const override {
+    if (comm()->rank() == 1) throw std::runtime_error("the device is lost");
+    return Replicated::named_shards();
+  }
+};
+
+TEST_F(CheckpointStorage, WhatIsNoCheckpointIsLeftAndAFailureLeavesNothing) {
+  storage_of(folder_).put(at("mine/notes.txt"), "important", true);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto net = torch::nn::Linear(3, 3);
+    Broken broken(net.ptr(), comm);
+    Replicated model(net.ptr(), comm);
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(at("a"), broken); }), "the device is lost");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(at("mine"), model); }), "holds something else");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint("memory://", model); }),
+                    "is not a name for a checkpoint");
+    expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint("gs://bucket/a", model); }),
+                    "storage that is not known");
+    expect_contains(error_of<std::invalid_argument>([&] { save_full(at("m.safetensors"), model); }),
+                    "is not a local file");
+  });
+  EXPECT_EQ(list(), std::vector<std::string>{"mine/"});
+  expect_contains(error_of<std::invalid_argument>([&] { FolderLock{folder_}; }), "has no locks");
+}
+
+TEST_F(CheckpointStorage, TheCommandsFunctionsTakeAnyStorage) {
+  const TemporaryFolder local;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 1);
+    save_checkpoint(at("a"), trained.fsdp, trained.adam, {{"step", 1}});
+  });
+  auto differences = [](const fs::path& a, const fs::path& b) { return diff_checkpoints(a, b).size(); };
+  reshard_checkpoint(at("a"), at("b"), 3);
+  reshard_checkpoint(at("a"), local / "c", 1);
+  reshard_checkpoint(local / "c", at("d"), 4);
+  EXPECT_EQ(differences(at("a"), at("b")) + differences(at("b"), local / "c") + differences(local / "c", at("d")), 0U);
+  EXPECT_TRUE(read_manifest(local / "c").folder.empty());
+  for (const auto& path : {at("a"), at("b"), at("d"), local / "c"})
+    EXPECT_EQ(verify_checkpoint(path), std::vector<std::string>());
+  consolidate_checkpoint(at("a"), local / "m.safetensors", false);
+  EXPECT_EQ(diff_checkpoints(at("a"), local / "m.safetensors", {.only_parameters = true}).size(), 0U);
+  // Copied as any program copies a folder, either way.
+  for (const auto& name : storage_of(local.path()).list(local / "c"))
+    storage_of(folder_).put(at("e") / name, read_text(local / "c" / name, 1 << 20), true);
+  EXPECT_EQ(differences(at("e"), at("a")), 0U);
+  reshard_checkpoint(at("b"), at("e"), 2);
+  EXPECT_EQ(differences(at("e"), at("a")), 0U);
+  EXPECT_EQ(list("e").size(), 2U);
+  // Damage is found, and named.
+  const std::string name = "e/" + list("e")[0] + rank_file_name(1, 0);
+  std::string bytes = read_text(at(name), 1 << 20);
+  bytes[bytes.size() - 3] = static_cast<char>(bytes[bytes.size() - 3] + 1);
+  storage_of(folder_).put(at(name), bytes, true);
+  ASSERT_EQ(verify_checkpoint(at("e")).size(), 1U);
+  expect_contains(verify_checkpoint(at("e"))[0], at(name).string() + ": tensor '");
+}
+
+}  // namespace
+}  // namespace tessera::storage_test

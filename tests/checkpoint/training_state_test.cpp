@@ -1,0 +1,157 @@
+// What is beside the model and its optimizer is saved and loaded with them, by one call.
+#include "tessera/checkpoint/training_state.h"
+
+#include <torch/optim/schedulers/step_lr.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "tests/checkpoint/replicated.h"
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::training_state_test {
+namespace {
+
+using namespace testing_support;
+
+// Averages of a model's parameters, sharded as it is: a Stateful with tensors.
+class Averages : public Stateful {
+ public:
+  Averages(const ModelShards& model, double value) : shards_(model.named_shards()) {
+    for (auto& shard : shards_) shard.tensor = torch::full_like(shard.tensor.detach(), value);
+  }
+  std::string state_name() const override { return "averages"; }
+  StateValues state_values() const override { return {{"updates", updates}, {"decay", 0.5}}; }
+  void check_state_values(const StateValues& values) const override {
+    require_same_form(values, state_values(), "averages");
+  }
+  void load_state_values(const StateValues& values) override { updates = std::get<int64_t>(values.at("updates")); }
+  std::vector<NamedShard> state_shards() const override { return shards_; }
+
+  int64_t updates = 0;
+
+ private:
+  std::vector<NamedShard> shards_;
+};
+
+TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
+  const TemporaryFolder folder;
+  constexpr int64_t kItems = 50, kInStep = 12;
+  std::vector<int64_t> expected;  // the items of the next steps
+  auto under = [&](int world, auto body) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto net = seeded(1, [] { return torch::nn::Linear(7, 5); });
+      FullyShardedDataParallel fsdp(net, comm);
+      torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(1.0));
+      torch::optim::StepLR scheduler(sgd, 2, 0.5);
+      ShardedGradScaler scaler(comm, {.initial_scale = 8.0});
+      DistributedSampler sampler(kItems, comm->rank(), comm->size(),
+                                 {.batch_numel = kInStep / comm->size(), .seed = 3});
+      body(*comm, fsdp, sgd, scheduler, scaler, sampler);
+    });
+  };
+  under(2, [&](auto& comm, auto& fsdp, auto& sgd, auto& scheduler, auto& scaler, auto& sampler) {
+    Averages averages(fsdp, 4.0);
+    averages.updates = 9;
+    for (int i = 0; i < 3; ++i) scheduler.step();
+    for (int i = 0; i < 5; ++i) static_cast<void>(sampler.next());
+    scaler.load_state({32.0, 6});
+    const TrainingState state{fsdp, sgd, scheduler, scaler, sampler, averages};
+    save_checkpoint(folder / "a", state, {{"step", 5}});
+    auto pending = save_checkpoint_async(folder / "b", {fsdp, sgd, {"other", scheduler}, averages});
+    pending.wait();
+    comm.barrier();
+  });
+  DistributedSampler all(kItems, 0, 1, {.batch_numel = kInStep, .seed = 3});
+  for (int i = 0; i < 8; ++i) {
+    const auto items = all.next();
+    if (i >= 5) expected.insert(expected.end(), items.begin(), items.end());
+  }
+  for (int world : {1, 2, 3}) {
+    std::vector<int64_t> seen(expected.size());
+    under(world, [&](auto& comm, auto& fsdp, auto& sgd, auto& scheduler, auto& scaler, auto& sampler) {
+      Averages averages(fsdp, 0.0);
+      EXPECT_EQ(load_checkpoint(folder / "a", {fsdp, sgd, scheduler, scaler, sampler, averages})["step"], 5);
+      EXPECT_EQ(scaler.get_scale(), 32.0);
+      EXPECT_EQ(scaler.state().finite_steps, 6);
+      EXPECT_EQ(averages.updates, 9);
+      for (const auto& shard : averages.state_shards()) EXPECT_TRUE(shard.tensor.eq(4.0).all().template item<bool>());
+      const size_t of_rank = static_cast<size_t>(kInStep / comm.size());
+      for (size_t step = 0; step < 3; ++step) {
+        const auto items = sampler.next();
+        std::copy(items.begin(), items.end(), seen.begin() + static_cast<long>(step * kInStep + comm.rank() * of_rank));
+      }
+      // Three steps were done: the fifth halves the rate.
+      auto rate = [&] { return static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[0].options()).lr(); };
+      const double before = rate();
+      scheduler.step();
+      EXPECT_EQ(rate(), before);
+      scheduler.step();
+      EXPECT_EQ(rate(), before / 2) << "world " << comm.size();
+      comm.barrier();
+    });
+    EXPECT_EQ(seen, expected) << "world " << world;
+  }
+  under(2, [&](auto& comm, auto& fsdp, auto& sgd, auto& scheduler, auto& scaler, auto& sampler) {
+    Averages averages(fsdp, 0.0);
+    const auto error = error_of<CheckpointMismatch>(
+        [&] { load_checkpoint(folder / "b", {fsdp, sgd, {"other", scheduler}, scaler, sampler}); });
+    for (const char* part : {"the state 'grad_scaler'", "the state 'sampler'"}) expect_contains(error, part);
+    LoadReport report;
+    load_checkpoint(folder / "b", {fsdp, sgd, sampler, averages}, {.strict = false, .report = &report});
+    EXPECT_EQ(report.missing, std::vector<std::string>{"the state 'sampler'"});
+    EXPECT_EQ(averages.updates, 9);
+    load_checkpoint(folder / "a", fsdp, sgd);  // what is beside may be left out
+    DistributedSampler other(kItems + 1, comm.rank(), comm.size(), {.seed = 3});
+    expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "a", {fsdp, sgd, other}); }),
+                    "of other data: 'items' differs");
+  });
+}
+
+TEST(TrainingState, MistakesAreRefused) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(2, 2).ptr(), comm), second(torch::nn::Linear(2, 2).ptr(), comm);
+    torch::optim::SGD sgd(model.parameters(), torch::optim::SGDOptions(1.0));
+    torch::optim::StepLR scheduler(sgd, 2, 0.5);
+    auto refused = [](std::initializer_list<StateRef> all) {
+      return error_of<std::invalid_argument>([&] { TrainingState state(all); });
+    };
+    expect_contains(refused({sgd}), "no model");
+    expect_contains(refused({model, second}), "two models");
+    expect_contains(refused({model, sgd, sgd}), "two optimizers");
+    expect_contains(refused({model, scheduler, scheduler}), "two states are named 'scheduler'");
+    expect_contains(refused({model, {"a.b", scheduler}}), "'a.b' is not a name of a state");
+    DistributedSampler sampler(10, 0, 1, {.accumulation = 2});
+    static_cast<void>(sampler.next());
+    const TemporaryFolder folder;
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", {model, sampler}); }),
+                    "saved between steps");
+  });
+  EXPECT_THROW(DistributedSampler(0, 0, 1), std::invalid_argument);
+  EXPECT_THROW(DistributedSampler(4, 2, 2), std::invalid_argument);
+  EXPECT_THROW(DistributedSampler(4, 0, 1, {.batch_numel = 0}), std::invalid_argument);
+}
+
+TEST(TrainingState, SamplersVisitEachItemOnceAnEpochWhateverTheRanks) {
+  for (bool shuffle : {true, false})
+    for (int64_t world : {1, 2, 3, 5}) {
+      constexpr int64_t kItems = 31;
+      std::vector<std::vector<int64_t>> of_step(kItems);
+      for (int rank = 0; rank < world; ++rank) {
+        DistributedSampler sampler(kItems, rank, static_cast<int>(world), {.seed = 5, .shuffle = shuffle});
+        for (auto& step : of_step) step.push_back(sampler.next().front());
+      }
+      std::vector<int64_t> items;  // of `world` epochs
+      for (const auto& step : of_step) items.insert(items.end(), step.begin(), step.end());
+      for (int64_t epoch = 0; epoch < world; ++epoch) {
+        std::vector<int64_t> own(items.begin() + epoch * kItems, items.begin() + (epoch + 1) * kItems);
+        EXPECT_EQ(std::is_sorted(own.begin(), own.end()), !shuffle);
+        std::sort(own.begin(), own.end());
+        for (int64_t i = 0; i < kItems; ++i) EXPECT_EQ(own[i], i);
+      }
+    }
+}
+
+}  // namespace
+}  // namespace tessera::training_state_test

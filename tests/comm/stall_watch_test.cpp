@@ -1,0 +1,131 @@
+// What a wait that takes long asks of the store.
+#include "tessera/comm/stall_watch.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace tessera::stall_watch_test {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// Counts what is asked of it, and answers nothing while it is stopped.
+class CountingStore : public c10d::HashStore {
+ public:
+  void set(const std::string& key, const std::vector<uint8_t>& value) override { call(), HashStore::set(key, value); }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    return call(), HashStore::compareSet(key, expected, desired);
+  }
+  std::vector<uint8_t> get(const std::string& key) override { return call(), HashStore::get(key); }
+  int64_t add(const std::string& key, int64_t value) override { return call(), HashStore::add(key, value); }
+  bool check(const std::vector<std::string>& keys) override { return call(), HashStore::check(keys); }
+  bool deleteKey(const std::string& key) override { return call(), HashStore::deleteKey(key); }
+
+  std::atomic<int64_t> calls = 0;
+  std::shared_future<void> continues;
+
+ private:
+  void call() {
+    ++calls;
+    if (continues.valid()) continues.wait();
+  }
+};
+
+struct Rank {
+  Rank(const c10::intrusive_ptr<CountingStore>& store, int rank, int size)
+      : watch(store, rank, size, [this] { ++interrupts; }) {}
+  std::atomic<int> interrupts = 0;
+  StallWatch watch;
+};
+
+template <class Holds>
+bool soon(Holds holds) {
+  const auto end = Clock::now() + 20s;
+  while (!holds() && Clock::now() < end) std::this_thread::sleep_for(20ms);
+  return holds();
+}
+
+TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
+  constexpr int kRanks = 256;
+  auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, kRanks));
+  for (const auto& rank : ranks) {
+    for (int i = 0; i < 64; ++i) rank->watch.started(i, "all-gather of unit " + std::to_string(i));
+    rank->watch.begin_wait();
+  }
+  std::this_thread::sleep_for(1500ms);
+  const auto began = Clock::now();
+  const int64_t before = store->calls;
+  std::this_thread::sleep_for(2s);
+  const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  const double calls = static_cast<double>(store->calls - before) / seconds / kRanks;
+  RecordProperty("calls_a_second_and_rank", std::to_string(calls));
+  EXPECT_LE(calls, 10);
+  EXPECT_GE(calls, 1);
+
+  // Who does not wait is found among many; and one that fails ends all of them.
+  ranks[77]->watch.end_wait();
+  EXPECT_TRUE(soon([&] {
+    return ranks[0]->watch.who_waits().starts_with(
+        "not waiting for any operation: rank 77; waiting as well: rank 1, 2");
+  }));
+  ranks[77]->watch.publish_failure("no more data");
+  for (const auto& rank : ranks) EXPECT_TRUE(rank == ranks[77] || soon([&] { return rank->interrupts > 0; }));
+  EXPECT_EQ(ranks[200]->watch.explanation(), "rank 77 failed: no more data");
+  // A consequence is nobody's reason.
+  ranks[200]->watch.publish_failure("the all-gather failed");
+  EXPECT_EQ(ranks[77]->watch.explanation(), "rank 77 failed: no more data");
+}
+
+TEST(StallWatch, FindsWhoDiverged) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < 3; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 3));
+  for (int rank : {2, 1, 0}) {
+    ranks[rank]->watch.started(4, "all-gather of unit 'a'");
+    ranks[rank]->watch.started(5, rank == 1 ? "barrier" : "all-gather of unit 'b'");
+    ranks[rank]->watch.begin_wait();
+  }
+  ASSERT_TRUE(soon([&] { return ranks[0]->interrupts + ranks[1]->interrupts + ranks[2]->interrupts > 0; }));
+  for (const auto& rank : ranks) {
+    const std::string text = rank->watch.explanation();
+    if (text.empty()) continue;
+    EXPECT_NE(text.find("the ranks have diverged: operation #5 is "), std::string::npos) << text;
+    EXPECT_NE(text.find("barrier on rank 1"), std::string::npos) << text;
+    rank->watch.publish_failure(text);
+  }
+  for (const auto& rank : ranks) EXPECT_TRUE(soon([&] { return rank->interrupts > 0; }));
+}
+
+TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::promise<void> continues;
+  store->continues = continues.get_future().share();
+  const auto began = Clock::now();
+  {
+    Rank rank(store, 1, 2);
+    rank.watch.begin_wait();
+    std::this_thread::sleep_for(1500ms);  // its thread asks now
+    EXPECT_EQ(rank.watch.explanation(), "");
+    EXPECT_EQ(rank.watch.who_waits(), "");
+    EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process, does not answer");
+    rank.watch.publish_failure("timed out");
+  }
+  EXPECT_LT(Clock::now() - began, 8s);
+  continues.set_value();
+  EXPECT_TRUE(soon([&] { return store.use_count() == 1; }));  // the threads left behind have ended
+}
+
+}  // namespace
+}  // namespace tessera::stall_watch_test

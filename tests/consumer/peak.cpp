@@ -1,0 +1,19 @@
+// What a user writes who wants one of the libraries alone: how much memory a computation takes.
+#include <ATen/ops/ones.h>
+
+#include <cstdio>
+
+#include "tessera/memory/peak_memory.h"
+
+#ifndef NDEBUG
+#error "libtorch's headers need NDEBUG"
+#endif
+
+int main() {
+  tessera::PeakMemory memory;
+  at::Tensor sum = at::ones({1024}, at::kDouble);
+  for (int i = 0; i < 3; ++i) sum = sum.add(sum);
+  std::printf("peak: %lld bytes now, %lld at most\n", static_cast<long long>(memory.current_bytes()),
+              static_cast<long long>(memory.peak_bytes()));
+  return memory.current_bytes() == 8192 && memory.peak_bytes() == 2 * 8192 ? 0 : 1;
+}

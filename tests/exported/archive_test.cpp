@@ -1,0 +1,284 @@
+// Archives that are damaged, hostile or of another version.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "tests/exported/expected.h"
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+
+#include "tessera/exported/archive.h"
+#include "tessera/exported/expression.h"
+#include "tessera/exported/operators.h"
+
+namespace tessera::exported_test {
+namespace {
+
+using namespace testing_support;
+using nlohmann::json;
+
+std::string read_bytes(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+void put(std::string& out, uint64_t number, int bytes) {
+  for (int i = 0; i < bytes; ++i) out += static_cast<char>(number >> (8 * i));
+}
+
+// A zip archive of stored members.
+std::string zip_of(const std::map<std::string, std::string>& members) {
+  std::string zip, directory;
+  for (const auto& [name, data] : members) {
+    std::string common;
+    put(common, 20, 2), put(common, 0, 2), put(common, 0, 2), put(common, 0, 4), put(common, 0, 4);
+    put(common, data.size(), 4), put(common, data.size(), 4), put(common, name.size(), 2), put(common, 0, 2);
+    put(directory, 0x02014b50, 4), put(directory, 20, 2);
+    directory += common;
+    put(directory, 0, 2), put(directory, 0, 2), put(directory, 0, 2), put(directory, 0, 4),
+        put(directory, zip.size(), 4);
+    directory += name;
+    put(zip, 0x04034b50, 4);
+    zip += common + name + data;
+  }
+  const size_t begin = zip.size();
+  zip += directory;
+  put(zip, 0x06054b50, 4), put(zip, 0, 2), put(zip, 0, 2), put(zip, members.size(), 2), put(zip, members.size(), 2);
+  put(zip, directory.size(), 4), put(zip, begin, 4), put(zip, 0, 2);
+  return zip;
+}
+
+// The members of an archive in data/, to be changed and written again.
+struct Changed {
+  std::map<std::string, std::string> members;
+  json program;
+  std::string folder;
+
+  explicit Changed(const std::string& name) {
+    const std::string bytes = read_bytes(data_file(name + ".pt2"));
+    for (const auto& [member, place] : read_zip(bytes, name))
+      members[member] = bytes.substr(static_cast<size_t>(place.begin), static_cast<size_t>(place.bytes));
+    folder = members.begin()->first.substr(0, members.begin()->first.find('/') + 1);
+    program = json::parse(members.at(folder + "models/model.json"));
+  }
+  json& nodes() { return program["graph_module"]["graph"]["nodes"]; }
+  std::string error() {
+    members[folder + "models/model.json"] = program.dump();
+    return error_of_zip(zip_of(members));
+  }
+  static std::string error_of_zip(const std::string& zip) {
+    const TemporaryFolder temporary;
+    return error_of<ExportedError>([&] { load_exported(temporary.write("changed.pt2", zip)); });
+  }
+};
+
+TEST(Archive, IsReadAgainAfterWriting) {
+  Changed same("adapted");
+  EXPECT_EQ(same.error(), "");
+}
+
+TEST(Archive, OtherVersionsAreRefused) {
+  Changed old("adapted");
+  old.program["torch_version"] = "2.8.0";
+  expect_contains(old.error(), "exported by torch 2.8.0 (schema 8); expected torch 2.9 to 2.15 (schema 8)");
+  for (const char* version : {"2.9.1", "2.10.0+cpu", "2.15.0a0+git"}) {
+    Changed known("adapted");
+    known.program["torch_version"] = version;
+    EXPECT_EQ(known.error(), "") << version;
+  }
+  Changed schema("adapted");
+  schema.program["schema_version"]["major"] = 9;
+  expect_contains(schema.error(), "(schema 9)");
+}
+
+TEST(Archive, UnknownThingsAreNamedWithNodeAndLine) {
+  Changed unknown("adapted");
+  unknown.nodes()[0]["target"] = "torch.ops.aten.lineal.default";
+  const std::string error = unknown.error();
+  expect_contains(error, "node 'linear' (torch.ops.aten.lineal.default), linear.py:");
+  expect_contains(error, "is not in this libtorch");
+
+  Changed space("adapted");
+  space.nodes()[0]["target"] = "torch.ops.mine.linear.default";
+  expect_contains(space.error(), "of the namespace 'mine'");
+  Changed higher("adapted");
+  higher.nodes()[0]["target"] = "torch.ops.higher_order.flex_attention";
+  expect_contains(higher.error(), "this higher-order operator is not supported");
+  Changed argument("adapted");
+  argument.nodes()[0]["inputs"][1]["name"] = "weights";
+  expect_contains(argument.error(), "it has no argument 'weights'");
+  Changed missing("adapted");
+  missing.nodes()[0]["inputs"].erase(1);
+  expect_contains(missing.error(), "its argument 'weight' is missing");
+  Changed kind("adapted");
+  kind.nodes()[0]["inputs"][1]["arg"] = {{"as_string", "x"}};
+  expect_contains(kind.error(), "'weight': an argument is a text, expected Tensor");
+  Changed value("adapted");
+  value.nodes()[0]["inputs"][1]["arg"]["as_tensor"]["name"] = "later";
+  expect_contains(value.error(), "nothing before it makes the value 'later'");
+  Changed object("adapted");
+  object.nodes()[0]["inputs"][1]["arg"] = {{"as_custom_obj", {{"name", "o"}, {"class_fqn", "c"}}}};
+  expect_contains(object.error(), "'as_custom_obj'");
+}
+
+TEST(Archive, NothingIsUnpickled) {
+  Changed pickled("adapted");
+  auto& text = pickled.members.at(pickled.folder + "data/weights/model_weights_config.json");
+  json config = json::parse(text);
+  config["config"]["base.weight"]["use_pickle"] = true;
+  text = config.dump();
+  expect_contains(pickled.error(), "'base.weight' is pickled");
+}
+
+TEST(Archive, TensorsStayInsideTheirStorage) {
+  auto error_with = [](const std::function<void(json&)>& change) {
+    Changed archive("adapted");
+    auto& text = archive.members.at(archive.folder + "data/weights/model_weights_config.json");
+    json config = json::parse(text);
+    change(config["config"]["base.weight"]["tensor_meta"]);
+    text = config.dump();
+    return archive.error();
+  };
+  const std::string beyond = "'base.weight' reaches beyond its storage of 144 bytes";
+  expect_contains(error_with([](json& meta) { meta["sizes"][0]["as_int"] = 7; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["strides"][0]["as_int"] = 600; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["strides"][0]["as_int"] = INT64_MAX; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["storage_offset"]["as_int"] = 1; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["storage_offset"]["as_int"] = -1; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["dtype"] = 8; }), beyond);
+  expect_contains(error_with([](json& meta) { meta["dtype"] = 99; }), "there is no dtype 99");
+  expect_contains(error_with([](json& meta) { meta["sizes"][0]["as_int"] = -1; }), "is negative");
+  expect_contains(error_with([](json& meta) { meta["layout"] = 1; }), "is not an ordinary dense tensor");
+}
+
+// What opens files, or trusts sizes and indices that an archive could lie about.
+TEST(Archive, DangerousOperatorsAreNotCalled) {
+  for (const char* target : {"torch.ops.aten.from_file.default", "torch.ops.aten._reshape_alias.default",
+                             "torch.ops.aten._sparse_coo_tensor_unsafe.default"})
+    expect_contains(error_of<ExportedError>([&] { find_operator(target, {}); }), "may not call");
+  // No other operator of ATen takes the name of a file.
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op) continue;
+    for (const auto& argument : op->schema().arguments())
+      if (argument.name().find("file") != std::string::npos ||
+          (argument.name().find("path") != std::string::npos && argument.type()->kind() == c10::TypeKind::StringType)) {
+        EXPECT_EQ(name.name, "aten::from_file");
+      }
+  }
+}
+
+TEST(Archive, DamageIsNoticed) {
+  const std::string whole = read_bytes(data_file("adapted.pt2"));
+  expect_contains(Changed::error_of_zip("PK"), "too short");
+  expect_contains(Changed::error_of_zip(whole.substr(0, whole.size() / 2)), "not a zip archive, or is truncated");
+  expect_contains(Changed::error_of_zip(zip_of({{"a/archive_format", "pt3"}})), "not an archive of torch.export");
+  expect_contains(Changed::error_of_zip(zip_of({{"a/archive_format", "pt2"}})), "it has 0 programs");
+  const TemporaryFolder temporary;
+  expect_contains(error_of<ExportedError>([&] { load_exported(temporary / "none.pt2"); }), "No such file");
+  // Any one byte may be wrong: loading ends well or with an error of its own.
+  std::mt19937_64 random(3);
+  for (int times = 0; times < 300; ++times) {
+    std::string damaged = whole;
+    damaged[random() % damaged.size()] ^= static_cast<char>(1 << random() % 8);
+    try {
+      load_exported(temporary.write("damaged.pt2", damaged));
+    } catch (const ExportedError&) {
+    }
+  }
+}
+
+// All values of a tree, but the tree itself.
+void collect_values(json& tree, std::vector<json*>& values) {
+  if (!tree.is_structured()) return;
+  for (json& child : tree) {
+    values.push_back(&child);
+    collect_values(child, values);
+  }
+}
+
+// Changes one value: to another one of the tree, to a number or a kind that may be meant for something else, or away.
+void change(json& tree, std::mt19937_64& random) {
+  std::vector<json*> values;
+  collect_values(tree, values);
+  json& value = *values[random() % values.size()];
+  switch (random() % 6) {
+    case 0: {
+      const json other = *values[random() % values.size()];
+      value = other;
+      break;
+    }
+    case 1:
+      value = std::array<int64_t, 6>{-1, 0, 1, 2, 7, int64_t{1} << 62}[random() % 6];
+      break;
+    case 2:
+      value = nullptr;
+      break;
+    case 3:
+      if (value.is_array() && !value.empty()) value.erase(random() % value.size());
+      break;
+    case 4:
+      if (value.is_array() && !value.empty()) value.push_back(json(value[random() % value.size()]));
+      break;
+    default:
+      value = std::array<const char*, 4>{"", "x", "torch.ops.aten.mm.default", "as_tensor"}[random() % 4];
+  }
+}
+
+// A graph is refused by an error of its own when it is loaded, or runs, or an operator throws. For some hundreds of
+// changes, or as many seconds as `make fuzz` says.
+TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
+  const char* text = std::getenv("TESSERA_FUZZ_SECONDS");
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(text != nullptr ? std::stoi(text) : 0);
+  const uint64_t first_seed = text != nullptr ? std::random_device()() : 1;
+  int64_t loaded = 0, tried = 0;
+  for (uint64_t seed = first_seed; text != nullptr ? std::chrono::steady_clock::now() < end : tried < 200; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    if (text != nullptr) std::cout << "seed " << seed << "\r" << std::flush;
+    std::mt19937_64 random(seed);
+    const std::string name = std::array<const char*, 4>{"control", "decoder", "norms", "energy"}[random() % 4];
+    Changed changed(name);
+    for (uint64_t changes = 1 + random() % 3; changes > 0; --changes) change(changed.program["graph_module"], random);
+    changed.members[changed.folder + "models/model.json"] = changed.program.dump();
+    const TemporaryFolder temporary;
+    ++tried;
+    std::shared_ptr<ExportedModule> model;
+    try {
+      model = load_exported(temporary.write("changed.pt2", zip_of(changed.members)));
+    } catch (const ExportedError&) {
+      continue;
+    }
+    ++loaded;
+    try {
+      model->forward(Expected(name).inputs());
+    } catch (const std::exception&) {
+    }
+  }
+  EXPECT_GT(loaded, tried / 20);
+  EXPECT_LT(loaded, tried);
+}
+
+TEST(Expression, ComputesAsPythonDoes) {
+  const auto value = [](const char* text) { return Expression::parse(text).evaluate({{"s0", 7}, {"s1", -3}}); };
+  EXPECT_EQ(value("Add(Mul(Integer(2), Symbol('s0', positive=True, integer=True)), Integer(1))"), 15);
+  EXPECT_EQ(value("FloorDiv(Symbol('s1'), Integer(2))"), -2);
+  EXPECT_EQ(value("PythonMod(Symbol('s1'), Integer(2))"), 1);
+  EXPECT_EQ(value("Pow(Symbol('s0'), Integer(2))"), 49);
+  EXPECT_EQ(value("Max(Integer(1), Symbol('s0'), Integer(3))"), 7);
+  EXPECT_EQ(value("FloorDiv(Integer(1), Integer(0))"), std::nullopt);
+  EXPECT_EQ(value("Mul(Integer(9223372036854775807), Integer(2))"), std::nullopt);
+  EXPECT_EQ(value("Symbol('s2')"), std::nullopt);
+  for (const char* text :
+       {"", "Integer()", "Integer(1", "Add(Integer(1)))", "exp(Integer(1))", "Symbol('')", "Mod(Integer(1))"})
+    EXPECT_THROW(Expression::parse(text), ExportedError) << text;
+}
+
+}  // namespace
+}  // namespace tessera::exported_test

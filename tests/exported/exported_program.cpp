@@ -1,0 +1,198 @@
+// The C++ side of the comparisons of archives with Python: runs one, and writes what came out.
+//
+//   exported_program ARCHIVE INPUTS.safetensors RESULTS.safetensors [ranks=N] [steps=K] [classes=A,B] [checkpointed=A]
+//                    [weights=PATH] [eval]
+//
+// INPUTS has "input.<name>" for each input that is a tensor. RESULTS gets, of the first step, "output.<leaf>", "loss"
+// and "grad.<fqn>", and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, the outputs alone. With ranks,
+// all of them get the same batch, so that the results are those of one process.
+
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <string>
+
+#include "tessera/checkpoint/full_file.h"
+#include "tessera/checkpoint/slice_reader.h"
+#include "tessera/tessera.h"
+
+namespace {
+
+using Tensors = std::map<std::string, at::Tensor>;
+
+struct Settings {
+  std::string archive, inputs, results;
+  int ranks = 0;  // 0: no wrapper
+  int steps = 1;
+  std::vector<std::string> classes;
+  std::vector<std::string> checkpointed;
+  std::string weights;
+  bool eval = false;
+};
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> words;
+  std::istringstream stream(text);
+  for (std::string word; std::getline(stream, word, ',');) words.push_back(word);
+  return words;
+}
+
+Settings read_settings(const std::vector<std::string>& words) {
+  if (words.size() < 3) throw std::invalid_argument("see the first lines of its source");
+  Settings settings{words[0], words[1], words[2]};
+  for (size_t i = 3; i < words.size(); ++i) {
+    const std::string key = words[i].substr(0, words[i].find('=')), value = words[i].substr(words[i].find('=') + 1);
+    if (key == "ranks") {
+      settings.ranks = std::stoi(value);
+    } else if (key == "steps") {
+      settings.steps = std::stoi(value);
+    } else if (key == "classes") {
+      settings.classes = split(value);
+    } else if (key == "checkpointed") {
+      settings.checkpointed = split(value);
+    } else if (key == "weights") {
+      settings.weights = value;
+    } else if (key == "eval") {
+      settings.eval = true;
+    } else {
+      throw std::invalid_argument("unknown setting " + words[i]);
+    }
+  }
+  return settings;
+}
+
+Tensors read_tensors_of(const std::string& file) {
+  const tessera::SavedTensors saved = tessera::find_full_tensors(file);
+  tessera::SliceReader reader(saved);
+  Tensors tensors;
+  for (const auto& [name, tensor] : saved.tensors) tensors[name] = reader.read(name, tessera::whole_box(tensor.shape));
+  return tensors;
+}
+
+void write_tensors(const std::string& file, const Tensors& tensors) {
+  std::vector<tessera::FullTensor> entries;
+  for (const auto& [name, tensor] : tensors) entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec(), {}});
+  tessera::write_full(file, entries,
+                      [&](const tessera::FullTensor& entry) { return tensors.at(entry.name).contiguous(); });
+}
+
+void leaves_of(const tessera::ExportedValue& value, std::vector<tessera::ExportedValue>& leaves) {
+  if (!value.is_sequence() && !value.is_dict()) return leaves.push_back(value);
+  for (size_t i = 0; i < value.size(); ++i) leaves_of(value[i], leaves);
+}
+
+// The model's own, or the mean squares of all that may have gradients: as make_data.py's loss_of().
+at::Tensor loss_of(const tessera::ExportedValue& outputs) {
+  if (outputs.is_dict() && outputs.has("loss")) return outputs["loss"].tensor();
+  std::vector<tessera::ExportedValue> leaves;
+  leaves_of(outputs, leaves);
+  at::Tensor loss = at::zeros({});
+  for (const auto& leaf : leaves)
+    if (leaf.is_tensor() && leaf.tensor().is_floating_point()) loss = loss + leaf.tensor().to(at::kFloat).pow(2).mean();
+  return loss;
+}
+
+template <class Net>
+Tensors run(Net& net, const Settings& settings, const Tensors& inputs, std::vector<at::Tensor> parameters,
+            const std::function<Tensors()>& gradients) {
+  Tensors results;
+  std::unique_ptr<torch::optim::AdamW> optimizer;
+  if (!settings.eval) optimizer = std::make_unique<torch::optim::AdamW>(parameters, 1e-3);
+  for (int step = 0; step < settings.steps; ++step) {
+    tessera::NamedInputs named;
+    for (const auto& [name, tensor] : inputs)
+      if (name.starts_with("input.")) named.add(name.substr(6), tensor.clone());
+    torch::manual_seed(5);
+    const at::AutoGradMode grad(!settings.eval);
+    const tessera::ExportedValue outputs = net.forward(named);
+    if (step == 0) {
+      std::vector<tessera::ExportedValue> leaves;
+      leaves_of(outputs, leaves);
+      for (size_t i = 0; i < leaves.size(); ++i)
+        if (leaves[i].is_tensor()) results["output." + std::to_string(i)] = leaves[i].tensor().detach().clone();
+    }
+    if (settings.eval) return results;
+    const at::Tensor loss = loss_of(outputs);
+    results["loss." + std::to_string(step)] = loss.detach().to(at::kFloat).clone();
+    optimizer->zero_grad();
+    loss.backward();
+    if (step == 0) results.merge(gradients());
+    optimizer->step();
+  }
+  return results;
+}
+
+std::vector<at::Tensor> once(const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> unique;
+  for (const at::Tensor& tensor : tensors)
+    if (std::none_of(unique.begin(), unique.end(), [&](const at::Tensor& other) { return other.is_same(tensor); }))
+      unique.push_back(tensor);
+  return unique;
+}
+
+std::shared_ptr<tessera::ExportedModule> load(const Settings& settings) {
+  tessera::ExportedOptions options{.weights = settings.weights, .strict = false};
+  if (!settings.checkpointed.empty()) options.checkpointed = tessera::wrap_classes(settings.checkpointed);
+  auto build = [&] { return tessera::load_exported(settings.archive, options); };
+  auto model = settings.ranks > 0 && !settings.weights.empty() ? tessera::deferred(build) : build();
+  if (settings.eval) model->eval();
+  return model;
+}
+
+// The gradient of each parameter, put together from the ranks' shards.
+Tensors gather_gradients(tessera::FullyShardedModule& fsdp, tessera::Communicator& comm) {
+  Tensors gradients;
+  for (const tessera::NamedShard& shard : fsdp.named_shards()) {
+    at::Tensor full = at::zeros(shard.sizes, shard.tensor.options().requires_grad(false));
+    at::Tensor has = at::zeros({1});
+    if (shard.tensor.grad().defined()) {
+      full = at::empty_strided(shard.sizes, shard.strides, full.options()).zero_();
+      full.as_strided({full.numel()}, {1}).narrow(0, shard.held.begin, shard.held.numel()).copy_(shard.tensor.grad());
+      has.fill_(1);
+    }
+    full = full.contiguous();
+    comm.all_reduce(full).wait();
+    comm.all_reduce(has).wait();
+    if (has.item<float>() > 0) gradients["grad." + shard.fqn] = full;
+  }
+  return gradients;
+}
+
+void run_sharded(const Settings& settings, const Tensors& inputs) {
+  tessera::run_ranks(settings.ranks, [&](std::shared_ptr<tessera::Communicator> comm) {
+    auto policy = settings.classes.empty() ? tessera::wrap_by_size(1000) : tessera::wrap_classes(settings.classes);
+    tessera::FullyShardedDataParallel fsdp(load(settings), comm, {.auto_wrap = policy});
+    auto results = run(fsdp, settings, inputs, fsdp.parameters(), [&] { return gather_gradients(fsdp, *comm); });
+    if (comm->rank() == 0) write_tensors(settings.results, results);
+  });
+}
+
+void run_alone(const Settings& settings, const Tensors& inputs) {
+  auto model = load(settings);
+  write_tensors(settings.results, run(*model, settings, inputs, once(model->parameters()), [&] {
+                  Tensors gradients;
+                  for (const auto& parameter : model->named_parameters())
+                    if (parameter.value().grad().defined())
+                      gradients["grad." + parameter.key()] = parameter.value().grad().clone();
+                  return gradients;
+                }));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    const Settings settings = read_settings({argv + 1, argv + argc});
+    const Tensors inputs = read_tensors_of(settings.inputs);
+    settings.ranks > 0 ? run_sharded(settings, inputs) : run_alone(settings, inputs);
+    return 0;
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    std::cerr << "exported_program: " << text.substr(0, text.find("\nException raised from")) << "\n";
+    return 1;
+  }
+}

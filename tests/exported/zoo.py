@@ -1,0 +1,414 @@
+"""Architectures that Python exports, compared with Python: `make zoo` runs all of them, `make interop` a few.
+
+    tools/python.sh tests/exported/zoo.py build/release/tests/exported/exported_program [--only gpt2 llama] [--quick]
+
+For each: the loss and every gradient against Python's eager, alone and under FSDP on 2 ranks, three steps of AdamW, and
+eval() against Python's. Prints a table; docs/exported.md has the last one. Exits with 1 if a model fails that is not
+known to.
+"""
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import export_model  # noqa: E402
+
+STEPS = 3
+QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm")  # of `make interop`, which has no torchvision
+KNOWN_TO_FAIL = {"deit"}  # docs/exported.md says why
+MODELS = {}
+
+
+def model(name):
+    return lambda build: MODELS.setdefault(name, build)
+
+
+def dim(name, most=8):
+    return torch.export.Dim(name, min=2, max=most)
+
+
+# ---- transformers: tiny configurations --------------------------------------------------------
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+             max_position_embeddings=32)
+GROUPED = dict(SMALL, num_key_value_heads=2)
+TEXT = ("input_ids", "attention_mask", "labels")
+
+
+def text_model(model_type, task="causal-lm", **settings):
+    def build():
+        import transformers
+
+        class_name, inputs = export_model.TASKS[task]
+        config = transformers.AutoConfig.for_model(model_type, **settings)
+        net = export_model.from_config(getattr(transformers, class_name), config)
+        export_model.without_cache(net)
+        dims, given, shapes = {}, {}, {}
+        for name in inputs:
+            own = "labels" if name == "label" else name
+            given[own], names = export_model.example(name, net.config, 2, 16)
+            shapes[own] = {i: dims.setdefault(d, dim(d, 32)) for i, d in enumerate(names) if d == "batch"}
+        return net, given, shapes
+    return build
+
+
+for name, (task, settings) in {
+    "gpt2": ("causal-lm", dict(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0)),
+    "llama": ("causal-lm", GROUPED),
+    "qwen2": ("causal-lm", GROUPED),
+    "qwen3": ("causal-lm", dict(GROUPED, head_dim=8)),
+    "mistral": ("causal-lm", GROUPED),
+    "gemma": ("causal-lm", dict(GROUPED, head_dim=8)),
+    "gemma2": ("causal-lm", dict(GROUPED, head_dim=8)),
+    "phi": ("causal-lm", SMALL),
+    "phi3": ("causal-lm", dict(GROUPED, pad_token_id=0)),
+    "gpt_neox": ("causal-lm", SMALL),
+    "opt": ("causal-lm", dict(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+                              max_position_embeddings=32, word_embed_proj_dim=32)),
+    "bloom": ("causal-lm", dict(hidden_size=32, n_layer=2, n_head=4, vocab_size=61)),
+    "falcon": ("causal-lm", dict(SMALL)),
+    "mixtral": ("causal-lm", dict(GROUPED, num_local_experts=4)),
+    "mamba": ("causal-lm", dict(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)),
+    "olmo2": ("causal-lm", GROUPED),
+    "bert": ("masked-lm", SMALL),
+    "roberta": ("masked-lm", dict(SMALL, max_position_embeddings=40)),
+    "distilbert": ("masked-lm", dict(dim=32, hidden_dim=48, n_layers=2, n_heads=4, vocab_size=61, max_position_embeddings=32)),
+    "electra": ("masked-lm", dict(SMALL, embedding_size=32)),
+    "albert": ("masked-lm", dict(SMALL, embedding_size=16)),
+    "t5": ("seq2seq-lm", dict(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=61)),
+    "bart": ("seq2seq-lm", dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+                                decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61,
+                                max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+                                decoder_start_token_id=2, forced_eos_token_id=2)),
+}.items():
+    MODELS[name] = text_model(name, task, **settings)
+
+
+def vision(model_type, **settings):
+    def build():
+        import transformers
+
+        config = transformers.AutoConfig.for_model(model_type, **settings)
+        net = transformers.AutoModelForImageClassification.from_config(config)
+        size = settings.get("image_size", 32)
+        given = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 1])}
+        batch = dim("batch")
+        return net, given, {name: {0: batch} for name in given}
+    return build
+
+
+PATCHES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
+MODELS["vit"] = vision("vit", **PATCHES)
+MODELS["deit"] = vision("deit", **PATCHES)
+MODELS["dinov2"] = vision("dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
+MODELS["swin_hf"] = vision("swin", image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
+
+
+@model("clip")
+def clip():
+    from transformers import CLIPConfig, CLIPModel
+
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+                max_position_embeddings=16, projection_dim=16, eos_token_id=60)
+    net = CLIPModel(CLIPConfig(text_config=text, vision_config=dict(PATCHES, projection_dim=16), projection_dim=16))
+    ids = torch.randint(3, 59, (2, 12))
+    return net, {"input_ids": ids, "pixel_values": torch.randn(2, 3, 32, 32), "attention_mask": torch.ones(2, 12).long()}, None
+
+
+@model("whisper")
+def whisper():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    net = WhisperForConditionalGeneration(WhisperConfig(
+        d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61, num_mel_bins=8, max_source_positions=16,
+        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3, use_cache=False))
+    return net, {"input_features": torch.randn(2, 8, 32), "decoder_input_ids": torch.randint(3, 60, (2, 8)),
+                 "labels": torch.randint(3, 60, (2, 8))}, None
+
+
+@model("wav2vec2")
+def wav2vec2():
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    net = Wav2Vec2Model(Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
+        mask_time_prob=0.0, layerdrop=0.0, apply_spec_augment=False))
+    return net, {"input_values": torch.randn(2, 400)}, None
+
+
+# ---- torchvision, timm, diffusers -------------------------------------------------------------
+
+
+def tv(function, size=64, **settings):
+    def build():
+        import torchvision
+
+        net = getattr(torchvision.models, function)(num_classes=5, **settings)
+        return net, {"x": torch.randn(2, 3, size, size)}, {"x": {0: dim("batch")}}
+    return build
+
+
+for name in ("resnet18", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_small", "densenet121", "vgg11_bn"):
+    MODELS[name] = tv(name)
+
+
+@model("fcn_resnet50")
+def segmentation():
+    import torchvision
+
+    net = torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=3)
+    return net, {"x": torch.randn(2, 3, 32, 32)}, {"x": {0: dim("batch")}}
+
+
+@model("timm_mixer")
+def mixer():
+    import timm
+
+    net = timm.create_model("mixer_s32_224", num_classes=5, img_size=64)
+    return net, {"x": torch.randn(2, 3, 64, 64)}, {"x": {0: dim("batch")}}
+
+
+@model("diffusers_unet")
+def diffusion():
+    from diffusers import UNet2DModel
+
+    net = UNet2DModel(sample_size=16, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(16, 32),
+                      norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+                      up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8)
+    return net, {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.tensor([3, 40])}, None
+
+
+# ---- plain torch ------------------------------------------------------------------------------
+
+
+@model("lstm")
+def lstm():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.lstm = nn.Embedding(31, 12), nn.LSTM(12, 16, num_layers=2, batch_first=True, dropout=0.1)
+            self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 31)
+
+        def forward(self, x):
+            return self.head(self.norm(self.lstm(self.embed(x))[0]))
+    return Net(), {"x": torch.randint(0, 31, (2, 9))}, {"x": {0: dim("batch")}}
+
+
+@model("gru_bn")
+def gru():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru, self.norm, self.head = nn.GRU(6, 10, batch_first=True, bidirectional=True), nn.BatchNorm1d(20), nn.Linear(20, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(self.gru(x)[0].transpose(1, 2)).mean(-1))
+    return Net(), {"x": torch.randn(3, 7, 6)}, {"x": {0: dim("batch")}}
+
+
+@model("unet")
+def unet():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down1 = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+            self.down2 = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU())
+            self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+            self.last = nn.Conv2d(16, 2, 1)
+
+        def forward(self, x):
+            a = self.down1(x)
+            return self.last(torch.cat([self.up(self.down2(a)), a], 1))
+    return Net(), {"x": torch.randn(2, 1, 16, 16)}, {"x": {0: dim("batch")}}
+
+
+@model("graph_network")
+def graph_network():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.message = nn.Sequential(nn.Linear(9, 16), nn.ReLU(), nn.Linear(16, 8))
+            self.update = nn.GRUCell(8, 4)
+
+        def forward(self, nodes, edges, lengths):
+            for _ in range(2):
+                sent = self.message(torch.cat([nodes[edges[0]], nodes[edges[1]], lengths], -1))
+                got = torch.zeros(nodes.shape[0], 8).index_add_(0, edges[1], sent)
+                nodes = self.update(got, nodes)
+            return nodes.sum(0)
+    return Net(), {"nodes": torch.randn(6, 4), "edges": torch.randint(0, 6, (2, 11)), "lengths": torch.rand(11, 1)}, None
+
+
+@model("physics")
+def physics():
+    class Net(nn.Module):
+        """A solution of a wave equation, whose residual needs derivatives through inputs: second order inside."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, points):
+            return self.layers(points)
+    return Net(), {"points": torch.rand(10, 2)}, {"points": {0: dim("batch", 64)}}
+
+
+# ---- comparing --------------------------------------------------------------------------------
+
+
+def loss_of(outputs):
+    if hasattr(outputs, "get") and outputs.get("loss") is not None:
+        return outputs["loss"]
+    leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return sum(leaf.float().pow(2).mean() for leaf in leaves)
+
+
+def without_dropout(net):
+    """Each rank draws numbers of its own, so that under FSDP dropout could not be compared."""
+    for module in net.modules():
+        if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or "drop_prob" in name or name == "layerdrop"):
+                setattr(module, name, 0.0)
+
+
+def compare(name, got, expected, rtol=2e-4, atol=2e-5):
+    """The largest difference, relative to the largest value of the tensor."""
+    if got.shape != expected.shape:
+        raise AssertionError(f"{name} is {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    difference = (got.double() - expected.double()).abs().max().item() if got.numel() else 0.0
+    scale = expected.double().abs().max().item() if got.numel() else 0.0
+    if not difference <= atol + rtol * scale:
+        raise AssertionError(f"{name} differs by {difference:.3g}, of values up to {scale:.3g}")
+    return difference / (scale + 1e-12) if scale > 1e-4 else 0.0
+
+
+def python_results(net, inputs):
+    """Of a step in training mode, the losses of STEPS steps, and eval()'s outputs of the values before."""
+    import copy
+
+    results = {}
+    evaluated = copy.deepcopy(net).eval()
+    with torch.no_grad():
+        for i, leaf in enumerate(pytree.tree_leaves(evaluated(**clones(inputs)))):
+            if isinstance(leaf, torch.Tensor):
+                results[f"eval.{i}"] = leaf.clone()
+    net.train()
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    for step in range(STEPS):
+        torch.manual_seed(5)
+        outputs = net(**clones(inputs))
+        if step == 0:
+            for i, leaf in enumerate(pytree.tree_leaves(outputs)):
+                if isinstance(leaf, torch.Tensor):
+                    results[f"output.{i}"] = leaf.detach().clone()
+        loss = loss_of(outputs)
+        results[f"loss.{step}"] = loss.detach().clone()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            for own, parameter in net.named_parameters():
+                if parameter.grad is not None:
+                    results[f"grad.{own}"] = parameter.grad.clone()
+        optimizer.step()
+    return results
+
+
+def clones(inputs):
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def check(name, program, folder):
+    """(nodes, largest relative difference of a gradient) or an exception."""
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(1)
+    net, inputs, shapes = MODELS[name]()
+    without_dropout(net)
+    archive, given = folder / f"{name}.pt2", folder / f"{name}-inputs.safetensors"
+    exported = export_model.export(net, inputs, shapes)
+    torch.export.save(exported, str(archive))
+    save_file({f"input.{n}": v.contiguous() for n, v in inputs.items()}, given)
+    nodes = sum(node.op == "call_function" for node in exported.graph.nodes)
+    expected = python_results(net, inputs)
+    worst = 0.0
+    for settings in ([f"steps={STEPS}"], ["eval"], ["ranks=2", f"steps={STEPS}"]):
+        results = folder / f"{name}-results.safetensors"
+        done = subprocess.run([program, archive, given, results, *settings], capture_output=True, text=True, timeout=600)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(settings)}: {done.stderr.strip()[-600:] or done.returncode}")
+        got = load_file(results)
+        # AdamW divides by the gradients' size: where they are rounding errors, parameters go either way.
+        for key, tensor in expected.items():
+            if settings == ["eval"]:
+                if not key.startswith("eval."):
+                    continue
+                compare(key, got[key.replace("eval.", "output.")], tensor)
+            elif key.startswith("grad."):
+                if key not in got:
+                    raise AssertionError(f"{key} is missing")
+                worst = max(worst, compare(key, got[key], tensor))
+            elif key.startswith("loss."):
+                compare(key, got[key], tensor.float(), rtol=1e-5 if key == "loss.0" else 1e-3)
+            elif key.startswith("output."):
+                compare(key, got[key], tensor)
+        extra = {key for key in got if key.startswith("grad.")} - set(expected)
+        aliases = {n for n, p in net.named_parameters(remove_duplicate=False)} - {n for n, _ in net.named_parameters()}
+        if settings != ["eval"] and {key[5:] for key in extra} - aliases:
+            raise AssertionError(f"gradients that Python does not have: {sorted(extra)[:3]}")
+    return nodes, worst
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--table", help="a file to write the table to")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    program = str(pathlib.Path(arguments.program).resolve())
+    names = arguments.only or (QUICK if arguments.quick else list(MODELS))
+    lines, failed = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            began = time.time()
+            try:
+                nodes, worst = check(name, program, pathlib.Path(folder))
+                lines.append(f"| {name} | {nodes} | {worst:.0e} | |")
+                print(f"ok    {name}: {nodes} nodes, gradients to {worst:.1e}, {time.time() - began:.0f} s", flush=True)
+            except Exception as error:  # noqa: BLE001: the table says which
+                reason = f"{type(error).__name__}: {str(error).strip()}".replace("\n", " ")[:300]
+                failed.append(name)
+                lines.append(f"| {name} | | | {reason} |")
+                print(f"FAILS {name}: {reason}", flush=True)
+                if os.environ.get("ZOO_TRACEBACK"):
+                    traceback.print_exc()
+            for file in pathlib.Path(folder).iterdir():
+                file.unlink()
+    print(f"{len(names) - len(failed)} of {len(names)} compute what Python computes")
+    if arguments.table:
+        pathlib.Path(arguments.table).write_text("\n".join(lines) + "\n")
+    return 1 if set(failed) - KNOWN_TO_FAIL else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

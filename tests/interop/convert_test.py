@@ -1,0 +1,341 @@
+"""tools/tessera-convert: a run that Python begins goes on in C++ with Python's losses, and back. `make interop` runs
+the suite Convert, `make interop-peers` the suite Peers, on files that DeepSpeed and FairScale have written.
+
+    tools/python.sh tests/interop/convert_test.py build/release/tests/interop/interop_program \\
+      build/release/tools/tessera/tessera Convert
+"""
+
+import json
+import math
+import os
+import pathlib
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CONVERT, BENCH = ROOT / "tools/tessera-convert", ROOT / "bench/compare"
+PROGRAM = COMMAND = ""
+
+
+def make_model():
+    torch.manual_seed(4)
+    return torch.nn.Sequential(torch.nn.Linear(20, 33), torch.nn.Tanh(), torch.nn.Linear(33, 7), torch.nn.BatchNorm1d(7))
+
+
+def batch():
+    return torch.linspace(-1, 1, 80).view(4, 20)
+
+
+def loss_of(model):
+    return (model(batch()) - 1).square().mean()
+
+
+def steps(model, optimizer, count, backward=torch.Tensor.backward):
+    losses = []
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def on_ranks(work, *arguments, ranks=2):
+    """Runs work(rank, *arguments) in processes, and returns what rank 0 returned."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(one_rank, (ranks, port, queue, work, arguments), nprocs=ranks)
+    return queue.get()
+
+
+def one_rank(rank, ranks, port, queue, work, arguments):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of what will be deprecated
+    dist.init_process_group("gloo")
+    result = work(rank, *arguments)
+    if rank == 0:
+        queue.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_fsdp2(rank, load, before, save, after):
+    from torch.distributed.fsdp import fully_shard
+
+    model = make_model()
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = adamw(model.parameters())
+    if load:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optim": optimizer_state}
+        dcp.load(state, checkpoint_id=load)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    losses = steps(model, optimizer, before)
+    if save:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optim": optimizer_state, "step": before}, checkpoint_id=save)
+    return losses + steps(model, optimizer, after)
+
+
+def run_fsdp1(rank, before, save, after):
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    model = FullyShardedDataParallel(make_model(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = adamw(model.parameters())
+    losses = steps(model, optimizer, before)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"app": {"model": model.state_dict(), "optim": FullyShardedDataParallel.optim_state_dict(model, optimizer)}}
+        dcp.save(state, checkpoint_id=save)
+    return losses + steps(model, optimizer, after)
+
+
+def run_deepspeed(rank, stage, folder, before, after):
+    import deepspeed
+
+    model = make_model()
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    groups = [{"params": [p for p in model.parameters() if p.dim() > 1]}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+              "zero_optimization": {"stage": stage, "sub_group_size": 500, "overlap_comm": False}, "steps_per_print": 10**9,
+              "gradient_clipping": 0.0}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(groups), config=config)
+
+    def more(count):
+        losses = []
+        for _ in range(count):
+            loss = loss_of(engine)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    losses = more(before)
+    engine.save_checkpoint(folder, tag="here")
+    return losses + more(after)
+
+
+def run_fairscale_fsdp(rank, file, before, after):
+    """Its gathering leaves the optimizer in a state that newer torch refuses: what comes after is another run's."""
+    sys.path.append(str(BENCH))
+    from fairscale_on_cpu import without_streams
+
+    FullyShardedDataParallel = without_streams()
+    model = FullyShardedDataParallel(make_model(), flatten_parameters=True, bucket_cap_mb=0, compute_device=torch.device("cpu"))
+    optimizer = adamw(model.parameters())
+    losses = steps(model, optimizer, before + after if file is None else before)
+    if file is None:
+        return losses
+    torch.Tensor.cpu = lambda self, *_: self.clone()  # it gathers into one buffer, and takes what cpu() gives for a copy
+    state, optimizer_state = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
+    if rank == 0:
+        torch.save({"model": state, "optimizer": optimizer_state}, file)
+    return losses
+
+
+def run_fairscale_oss(rank, file, before, after):
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import OSS
+
+    model = make_model()
+    optimizer = OSS(model.parameters(), optim=torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    losses = steps(wrapped, optimizer, before)
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    return losses + steps(wrapped, optimizer, after)
+
+
+class Base(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = pathlib.Path(folder.name)
+
+    def run_words(self, *words, code=0):
+        ran = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+        self.assertEqual(ran.returncode, code, ran.stdout + ran.stderr)
+        return ran.stdout + ran.stderr
+
+    def convert(self, *words, code=0):
+        """As the command does it, but in this process: to import torch takes longer than to convert. Returns its error."""
+        arguments, sys.argv = sys.argv, [str(CONVERT), *map(str, words)]
+        told = ""
+        try:
+            runpy.run_path(str(CONVERT), run_name="__main__")
+        except SystemExit as end:
+            told = str(end)
+        finally:
+            sys.argv = arguments
+        self.assertEqual(bool(told), bool(code), told)
+        return told
+
+    def go_on(self, folder, ranks, count, save=None):
+        """The losses of `count` steps in C++ from a checkpoint of ours, which is whole and sound."""
+        self.run_words(COMMAND, "verify", folder)
+        told = self.run_words(PROGRAM, "continue", folder, ranks, count, save or "-")
+        return [float(line) for line in told.splitlines()]
+
+    def assert_close(self, got, expected):
+        self.assertEqual(len(got), len(expected))
+        for one, other in zip(got, expected):
+            self.assertTrue(math.isclose(one, other, rel_tol=2e-5), f"{got} and {expected}")
+
+
+class Convert(Base):
+    def test_what_fsdp2_begins_goes_on_here_and_back(self):
+        expected = on_ranks(run_fsdp2, None, 3, str(self.path / "python"), 6)
+        self.convert(self.path / "python", self.path / "ours")
+        for ranks in (1, 2, 3):
+            self.assert_close(self.go_on(self.path / "ours", ranks, 3, self.path / "after"), expected[3:6])
+        self.convert(self.path / "after", self.path / "back")
+        self.assert_close(on_ranks(run_fsdp2, str(self.path / "back"), 3, None, 0), expected[6:])
+        self.assertIn("is there already", self.convert(self.path / "after", self.path / "back", code=1))
+        # And once more to ours: nothing has changed on the way.
+        self.convert(self.path / "back", self.path / "again")
+        self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "after", self.path / "again", "--parameters"))
+
+    def test_what_fsdp1_begins_goes_on_here(self):
+        expected = on_ranks(run_fsdp1, 3, str(self.path / "python"), 3)
+        self.convert(self.path / "python", self.path / "ours")
+        self.assert_close(self.go_on(self.path / "ours", 2, 3), expected[3:])
+
+    def train(self, made=adamw):
+        model = make_model()
+        optimizer = made(model.parameters())
+        steps(model, optimizer, 3)
+        return model, optimizer
+
+    def test_files_of_torch_save(self):
+        model, optimizer = self.train()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 5}, self.path / "both.pt")
+        torch.save(model.state_dict(), self.path / "model.pt")
+        torch.save(optimizer.state_dict(), self.path / "optimizer.pt", _use_new_zipfile_serialization=False)
+        expected = steps(model, optimizer, 3)
+        self.convert(self.path / "both.pt", self.path / "both")
+        self.assert_close(self.go_on(self.path / "both", 2, 3), expected)
+        self.convert(self.path / "model.pt", self.path / "two", "--optimizer-file", self.path / "optimizer.pt", "--extra", '{"epoch": 5}')
+        self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "both", self.path / "two"))
+
+    def test_numbered_parameters_of_several_groups_need_names(self):
+        model = make_model()
+        named = dict(model.named_parameters())
+        order = sorted(named, key=lambda name: named[name].dim())
+        optimizer = torch.optim.AdamW([{"params": [named[name] for name in order if named[name].dim() == 1]},
+                                       {"params": [named[name] for name in order if named[name].dim() == 2], "weight_decay": 0.5}], lr=0.01)
+        steps(model, optimizer, 2)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.path / "file.pt")
+        self.assertIn("give --parameter-order", self.convert(self.path / "file.pt", self.path / "ours", code=1))
+        (self.path / "order").write_text("\n".join(order))
+        self.convert(self.path / "file.pt", self.path / "ours", "--parameter-order", self.path / "order")
+        manifest = json.loads((self.path / "ours/tessera.json").read_text())
+        self.assertEqual([group["parameters"] for group in manifest["optimizer"]["groups"]], [order[:4], order[4:]])
+
+    def test_other_optimizers(self):
+        makers = {"Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True), "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+                  "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True), "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1)}
+        for kind, make in makers.items():
+            with self.subTest(kind=kind):
+                model, optimizer = self.train(make)
+                torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, self.path / "file.pt")
+                self.convert(self.path / "file.pt", self.path / kind)
+                self.run_words(COMMAND, "verify", self.path / kind)
+                self.assertIn(f"optimizer {kind}", self.run_words(COMMAND, "inspect", self.path / kind))
+                self.convert(self.path / kind, self.path / f"{kind}-dcp")
+                self.convert(self.path / f"{kind}-dcp", self.path / f"{kind}-again")
+                self.run_words(COMMAND, "diff", self.path / kind, self.path / f"{kind}-again")
+
+    def test_mistakes_are_told(self):
+        model, optimizer = self.train()
+        groups = optimizer.state_dict()
+        for group in groups["param_groups"]:
+            group.pop("decoupled_weight_decay", None)
+        torch.save({"model": model.state_dict(), "optimizer": groups, "ema": model.state_dict()}, self.path / "file.pt")
+        told = lambda *words: self.convert(self.path / "file.pt", self.path / "ours", *words, code=1)
+        self.assertIn("model, ema may each be the model: say with --model", told())
+        self.assertIn("whether the optimizer is Adam or AdamW", told("--model", "ema"))
+        self.assertIn("has no 'none'", told("--model", "none"))
+        self.assertIn("which unpickling would run as code", self.pickled())
+        self.assertIn("is not there", self.convert(self.path / "nothing", self.path / "ours", code=1))
+        self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # and nothing is left
+        self.convert(self.path / "file.pt", self.path / "ours", "--model", "ema", "--optimizer-kind", "AdamW")
+        self.run_words(COMMAND, "verify", self.path / "ours")
+
+    def pickled(self):
+        file = self.path / "file.pt"
+        kept = file.read_bytes()
+        torch.save({"model": make_model().state_dict(), "path": pathlib.Path("x")}, file)
+        told = self.convert(file, self.path / "ours", code=1)
+        file.write_bytes(kept)
+        return told
+
+    def test_one_tensor_is_in_memory_at_a_time(self):
+        weights = {f"layer{i}.weight": torch.full((4 << 20,), float(i)) for i in range(24)}  # 400 MB
+        torch.save(weights, self.path / "file.pt")
+        script = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; import torch, torch.distributed.checkpoint\n"
+                  "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1])\n"
+                  "import threading, time; before, most = peak(), [0]\n"
+                  "def watch():\n  while True: most[0] = max(most[0], peak()); time.sleep(0.002)\n"
+                  "threading.Thread(target=watch, daemon=True).start()\n"
+                  "runpy.run_path(sys.argv[0], run_name='__main__'); print((most[0] - before) // 1024)")
+        for source, target in (("file.pt", "ours"), ("ours", "dcp"), ("dcp", "again")):
+            told = self.run_words(sys.executable, "-c", script, CONVERT, self.path / source, self.path / target)
+            if target != "dcp":  # torch's writer keeps what it has written
+                self.assertLess(int(told.split()[-1]), 150, f"MiB, {source} to {target}")
+        self.run_words(COMMAND, "diff", self.path / "ours", self.path / "again")
+
+
+class Peers(Base):
+    """The packages' own files, which bench/compare/setup.sh installs: `make interop-peers`."""
+
+    def convert_deepspeed(self, stage):
+        expected = on_ranks(run_deepspeed, stage, str(self.path / "python"), 3, 3)
+        self.convert(self.path / "python", self.path / "ours", "--trust")
+        self.assert_close(self.go_on(self.path / "ours", 2, 3), expected[3:])
+        return expected
+
+    def test_deepspeed_zero_2_and_universal(self):
+        expected = self.convert_deepspeed(2)
+        universal = self.path / "universal"
+        self.run_words(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", self.path / "python/here",
+                       "--output_folder", universal, "--num_extract_workers", 1, "--num_merge_workers", 1, "--inject_missing_state")
+        self.convert(universal, self.path / "ours2", "--trust")
+        self.assert_close(self.go_on(self.path / "ours2", 2, 3), expected[3:])
+
+    def test_deepspeed_zero_3(self):
+        self.convert_deepspeed(3)
+
+    def test_fairscale(self):
+        for number, work in enumerate((run_fairscale_oss, run_fairscale_fsdp)):
+            with self.subTest(work=work.__name__):
+                file = self.path / f"file{number}.pt"
+                expected = on_ranks(work, str(file), 3, 3)
+                if work is run_fairscale_fsdp:
+                    expected = on_ranks(work, None, 3, 3)
+                self.convert(file, self.path / f"ours{number}", "--trust", "--optimizer-kind", "AdamW")
+                self.assert_close(self.go_on(self.path / f"ours{number}", 2, 3), expected[3:])
+
+
+if __name__ == "__main__":
+    COMMAND = str(pathlib.Path(sys.argv.pop(2)).resolve())
+    PROGRAM = str(pathlib.Path(sys.argv.pop(1)).resolve())
+    unittest.main(verbosity=2)

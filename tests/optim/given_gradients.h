@@ -1,0 +1,163 @@
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <set>
+
+#include "tests/support/reference.h"
+
+namespace tessera::testing_support {
+
+// Parameters of many shapes in two units, and no use of them: their gradients are given, so that optimizers can be
+// compared bit for bit at any number of ranks.
+struct BareImpl : torch::nn::Module {
+  explicit BareImpl(at::ScalarType dtype = at::kFloat) {
+    auto part = [&](const char* name, const std::vector<std::pair<const char*, at::Tensor>>& parameters) {
+      auto module = std::make_shared<Part>();
+      for (const auto& [key, value] : parameters) module->register_parameter(key, value.to(dtype));
+      register_module(name, module);
+    };
+    part("a", {{"square", torch::randn({24, 24})},
+               {"tall", torch::randn({70, 9})},
+               {"bias", torch::randn({13})},
+               {"scalar", torch::randn({})},
+               {"transposed", torch::randn({12, 33}).t()}});
+    part("b", {{"wide", torch::randn({5, 130})},
+               {"conv", torch::randn({4, 3, 3, 3})},
+               {"empty", torch::randn({0, 4})},
+               {"large", torch::randn({40, 41})},
+               {"one", torch::randn({1})}});
+  }
+  at::Tensor forward(at::Tensor x) { return x; }
+
+ private:
+  struct Part : torch::nn::Module {};
+};
+TORCH_MODULE(Bare);
+
+struct Layout {
+  int world = 1;
+  int stage = -1;  // of zero(); -1: torch's way, without a wrapper
+  int ranks_per_copy = 0;
+  bool offload = false;
+  std::string disk{};  // a folder
+};
+
+// The gradient of a parameter in a step: the same whatever the layout. One parameter in each step has none.
+inline at::Tensor given_gradient(const std::string& name, const std::vector<int64_t>& sizes, int step) {
+  const auto seed = std::hash<std::string>()(name) % 1000 + 1000 * step;
+  return seeded(seed, [&] { return torch::randn(sizes) * (step % 2 == 0 ? 1.0 : 0.01); });
+}
+inline bool has_gradient(const std::string& name, int step) {
+  static const char* const kWithout[] = {"a.tall", "b.one", "b.large"};
+  return name != kWithout[step % 3];
+}
+
+inline void give_gradients(const std::vector<NamedShard>& shards, int step) {
+  for (const NamedShard& shard : shards) {
+    at::Tensor leaf = shard.tensor;
+    leaf.mutable_grad() = at::Tensor();
+    if (!has_gradient(shard.fqn, step)) continue;
+    at::Tensor whole = torch::empty_strided(shard.sizes, shard.strides);
+    whole.copy_(given_gradient(shard.fqn, shard.sizes, step));
+    if (leaf.sizes() != at::IntArrayRef(shard.sizes))
+      whole = whole.as_strided({whole.numel()}, {1}).narrow(0, shard.held.begin, shard.held.numel());
+    leaf.mutable_grad() = whole.to(leaf.scalar_type()).clone();
+  }
+}
+
+// Named parameters to groups, for zero().
+template <class Options>
+using Grouping = std::function<std::vector<torch::optim::OptimizerParamGroup>(
+    const torch::OrderedDict<std::string, at::Tensor>&, const Options&)>;
+
+template <class Options>
+std::vector<torch::optim::OptimizerParamGroup> one_group(const torch::OrderedDict<std::string, at::Tensor>& parameters,
+                                                         const Options& options) {
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(parameters.values(), std::make_unique<Options>(options));
+  return groups;
+}
+
+// What a run begins with, and leaves.
+struct Files {
+  std::filesystem::path load{}, save{};
+};
+
+// The parameters after steps begin to end - 1 in a layout, whole, by name.
+template <class Optimizer, class Options>
+std::map<std::string, at::Tensor> stepped(const Layout& layout, const Options& options, int begin, int end,
+                                          Grouping<Options> grouping = &one_group<Options>, const Files& files = {},
+                                          at::ScalarType dtype = at::kFloat) {
+  std::map<std::string, at::Tensor> result;
+  on_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
+    auto net = seeded(5, [&] { return Bare(dtype); });
+    if (layout.stage < 0) {
+      Optimizer optimizer(grouping(net->named_parameters(), options), options);
+      std::vector<NamedShard> shards;
+      for (const auto& item : net->named_parameters())
+        shards.push_back({item.key(),
+                          {},
+                          item.value().sizes().vec(),
+                          item.value().strides().vec(),
+                          {0, item.value().numel()},
+                          item.value()});
+      for (int step = begin; step < end; ++step) {
+        give_gradients(shards, step);
+        optimizer.step();
+      }
+      for (const auto& item : net->named_parameters()) result[item.key()] = item.value().detach();
+      return;
+    }
+    ZeroOptions zero_options{.stage = layout.stage};
+    zero_options.groups = [&](const ZeroOptions::Parameters& parameters) { return grouping(parameters, options); };
+    zero_options.fsdp.auto_wrap =
+        wrap_if([](const std::string& name, const torch::nn::Module&) { return name == "a"; });
+    zero_options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;
+    zero_options.fsdp.offload = {.params = layout.offload, .grads = layout.offload, .directory = layout.disk};
+    zero_options.oss.offload = {.params = layout.offload, .grads = layout.offload};
+    zero_options.oss.broadcast_bucket_bytes = 3000;
+    auto model = zero<Optimizer>(net, options, comm, zero_options);
+    if (!files.load.empty()) load_checkpoint(files.load, model, model.optimizer());
+    for (int step = begin; step < end; ++step) {
+      give_gradients(model.named_shards(), step);
+      model.step();
+    }
+    if (!files.save.empty()) save_checkpoint(files.save, model, model.optimizer());
+    auto state = model.full_state_dict();
+    if (comm->rank() == 0)
+      for (const auto& item : state) result[item.key()] = item.value();
+  });
+  return result;
+}
+
+inline void expect_same(const std::map<std::string, at::Tensor>& got, const std::map<std::string, at::Tensor>& expected,
+                        double tolerance, const std::string& where) {
+  ASSERT_EQ(got.size(), expected.size()) << where;
+  for (const auto& [name, value] : expected) {
+    const at::Tensor& other = got.at(name);
+    EXPECT_TRUE(tolerance == 0 ? torch::equal(other, value) : torch::allclose(other, value, tolerance, tolerance))
+        << where << ": " << name << " differs by " << (other - value).abs().max().item<float>();
+  }
+}
+
+inline std::string name_of(const Layout& layout) {
+  return "world " + std::to_string(layout.world) + " stage " + std::to_string(layout.stage) +
+         (layout.ranks_per_copy > 0 ? " copies of " + std::to_string(layout.ranks_per_copy) : "") +
+         (layout.offload ? " offloaded" : "") + (layout.disk.empty() ? "" : " to a disk");
+}
+
+// In every stage, at 1 to 5 ranks: what the same class does to whole parameters in one process.
+template <class Optimizer, class Options>
+void expect_exact_everywhere(const Options& options, double tolerance, Grouping<Options> grouping = &one_group<Options>,
+                             at::ScalarType dtype = at::kFloat) {
+  constexpr int kSteps = 4;
+  const auto expected = stepped<Optimizer>({}, options, 0, kSteps, grouping, {}, dtype);
+  std::vector<Layout> layouts{{4, 3, 2}, {2, 3, 0, true}, {2, 2, 0, true}, {2, 0}, {3, 1}};
+  for (int world = 1; world <= 5; ++world) layouts.push_back({world, 3}), layouts.push_back({world, 2});
+  for (const Layout& layout : layouts)
+    expect_same(stepped<Optimizer>(layout, options, 0, kSteps, grouping, {}, dtype), expected, tolerance,
+                name_of(layout));
+}
+
+}  // namespace tessera::testing_support

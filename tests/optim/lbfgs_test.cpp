@@ -1,0 +1,148 @@
+// L-BFGS: torch's, and the same on shards.
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::lbfgs_test {
+namespace {
+
+using namespace testing_support;
+
+torch::nn::Sequential model() {
+  auto net = seeded(
+      3, [] { return torch::nn::Sequential(torch::nn::Linear(4, 7), torch::nn::Tanh(), torch::nn::Linear(7, 3)); });
+  net->to(at::kDouble);
+  return net;
+}
+
+template <class Net>
+at::Tensor loss_of_part(Net& net, int rank) {
+  const at::Tensor x = seeded(50 + rank, [] { return torch::randn({12, 4}, at::kDouble); });
+  return (call(net, x) - x.narrow(1, 0, 3).sin()).square().mean();
+}
+
+struct Rule {
+  bool strong_wolfe;
+  double lr;
+  int64_t history;
+};
+const std::vector<Rule> kRules{{true, 1, 100}, {true, 1, 3}, {false, 0.1, 5}};
+
+// torch's own, in one process, on the whole batch.
+std::map<std::string, at::Tensor> reference(int world, const Rule& rule, int steps) {
+  auto net = model();
+  auto options = torch::optim::LBFGSOptions(rule.lr).max_iter(6).history_size(rule.history);
+  if (rule.strong_wolfe) options.line_search_fn("strong_wolfe");
+  torch::optim::LBFGS optimizer(net->parameters(), options);
+  for (int step = 0; step < steps; ++step)
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      at::Tensor sum;
+      for (int rank = 0; rank < world; ++rank) {
+        const at::Tensor loss = loss_of_part(net, rank) / world;
+        sum = rank == 0 ? loss : sum + loss;
+      }
+      sum.backward();
+      return sum;
+    });
+  std::map<std::string, at::Tensor> values;
+  for (const auto& item : net->named_parameters()) values[item.key()] = item.value().detach();
+  return values;
+}
+
+template <class Wrapped>
+void train(Wrapped& wrapped, Lbfgs& optimizer, int steps) {
+  for (int step = 0; step < steps; ++step)
+    optimizer.step([&] {
+      wrapped.zero_grad();
+      at::Tensor loss = loss_of_part(wrapped, wrapped.comm()->rank());
+      loss.backward();
+      return loss;
+    });
+}
+
+template <class Wrapped>
+void expect_near(Wrapped& wrapped, const std::map<std::string, at::Tensor>& expected, const std::string& where) {
+  auto state = wrapped.full_state_dict();
+  for (const auto& [name, value] : expected)
+    EXPECT_TRUE(torch::allclose(state[name], value, 1e-5, 1e-7))
+        << where << " " << name << " " << (state[name] - value).abs().max().template item<double>();
+}
+
+LbfgsOptions options_of(const Rule& rule) {
+  return LbfgsOptions(rule.lr).max_iter(6).history_size(rule.history).strong_wolfe(rule.strong_wolfe);
+}
+
+TEST(Lbfgs, IsTorchsOnShardsAndOnCopies) {
+  for (const Rule& rule : kRules) {
+    for (int world = 1; world <= 5; world += rule.strong_wolfe && rule.history == 100 ? 1 : 2) {
+      const auto expected = reference(world, rule, 4);
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        const std::string where = "world " + std::to_string(world) + " history " + std::to_string(rule.history);
+        FullyShardedDataParallel fsdp(model(), comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+        Lbfgs sharded(fsdp, options_of(rule));
+        train(fsdp, sharded, 4);
+        expect_near(fsdp, expected, where + " FSDP");
+        DistributedDataParallel ddp(model(), comm);
+        Lbfgs copied(ddp, options_of(rule));
+        train(ddp, copied, 4);
+        expect_near(ddp, expected, where + " DDP");
+      });
+    }
+  }
+  const auto expected = reference(4, kRules[0], 4);
+  on_ranks(4, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(model(), comm, {.hybrid = {.ranks_per_copy = 2}});
+    Lbfgs sharded(fsdp, options_of(kRules[0]));
+    train(fsdp, sharded, 4);
+    expect_near(fsdp, expected, "copies of 2");
+  });
+}
+
+// The batch must be the same, so each world computes that of 2 ranks.
+TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSize) {
+  const TemporaryFolder folder;
+  const Rule rule = kRules[1];
+  auto net_loss = [](auto& net) { return (loss_of_part(net, 0) + loss_of_part(net, 1)) / 2; };
+  auto steps = [&](int world, int count, const std::string& load, const std::string& save) {
+    std::map<std::string, at::Tensor> result;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(model(), comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      Lbfgs optimizer(fsdp, options_of(rule));
+      if (!load.empty()) load_checkpoint(folder / load, fsdp, optimizer);
+      for (int step = 0; step < count; ++step)
+        optimizer.step([&] {
+          fsdp.zero_grad();
+          at::Tensor loss = net_loss(fsdp);
+          loss.backward();
+          return loss;
+        });
+      if (!save.empty()) save_checkpoint(folder / save, fsdp, optimizer);
+      auto state = fsdp.full_state_dict();
+      if (comm->rank() == 0)
+        for (const auto& item : state) result[item.key()] = item.value();
+    });
+    return result;
+  };
+  const auto expected = reference(2, rule, 4);
+  steps(3, 1, "", "a");
+  steps(1, 1, "a", "b");
+  steps(5, 1, "b", "c");
+  for (const auto& [name, value] : steps(2, 1, "c", ""))
+    EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << name;
+}
+
+TEST(Lbfgs, MistakesAreNamed) {
+  auto weight = torch::ones({3}).set_requires_grad(true);
+  Lbfgs lbfgs({weight});
+  expect_contains(error_of<std::invalid_argument>([&] { lbfgs.step(); }), "expected a closure");
+  expect_contains(error_of<std::invalid_argument>([&] { lbfgs.step([] { return at::Tensor(); }); }), "no loss");
+  expect_contains(error_of<std::invalid_argument>([&] { Lbfgs other({weight}, LbfgsOptions(1).history_size(101)); }),
+                  "Lbfgs: history_size is 101, expected 1 to 100");
+  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    expect_contains(error_of<std::invalid_argument>([&] { OSS<Lbfgs> oss({weight}, LbfgsOptions(1), comm); }),
+                    "use tessera::Lbfgs with FullyShardedDataParallel");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::lbfgs_test

@@ -1,0 +1,454 @@
+// The optimizers of our own: their formulas, and the same under sharding as without.
+#include "tests/optim/given_gradients.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::recipes_test {
+namespace {
+
+using namespace testing_support;
+
+template <class Optimizer, class Options>
+void expect_checkpoints_go_on(const Options& options, double tolerance) {
+  const TemporaryFolder folder;
+  const auto expected = stepped<Optimizer>({}, options, 0, 6);
+  const Grouping<Options> grouping = &one_group<Options>;
+  stepped<Optimizer>({3, 3}, options, 0, 2, grouping, {.save = folder / "a"});
+  stepped<Optimizer>({2, 2}, options, 2, 3, grouping, {folder / "a", folder / "b"});
+  stepped<Optimizer>({1, 0}, options, 3, 4, grouping, {folder / "b", folder / "c"});
+  stepped<Optimizer>({4, 3, 2}, options, 4, 5, grouping, {folder / "c", folder / "d"});
+  expect_same(stepped<Optimizer>({5, 3}, options, 5, 6, grouping, {.load = folder / "d"}), expected, tolerance,
+              "the chain");
+}
+
+// A model that computes: losses of a rank's own part of the batch, accumulated over two of them.
+torch::nn::Sequential small_model() {
+  return seeded(
+      7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::GELU(), torch::nn::Linear(33, 8)); });
+}
+
+// Trained through zero(), with accumulation: what one process makes of the whole batch, to rounding.
+template <class Optimizer, class Options>
+void expect_trains_everywhere(const Options& options, double tolerance,
+                              Grouping<Options> grouping = &one_group<Options>) {
+  auto loss_of_part = [](auto& net, int step, int micro, int rank) {
+    return call(net, seeded(100 * step + 10 * micro + rank, [] { return torch::randn({16, 8}); })).square().mean();
+  };
+  for (const Layout& layout : {Layout{1, 3}, Layout{2, 1}, Layout{3, 2}, Layout{4, 3}, Layout{4, 3, 2}}) {
+    on_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
+      auto reference = small_model();
+      Optimizer whole(grouping(reference->named_parameters(), options), options);
+      ZeroOptions zero_options{.stage = layout.stage};
+      zero_options.groups = [&](const ZeroOptions::Parameters& parameters) { return grouping(parameters, options); };
+      zero_options.fsdp.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+      zero_options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;
+      auto model = zero<Optimizer>(small_model(), options, comm, zero_options);
+      for (int step = 0; step < 4; ++step) {
+        model.zero_grad();
+        whole.zero_grad();
+        {
+          auto accumulating = model.no_sync();
+          loss_of_part(model, step, 0, comm->rank()).backward();
+        }
+        loss_of_part(model, step, 1, comm->rank()).backward();
+        for (int micro = 0; micro < 2; ++micro)
+          reference_backward(reference, layout.world,
+                             [&](int rank) { return loss_of_part(reference, step, micro, rank); });
+        {
+          const at::NoGradGuard validation;
+          loss_of_part(model, 100, 0, comm->rank());
+        }
+        model.step();
+        whole.step();
+      }
+      auto state = model.full_state_dict();
+      for (const auto& entry : reference->named_parameters())
+        EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), tolerance, tolerance))
+            << name_of(layout) << " " << entry.key() << " "
+            << (state[entry.key()] - entry.value().detach()).abs().max().template item<float>();
+    });
+  }
+}
+
+// ---- Lion ---------------------------------------------------------------------------------------
+
+TEST(Lion, IsTheFormula) {
+  auto weight = torch::tensor({3.0, -4.0}, at::kDouble).set_requires_grad(true);
+  Lion lion({weight}, LionOptions(0.1).beta1(0.5).beta2(0.75).weight_decay(0.5));
+  weight.mutable_grad() = torch::tensor({2.0, -8.0}, at::kDouble);
+  lion.step();  // momentum 0.5, -2
+  EXPECT_TRUE(torch::allclose(weight.detach(), torch::tensor({3 * 0.95 - 0.1, -4 * 0.95 + 0.1}, at::kDouble)));
+  weight.mutable_grad() = torch::tensor({-0.4, 9.0}, at::kDouble);
+  lion.step();  // 0.25 - 0.2 > 0, -1 + 4.5 > 0
+  EXPECT_TRUE(torch::allclose(weight.detach(), torch::tensor({2.75 * 0.95 - 0.1, -3.7 * 0.95 - 0.1}, at::kDouble)));
+}
+
+TEST(Lion, HasTheSameBitsInEveryStageAtEveryWorldSize) {
+  const auto options = LionOptions(1e-2).weight_decay(0.1);
+  expect_exact_everywhere<Lion>(options, 0);
+  expect_exact_everywhere<Lion>(options, 0, Grouping<LionOptions>(&one_group<LionOptions>), at::kBFloat16);
+  expect_checkpoints_go_on<Lion>(options, 0);
+}
+
+// ---- SGD, fused ---------------------------------------------------------------------------------
+
+TEST(FusedSgd, EqualsTorchs) {
+  for (const auto& options :
+       {torch::optim::SGDOptions(0.1), torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.1),
+        torch::optim::SGDOptions(0.1).momentum(0.9).nesterov(true),
+        torch::optim::SGDOptions(0.1).momentum(0.9).dampening(0.5)})
+    expect_same(stepped<SGD>({}, options, 0, 5), stepped<torch::optim::SGD>({}, options, 0, 5), 1e-6, "SGD");
+  const auto options = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(0.1);
+  expect_exact_everywhere<SGD>(options, 1e-6);
+  expect_checkpoints_go_on<SGD>(options, 1e-6);
+}
+
+// ---- Adafactor ----------------------------------------------------------------------------------
+
+// Of one matrix or vector, as torch.optim.Adafactor writes it.
+void adafactor_by_hand(at::Tensor& parameter, const at::Tensor& g, at::Tensor& row, at::Tensor& col, int t, double lr) {
+  const double eps1 = std::numeric_limits<float>::epsilon(), share = std::pow(t, -0.8);
+  at::Tensor average;
+  if (g.dim() > 1) {
+    const at::Tensor rows = g.square().mean(-1, true), columns = g.square().mean(-2, true);
+    row = row.defined() ? row.lerp(rows, share) : rows * share;
+    col = col.defined() ? col.lerp(columns, share) : columns * share;
+    average = row.matmul(col) / row.mean(-2, true).clamp_min(eps1);
+  } else {
+    row = row.defined() ? row.lerp(g.square(), share) : g.square() * share;
+    average = row;
+  }
+  const at::Tensor update = average.clamp_min(eps1 * eps1).rsqrt() * g;
+  auto size = [](const at::Tensor& x) { return x.norm().item<double>() / std::sqrt(static_cast<double>(x.numel())); };
+  const double alpha = std::max(1e-3, size(parameter)) * std::min(lr, 1 / std::sqrt(t));
+  parameter = parameter - update * (alpha / std::max(1.0, size(update)));
+}
+
+TEST(Adafactor, IsTheFormula) {
+  for (const auto& sizes : {std::vector<int64_t>{6, 5}, {7}, {2, 3, 4}}) {
+    auto own = seeded(1, [&] { return torch::randn(sizes); }).set_requires_grad(true);
+    at::Tensor expected = own.detach().clone(), row, col;
+    Adafactor adafactor({own}, AdafactorOptions(0.3));
+    for (int t = 1; t <= 5; ++t) {
+      const at::Tensor g = seeded(10 + t, [&] { return torch::randn(sizes) * t; });
+      own.mutable_grad() = g;
+      adafactor.step();
+      adafactor_by_hand(expected, g, row, col, t, 0.3);
+      EXPECT_TRUE(torch::allclose(own, expected, 1e-5, 1e-6)) << t << own - expected;
+    }
+  }
+}
+
+TEST(Adafactor, IsTheSameInEveryStageAtEveryWorldSize) {
+  const auto options = AdafactorOptions(1e-1).weight_decay(0.1);
+  expect_exact_everywhere<Adafactor>(options, 1e-6);
+  expect_checkpoints_go_on<Adafactor>(options, 1e-6);
+  expect_trains_everywhere<Adafactor>(options, 1e-4);
+}
+
+// ---- ScheduleFreeAdamW --------------------------------------------------------------------------
+
+// Algorithm 1 of the paper in its own variables: the iterate z, the average x, gradients at y.
+TEST(ScheduleFree, IsTheAlgorithm) {
+  const double lr = 0.1, beta1 = 0.9, beta2 = 0.99, decay = 0.1;
+  auto own = seeded(1, [] { return torch::randn({5, 3}, at::kDouble); }).set_requires_grad(true);
+  ScheduleFreeAdamW optimizer({own}, ScheduleFreeOptions(lr).beta2(beta2).weight_decay(decay).warmup_steps(3).r(0.5));
+  at::Tensor x = own.detach().clone(), z = x.clone(), y = x.clone(), square = torch::zeros_like(x);
+  double weights = 0, lr_max = 0;
+  for (int t = 1; t <= 8; ++t) {
+    const at::Tensor g = seeded(10 + t, [] { return torch::randn({5, 3}, at::kDouble); });
+    own.mutable_grad() = g;
+    optimizer.step();
+    square = beta2 * square + (1 - beta2) * g * g;
+    const double now = lr * std::min(1.0, t / 3.0) * std::sqrt(1 - std::pow(beta2, t));
+    lr_max = std::max(lr_max, now);
+    const double weight = std::sqrt(t) * lr_max * lr_max;
+    weights += weight;
+    z = z - now * (g / (square.sqrt() + 1e-8) + decay * y);
+    x = (1 - weight / weights) * x + weight / weights * z;
+    y = (1 - beta1) * z + beta1 * x;
+    EXPECT_TRUE(torch::allclose(own, y, 1e-9, 1e-9)) << t;
+    const at::Tensor training = own.detach().clone();
+    {
+      auto averages = optimizer.swap_in_averages();
+      EXPECT_TRUE(torch::allclose(own, x, 1e-9, 1e-9)) << t;
+      EXPECT_THROW(optimizer.step(), std::logic_error);
+      EXPECT_THROW(static_cast<void>(optimizer.swap_in_averages()), std::logic_error);
+    }
+    EXPECT_TRUE(torch::equal(own, training));
+  }
+}
+
+TEST(ScheduleFree, HasTheSameBitsInEveryStageAtEveryWorldSize) {
+  const auto options = ScheduleFreeOptions(1e-2).weight_decay(0.1).warmup_steps(2);
+  expect_exact_everywhere<ScheduleFreeAdamW>(options, 0);
+  expect_checkpoints_go_on<ScheduleFreeAdamW>(options, 0);
+}
+
+TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
+  const auto options = ScheduleFreeOptions(1e-2);
+  for (const Layout& layout : {Layout{2, 0}, Layout{3, 1}, Layout{2, 2}, Layout{3, 3}}) {
+    on_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
+      auto reference = seeded(5, [] { return Bare(); });
+      ScheduleFreeAdamW whole(reference->parameters(), options);
+      auto model = zero(seeded(5, [] { return Bare(); }), options, comm, {.stage = layout.stage});
+      std::vector<NamedShard> all;
+      for (const auto& item : reference->named_parameters())
+        all.push_back({item.key(),
+                       {},
+                       item.value().sizes().vec(),
+                       item.value().strides().vec(),
+                       {0, item.value().numel()},
+                       item.value()});
+      for (int step = 0; step < 3; ++step) {
+        give_gradients(model.named_shards(), step);
+        give_gradients(all, step);
+        model.step();
+        whole.step();
+      }
+      const auto before = model.full_state_dict();
+      {
+        auto averages = dynamic_cast<Averages&>(model.optimizer()).swap_in_averages();
+        auto expected = whole.swap_in_averages();
+        auto state = model.full_state_dict();
+        for (const auto& item : reference->named_parameters())
+          EXPECT_TRUE(torch::equal(state[item.key()], item.value())) << name_of(layout) << item.key();
+      }
+      auto after = model.full_state_dict();
+      for (const auto& item : before) EXPECT_TRUE(torch::equal(after[item.key()], item.value()));
+    });
+  }
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    OSS<SGD> sgd({torch::ones({3}).set_requires_grad(true)}, torch::optim::SGDOptions(0.1), comm);
+    EXPECT_THROW(static_cast<void>(sgd.swap_in_averages()), std::logic_error);
+  });
+}
+
+// ---- AdamW in 8 bit -----------------------------------------------------------------------------
+
+TEST(AdamW8bit, MapIsBitsandbytes) {
+  for (const bool is_signed : {true, false}) {
+    const at::Tensor map = dynamic_map(is_signed);
+    ASSERT_EQ(map.numel(), 256);
+    EXPECT_TRUE((map.narrow(0, 1, 255) > map.narrow(0, 0, 255)).all().item<bool>());
+    EXPECT_EQ(map[255].item<float>(), 1.0F);
+    EXPECT_EQ((map == 0).sum().item<int64_t>(), 1);
+  }
+  // From create_dynamic_map(): the largest fractions of 64 (128 without a sign), the smallest numbers.
+  EXPECT_FLOAT_EQ(dynamic_map(true)[254].item<float>(), 0.99296875F);
+  EXPECT_FLOAT_EQ(dynamic_map(true)[0].item<float>(), -0.99296875F);
+  EXPECT_FLOAT_EQ(dynamic_map(true)[128].item<float>(), 5.5e-7F);
+  EXPECT_FLOAT_EQ(dynamic_map(false)[254].item<float>(), 0.996484375F);
+  EXPECT_FLOAT_EQ(dynamic_map(false)[1].item<float>(), 3.25e-7F);
+}
+
+TEST(AdamW8bit, HasTheSameBitsInEveryStageAtEveryWorldSize) {
+  for (const bool decoupled : {true, false}) {
+    const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(decoupled ? 0 : 600).decoupled(decoupled);
+    expect_exact_everywhere<AdamW8bit>(options, 0);
+    expect_checkpoints_go_on<AdamW8bit>(options, 0);
+  }
+  expect_exact_everywhere<AdamW8bit>(AdamW8bitOptions(1e-2).min_8bit_numel(0), 0,
+                                     Grouping<AdamW8bitOptions>(&one_group<AdamW8bitOptions>), at::kBFloat16);
+}
+
+// In fp32 it is Adam; in 8 bit it is near.
+TEST(AdamW8bit, IsAdamWToTheRoundingOfItsStates) {
+  const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
+  const auto expected = stepped<torch::optim::AdamW>({}, adamw, 0, 5);
+  const auto options = AdamW8bitOptions(1e-2).weight_decay(0.1);
+  expect_same(stepped<AdamW8bit>({}, options, 0, 5), expected, 1e-6, "fp32");
+  expect_same(stepped<AdamW8bit>({}, AdamW8bitOptions(options).min_8bit_numel(0), 0, 2),
+              stepped<torch::optim::AdamW>({}, adamw, 0, 2), 1e-2, "8 bit");
+  const auto adam = torch::optim::AdamOptions(1e-2).weight_decay(0.1);
+  expect_same(stepped<AdamW8bit>({}, AdamW8bitOptions(options).decoupled(false), 0, 5),
+              stepped<torch::optim::Adam>({}, adam, 0, 5), 1e-6, "Adam");
+}
+
+// 2 bytes a parameter and 8 a block, a rank's part of it; one all-reduce of two floats for each cut beside that of who
+// has gradients.
+TEST(AdamW8bit, TakesAQuarterOfTheBytes) {
+  for (int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(torch::nn::Linear(torch::nn::LinearOptions(100, 90).bias(false)), comm);
+      AdamW8bit optimizer(fsdp);
+      at::Tensor leaf = fsdp.parameters()[0];
+      leaf.mutable_grad() = torch::ones_like(leaf).detach();
+      const auto before = comm->traffic();
+      optimizer.step();
+      EXPECT_EQ(comm->traffic().collectives - before.collectives, world > 1 ? 2 : 0);
+      int64_t bytes = 0;
+      for (const auto& [key, state] : optimizer.state())
+        for (const auto& [name, tensor] : read_state(*state).tensors) bytes += static_cast<int64_t>(tensor.nbytes());
+      const int64_t numel = leaf.numel();
+      EXPECT_GE(bytes, 2 * numel + 8 * (numel / 256));
+      EXPECT_LE(bytes, 2 * numel + 8 * (numel / 256 + 2));
+    });
+  }
+}
+
+TEST(AdamW8bit, TrainsNearlyAsWellAsFp32) {
+  at::set_num_threads(1);
+  auto final_loss = [](auto optimizer_for) {
+    auto model = small_model();
+    auto optimizer = optimizer_for(model->parameters());
+    double loss = 0;
+    for (int step = 0; step < 150; ++step) {
+      optimizer.zero_grad();
+      const at::Tensor x = seeded(step, [] { return torch::randn({64, 8}); });
+      const at::Tensor value = (model->forward(x) - x.flip(1).tanh()).square().mean();
+      value.backward();
+      optimizer.step();
+      if (step >= 140) loss += value.template item<double>() / 10;
+    }
+    return loss;
+  };
+  const double fp32 = final_loss([](auto parameters) { return AdamW(parameters, torch::optim::AdamWOptions(5e-3)); });
+  const double eight =
+      final_loss([](auto parameters) { return AdamW8bit(parameters, AdamW8bitOptions(5e-3).min_8bit_numel(0)); });
+  EXPECT_LT(fp32, 0.1);
+  EXPECT_NEAR(eight, fp32, 0.05 * fp32);
+}
+
+// ---- all ----------------------------------------------------------------------------------------
+
+TEST(Recipes, TrainWithAccumulationInEveryStage) {
+  expect_trains_everywhere<Lion>(LionOptions(1e-4), 1e-3);
+  expect_trains_everywhere<SGD>(torch::optim::SGDOptions(0.1).momentum(0.9), 1e-5);
+  expect_trains_everywhere<ScheduleFreeAdamW>(ScheduleFreeOptions(1e-3), 1e-4);
+  expect_trains_everywhere<Muon>(
+      MuonOptions(1e-2).bfloat16(false), 1e-4, Grouping<MuonOptions>([](const auto& parameters, const auto& options) {
+        std::vector<at::Tensor> matrices, others;
+        for (const auto& item : parameters)
+          (item.key().ends_with("weight") ? matrices : others).push_back(item.value());
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.emplace_back(matrices, std::make_unique<MuonOptions>(options));
+        groups.emplace_back(others, std::make_unique<MuonOptions>(MuonOptions(options).use_muon(false)));
+        return groups;
+      }));
+}
+
+// Ranks and micro-batches with different numbers of tokens: the gradient of the mean over all tokens, in one process.
+TEST(Recipes, GradientsAreDividedByTheTokensOfAllRanks) {
+  auto rows = [](int rank, int micro) { return 1 + 3 * rank + 5 * micro; };
+  auto sum_of_losses = [&](auto& net, int rank, int micro) {
+    const at::Tensor x = seeded(10 * rank + micro, [&] { return torch::randn({rows(rank, micro), 8}); });
+    return call(net, x).square().sum();
+  };
+  for (const Layout& layout : {Layout{2, 0}, Layout{3, 1}, Layout{3, 2}, Layout{4, 3}, Layout{4, 3, 2}}) {
+    auto reference = small_model();
+    int64_t tokens = 0;
+    for (int rank = 0; rank < layout.world; ++rank)
+      for (int micro = 0; micro < 2; ++micro) {
+        sum_of_losses(reference, rank, micro).backward();
+        tokens += rows(rank, micro);
+      }
+    torch::optim::SGD whole(reference->parameters(), 1.0);
+    for (const at::Tensor& parameter : reference->parameters()) parameter.grad().div_(static_cast<double>(tokens));
+    whole.step();
+    on_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
+      ZeroOptions options{.stage = layout.stage};
+      options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;
+      auto model = zero(small_model(), torch::optim::SGDOptions(1.0), comm, options);
+      EXPECT_EQ(model.divide_gradients_by_sum(rows(comm->rank(), 0) + rows(comm->rank(), 1)), tokens);
+      {
+        auto accumulating = model.no_sync();
+        sum_of_losses(model, comm->rank(), 0).backward();
+      }
+      sum_of_losses(model, comm->rank(), 1).backward();
+      model.step();
+      auto state = model.full_state_dict();
+      for (const auto& entry : reference->named_parameters())
+        EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-5, 1e-6))
+            << name_of(layout) << entry.key();
+      EXPECT_NE(error_of<std::invalid_argument>([&] { model.divide_gradients_by_sum(0); }), "");
+      expect_contains(
+          error_of<std::invalid_argument>([&] { model.divide_gradients_by_sum(comm->rank() == 0 ? -1 : 5); }),
+          "expected 0 or more on each");
+    });
+  }
+}
+
+// bf16 compute and reductions: masters, gradients and states are fp32, whatever the optimizer.
+template <class Optimizer, class Options>
+void expect_trains_in_mixed_precision(const Options& options) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(small_model(), comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+    std::vector<at::Tensor> parameters = fsdp.parameters();
+    auto make = [&] {
+      if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, Options>) {
+        return Optimizer(fsdp, options);
+      } else {
+        return Optimizer(parameters, options);
+      }
+    };
+    Optimizer optimizer = make();
+    double first = 0, last = 0;
+    for (int step = 0; step < 60; ++step) {
+      optimizer.zero_grad();
+      const at::Tensor x = seeded(2 * step + comm->rank(), [] { return torch::randn({32, 8}); });
+      const at::Tensor loss = (fsdp(x).to(at::kFloat) - x.flip(1)).square().mean();
+      loss.backward();
+      optimizer.step();
+      (step == 0 ? first : last) = loss.item<double>();
+    }
+    EXPECT_LT(last, 0.8 * first);
+    for (const at::Tensor& parameter : parameters) EXPECT_EQ(parameter.scalar_type(), at::kFloat);
+  });
+}
+
+TEST(Recipes, TrainInMixedPrecision) {
+  expect_trains_in_mixed_precision<Lion>(LionOptions(3e-3));
+  expect_trains_in_mixed_precision<Adafactor>(AdafactorOptions(3e-2));
+  expect_trains_in_mixed_precision<ScheduleFreeAdamW>(ScheduleFreeOptions(1e-2));
+  expect_trains_in_mixed_precision<AdamW8bit>(AdamW8bitOptions(1e-2).min_8bit_numel(0));
+  expect_trains_in_mixed_precision<SGD>(torch::optim::SGDOptions(0.1).momentum(0.9));
+}
+
+// Parameters on a disk: states in memory, results as in memory.
+TEST(Recipes, StepParametersOnADisk) {
+  const TemporaryFolder disk;
+  auto both = [&]<class Optimizer, class Options>(std::type_identity<Optimizer>, const Options& options) {
+    expect_same(stepped<Optimizer>({2, 3, 0, true, disk.path().string()}, options, 0, 3),
+                stepped<Optimizer>({2, 3}, options, 0, 3), 1e-6, Options::kName);
+  };
+  both(std::type_identity<Lion>(), LionOptions(1e-2));
+  both(std::type_identity<Adafactor>(), AdafactorOptions(1e-2));
+  both(std::type_identity<ScheduleFreeAdamW>(), ScheduleFreeOptions(1e-2));
+  both(std::type_identity<AdamW8bit>(), AdamW8bitOptions(1e-2).min_8bit_numel(0));
+}
+
+TEST(Recipes, ArchivesComeBack) {
+  auto own = seeded(1, [] { return torch::randn({40, 40}); }).set_requires_grad(true);
+  own.mutable_grad() = torch::ones({40, 40});
+  AdamW8bit first({own}, AdamW8bitOptions(1e-2).min_8bit_numel(0));
+  first.step();
+  std::stringstream file;
+  torch::save(first, file);
+  AdamW8bit second({own}, AdamW8bitOptions(0.5));
+  torch::load(second, file);
+  const auto& state = static_cast<AdamW8bitParamState&>(*second.state().at(own.unsafeGetTensorImpl()));
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_TRUE(torch::allclose(state.exp_avg_scale(), torch::full({7}, 0.1)));
+  EXPECT_EQ(static_cast<AdamW8bitOptions&>(second.param_groups()[0].options()).min_8bit_numel(), 0);
+}
+
+TEST(Recipes, MistakesAreNamed) {
+  auto weight = torch::ones({3}).set_requires_grad(true);
+  expect_contains(error_of<std::invalid_argument>([&] { Lion other({weight}, LionOptions(-1)); }), "Lion: lr is -1");
+  expect_contains(
+      error_of<std::invalid_argument>([&] { ScheduleFreeAdamW other({weight}, ScheduleFreeOptions(1).beta1(0)); }),
+      "ScheduleFreeAdamW: beta1 is 0, expected above 0 and below 1");
+  Lion lion({weight});
+  weight.mutable_grad() = torch::ones({3}).to_sparse();
+  expect_contains(error_of<std::invalid_argument>([&] { lion.step(); }), "a gradient of layout");
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
+    expect_contains(error_of<std::invalid_argument>([&] { AdamW8bit other(fsdp.parameters()); }), "is a shard of");
+    expect_contains(error_of<std::invalid_argument>([&] { Adafactor other(fsdp.parameters()); }), "is a shard of");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::recipes_test

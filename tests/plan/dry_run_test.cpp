@@ -1,0 +1,201 @@
+// A dry run takes what a run with data takes: every tensor, to the byte, after every operator.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "tessera/optim/optimizer_state.h"
+#include "tests/plan/models.h"
+
+namespace tessera::plan_tests {
+namespace {
+
+using namespace testing_support;
+
+constexpr int64_t kBatch = 6;
+
+// What is trained and how.
+struct Case {
+  std::string name;
+  std::string model;  // "mlp", "conv", "gpt", "checkpointed gpt"
+  int world;
+  ZeroOptions zero{};
+  bool accumulates = false;  // two backwards, the first under no_sync()
+  bool clips = true;
+  bool evaluates = false;
+};
+
+at::Tensor input_of(const std::string& model) {
+  if (model == "mlp") return torch::randn({kBatch, 97});
+  if (model == "conv") return torch::randn({kBatch, 3, 17, 19});
+  return torch::randint(301, {kBatch, 24});
+}
+
+template <class Model>
+void train(const Case& each, Model& model) {
+  const int64_t targets = each.model.ends_with("gpt") ? kBatch * 24 : kBatch;
+  const int64_t classes = each.model.ends_with("gpt") ? 301 : 11;
+  auto loss = [&] {
+    return torch::cross_entropy_loss(model(input_of(each.model)), torch::randint(classes, {targets}));
+  };
+  if (each.evaluates) {
+    torch::NoGradGuard no_grad;
+    auto module = model.module();
+    module->eval();
+    model(input_of(each.model));
+    module->train();
+  }
+  model.optimizer().zero_grad();
+  if (each.accumulates) {
+    auto guard = model.no_sync();
+    loss().backward();
+  }
+  loss().backward();
+  if (each.clips) model.clip_grad_norm_(1.0);
+  model.step();
+}
+
+// Calls run(make_model), whose result trains with `train`.
+template <class Run>
+auto with_model(const Case& each, Run run) {
+  auto wrap = [&](auto make) {
+    return run([&each, make](std::shared_ptr<Communicator> comm) {
+      return zero(seeded(1, make), torch::optim::AdamWOptions(1e-3), std::move(comm), each.zero);
+    });
+  };
+  if (each.model == "mlp") return wrap([] { return Mlp(); });
+  if (each.model == "conv") return wrap([] { return ConvNet(); });
+  return wrap([checkpoints = each.model == "checkpointed gpt"] { return Gpt(checkpoints); });
+}
+
+std::string difference(const BytesByKind& dry, const BytesByKind& real) {
+  std::string text;
+  for (size_t kind = 0; kind < static_cast<size_t>(MemoryKind::kTransport); ++kind)
+    if (dry.bytes[kind] != real.bytes[kind])
+      text += std::string(name_of(static_cast<MemoryKind>(kind))) + ": " + std::to_string(dry.bytes[kind]) +
+              ", really " + std::to_string(real.bytes[kind]) + "; ";
+  return text;
+}
+
+void expect_same(const RunRecord& dry, const RunRecord& real, const std::string& where) {
+  for (size_t i = 0; i < std::min(dry.operators.size(), real.operators.size()); ++i) {
+    const RecordedOperator &a = dry.operators[i], &b = real.operators[i];
+    const std::string at = where + ", operator " + std::to_string(i) + ", " + b.name + ", step " +
+                           std::to_string(b.step) + (b.in_backward ? ", in backward" : "");
+    ASSERT_EQ(a.name, b.name) << at;
+    ASSERT_EQ(difference(a.live, b.live), "") << at;
+    ASSERT_EQ(a.flop, b.flop) << at;
+    ASSERT_EQ(dry.units[a.unit], real.units[b.unit]) << at;
+  }
+  EXPECT_EQ(dry.operators.size(), real.operators.size()) << where;
+  EXPECT_EQ(difference(dry.peak, real.peak), "") << where << ", at the peak";
+  EXPECT_EQ(difference(dry.most, real.most), "") << where << ", the most of each";
+  EXPECT_EQ(difference(dry.end, real.end), "") << where << ", at the end";
+  EXPECT_EQ(dry.peak_at, real.peak_at) << where;
+}
+
+// What wrapper and optimizer say themselves, of a run with data.
+struct Said {
+  MemoryReport memory;
+  int64_t optimizer_bytes = 0;
+  int64_t collectives = 0;
+};
+template <class Model>
+Said ask(Model& model) {
+  Said said{model.memory()};
+  for (const auto& [parameter, state] : model.optimizer().state())
+    for (const auto& [name, tensor] : read_state(*state).tensors)
+      said.optimizer_bytes += static_cast<int64_t>(tensor.nbytes());
+  return said;
+}
+void expect_as_said(const Case& each, const RunRecord& dry, const Said& said, const std::string& where) {
+  if (each.world > 1) EXPECT_EQ(static_cast<int64_t>(dry.collectives.size()), said.collectives) << where;
+  if (each.zero.stage == 0) EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
+  if (each.zero.stage != 3) return;
+  EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
+  EXPECT_EQ(dry.most[MemoryKind::kGathered], said.memory.peak_gathered_bytes) << where;
+  EXPECT_EQ(dry.most[MemoryKind::kBuckets], said.memory.peak_bucket_bytes) << where;
+  EXPECT_EQ(dry.end[MemoryKind::kGradients], said.memory.grad_bytes) << where;
+  if (each.model != "conv")
+    EXPECT_EQ(dry.end[MemoryKind::kParameters], said.memory.shard_bytes) << where;  // no buffers
+}
+
+ZeroOptions fsdp(FsdpOptions options) {
+  if (!options.auto_wrap) options.auto_wrap = wrap_modules<BlockImpl, torch::nn::LinearImpl, torch::nn::Conv2dImpl>();
+  return {.stage = 3, .fsdp = std::move(options)};
+}
+ZeroOptions stage(int number) {
+  return {.stage = number, .ddp = {.bucket_cap_mb = 1}, .oss = {.broadcast_bucket_bytes = 65536}};
+}
+
+std::vector<Case> cases() {
+  const FsdpOptions bf16{.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}};
+  std::vector<Case> all;
+  const auto add = [&](std::string name, std::string model, int world, ZeroOptions zero) -> Case& {
+    return all.emplace_back(Case{std::move(name), std::move(model), world, std::move(zero)});
+  };
+  for (const std::string model : {"mlp", "conv", "gpt"}) {
+    add("DDP", model, 2, stage(0));
+    add("OSS + DDP", model, 3, stage(1));
+    add("OSS + SDP", model, 2, stage(2));
+    add("FSDP", model, 3, fsdp({}));
+    add("FSDP, kept gathered", model, 2, fsdp({.reshard_after_forward = false}));
+  }
+  for (const int world : {1, 2, 4, 5}) add("FSDP", "gpt", world, fsdp({}));
+  add("FSDP, bf16", "gpt", 2, fsdp(bf16));
+  add("FSDP, bf16", "mlp", 3, fsdp(bf16));
+  add("FSDP, one unit", "gpt", 2, fsdp({.auto_wrap = wrap_if([](const auto&, const auto&) { return false; })}));
+  add("FSDP, prefetch 0", "gpt", 2, fsdp({.prefetch = 0}));
+  add("hybrid", "gpt", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
+  add("hybrid", "mlp", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
+  // Ranks that are threads draw from one generator: whether a checkpointed part has drawn, and so keeps its state,
+  // would be a race between them.
+  add("FSDP", "checkpointed gpt", 1, fsdp({}));
+  add("FSDP, bf16", "checkpointed gpt", 1, fsdp(bf16));
+  add("OSS + SDP", "checkpointed gpt", 1, stage(2));
+  add("DDP", "gpt", 1, stage(0));
+  for (const int number : {0, 2, 3}) {
+    Case& each = add("accumulating", "gpt", 2, number == 3 ? fsdp({}) : stage(number));
+    each.accumulates = each.evaluates = true;
+  }
+  add("accumulating", "conv", 3, fsdp({})).accumulates = true;
+  add("without clipping", "mlp", 5, stage(1)).clips = false;
+  return all;
+}
+
+TEST(DryRun, TakesWhatARunWithDataTakes) {
+  const auto all = cases();
+  EXPECT_GE(all.size(), 30U);
+  for (const Case& each : all) {
+    const std::string where =
+        each.name + (each.evaluates ? ", evaluating" : "") + " of " + each.model + " on " + std::to_string(each.world);
+    SCOPED_TRACE(where);
+    std::vector<RunRecord> real(static_cast<size_t>(each.world));
+    std::vector<Said> said(real.size());
+    on_ranks(each.world, [&](std::shared_ptr<Communicator> comm) {
+      const auto rank = static_cast<size_t>(comm->rank());
+      const int64_t before = comm->traffic().collectives;
+      real[rank] = with_model(each, [&](auto make) {
+        return record_run(
+            make,
+            [&](auto& model) {
+              train(each, model);
+              said[rank] = ask(model);
+            },
+            comm);
+      });
+      said[rank].collectives = comm->traffic().collectives - before;
+    });
+    for (int rank = 0; rank < each.world; ++rank) {
+      const RunRecord dry = with_model(each, [&](auto make) {
+        return dry_run(make, [&](auto& model) { train(each, model); }, {.world_size = each.world, .rank = rank});
+      });
+      const std::string of_rank = where + ", rank " + std::to_string(rank);
+      expect_same(dry, real[static_cast<size_t>(rank)], of_rank);
+      expect_as_said(each, dry, said[static_cast<size_t>(rank)], of_rank);
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::plan_tests

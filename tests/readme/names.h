@@ -1,0 +1,49 @@
+#pragma once
+
+// What the snippets of the documentation use without declaring it. Nothing here is defined: snippets are inline
+// functions that nobody calls, so they are compiled and not linked.
+
+#include <torch/torch.h>
+
+#include <iostream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/tessera.h"
+
+namespace in_documentation {
+
+struct Config {};
+struct BlockImpl : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x);
+};
+TORCH_MODULE(Block);
+struct GptImpl : torch::nn::Module {
+  explicit GptImpl(const Config& config);
+  at::Tensor forward(const at::Tensor& x);
+};
+TORCH_MODULE(Gpt);
+struct Batch {
+  at::Tensor x, y;
+  int64_t token_count() const;
+};
+at::Tensor sum_of_losses(const at::Tensor& outputs, const at::Tensor& targets);
+
+extern Config config;
+extern Gpt model;
+extern Block block;
+extern torch::nn::ModuleList blocks;
+extern torch::nn::Sequential sequential;
+extern std::shared_ptr<tessera::Communicator> comm;
+extern tessera::FullyShardedDataParallel<Gpt> fsdp;
+extern tessera::FsdpOptions options;
+extern torch::optim::AdamW optimizer;
+extern at::Tensor x, y, loss;
+extern Batch batch;
+extern std::vector<std::pair<at::Tensor, at::Tensor>> loader;
+extern int64_t step, steps, items_numel;
+extern std::string dir;
+using torch::optim::AdamWOptions;
+
+}  // namespace in_documentation

@@ -1,0 +1,375 @@
+#include "tests/support/accelerator/backend.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <utility>
+
+#include "tessera/comm/rank_order_sum.h"
+#include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/kernel_arguments.h"
+#include "tests/support/accelerator/memory.h"
+#include "tests/support/accelerator/races.h"
+
+namespace tessera::accelerator {
+
+class Meeting {
+ public:
+  using Inputs = std::vector<std::vector<at::Tensor>>;
+  explicit Meeting(int size) : size_(size), aborted_(size, false) {}
+
+  // The ranks that share a store find each other.
+  static std::shared_ptr<Meeting> join(c10d::Store& store, int rank, int size) {
+    static std::mutex mutex;
+    static std::map<int64_t, std::weak_ptr<Meeting>> meetings;
+    static int64_t next = 0;
+    const std::string key = "simulated nccl";
+    if (rank > 0) {
+      store.wait({key});
+      std::lock_guard lock(mutex);
+      if (auto meeting = meetings.at(std::stoll(store.get_to_str(key))).lock()) return meeting;
+      throw std::runtime_error("the group ended before all had joined");
+    }
+    auto meeting = std::make_shared<Meeting>(size);
+    std::lock_guard lock(mutex);
+    meetings[next] = meeting;
+    store.set(key, std::to_string(next++));
+    return meeting;
+  }
+
+  // All ranks' inputs of the collective, once all are there. Nothing if this rank aborts.
+  std::optional<Inputs> meet(uint64_t sequence, int rank, const std::string& what, std::vector<at::Tensor> inputs) {
+    std::unique_lock lock(mutex_);
+    Collective& collective = collectives_[sequence];
+    collective.inputs.resize(size_);
+    collective.inputs[rank] = std::move(inputs);
+    if (collective.what.empty()) {
+      collective.what = what;
+      collective.first = rank;
+    } else if (collective.what != what && !std::exchange(collective.differs, true)) {
+      Races::get().found(c10::str("collective #", sequence, " of a group is ", collective.what, " on rank ",
+                                  collective.first, " and ", what, " on rank ", rank, ": it hangs"));
+    }
+    ++collective.arrived;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return aborted_[rank] || (collective.arrived == size_ && !collective.differs); });
+    return aborted_[rank] ? std::nullopt : std::optional(collective.inputs);
+  }
+
+  // False if this rank aborts.
+  bool all_have_read(uint64_t sequence, int rank) {
+    std::unique_lock lock(mutex_);
+    Collective& collective = collectives_.at(sequence);
+    ++collective.read;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return aborted_[rank] || collective.read >= size_; });
+    if (aborted_[rank]) return false;
+    if (++collective.left == size_) collectives_.erase(sequence);
+    return true;
+  }
+
+  void abort(int rank) {
+    std::lock_guard lock(mutex_);
+    aborted_[rank] = true;
+    changed_.notify_all();
+  }
+  bool is_aborted(int rank) {
+    std::lock_guard lock(mutex_);
+    return aborted_[rank];
+  }
+
+ private:
+  struct Collective {
+    std::string what;
+    int first = 0, arrived = 0, read = 0, left = 0;
+    bool differs = false;
+    Inputs inputs;
+  };
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<uint64_t, Collective> collectives_;
+  std::vector<bool> aborted_;
+};
+
+namespace {
+
+// Tensors of collectives that nobody waited for, which c10d keeps until they are over.
+struct Shelf {
+  std::mutex mutex;
+  std::vector<std::pair<Point, std::vector<at::Tensor>>> kept;
+
+  void clear(int device) {
+    std::vector<std::vector<at::Tensor>> over;  // freed without the lock
+    std::lock_guard lock(mutex);
+    std::erase_if(kept, [&](auto& entry) {
+      if (!query(entry.first, device)) return false;
+      over.push_back(std::move(entry.second));
+      return true;
+    });
+  }
+};
+Shelf& shelf() {
+  static auto* shelf = new Shelf;
+  return *shelf;
+}
+
+class SimulatedWork final : public c10d::Work {
+ public:
+  SimulatedWork(Point end, int device, std::shared_ptr<Meeting> meeting, int rank, std::vector<at::Tensor> tensors)
+      : end_(std::move(end)),
+        device_(device),
+        meeting_(std::move(meeting)),
+        rank_of_group_(rank),
+        tensors_(std::move(tensors)) {}
+  ~SimulatedWork() override {
+    if (tensors_.empty()) return;
+    std::lock_guard lock(shelf().mutex);
+    shelf().kept.emplace_back(std::move(end_), std::move(tensors_));
+  }
+  bool isCompleted() override { return end_.reached->is_past(); }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override {
+    if (meeting_->is_aborted(rank_of_group_)) throw std::runtime_error("NCCL communicator was aborted");
+    if (!is_left_out(Request::kCollectiveEnds)) block(current_stream(device_), end_);
+    tensors_.clear();
+    return true;
+  }
+  void synchronize() override { wait({}); }
+
+ private:
+  Point end_;
+  const int device_;
+  const std::shared_ptr<Meeting> meeting_;
+  const int rank_of_group_;
+  std::vector<at::Tensor> tensors_;
+};
+
+void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  if (to.const_data_ptr() != from.const_data_ptr() && to.numel() > 0)
+    std::memmove(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes());
+}
+
+ReduceOp reduce_op(const c10d::ReduceOp& op) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM:
+      return ReduceOp::kSum;
+    case c10d::ReduceOp::AVG:
+      return ReduceOp::kAverage;
+    case c10d::ReduceOp::MAX:
+      return ReduceOp::kMax;
+    case c10d::ReduceOp::MIN:
+      return ReduceOp::kMin;
+    default:
+      throw std::invalid_argument("simulated nccl: this reduction is not one of Tessera's");
+  }
+}
+
+// The part [begin, begin + numel) of the first input of each, reduced.
+at::Tensor reduced(const std::vector<std::vector<at::Tensor>>& inputs, int64_t begin, int64_t numel, ReduceOp op) {
+  std::vector<at::Tensor> parts;
+  for (const auto& input : inputs) parts.push_back(input[0].view({-1}).narrow(0, begin, numel));
+  at::Tensor sum = parts[0].clone();
+  if (numel > 0) reduce_in_rank_order(sum, parts, op);
+  return sum;
+}
+
+}  // namespace
+
+Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device)
+    : c10d::Backend(rank, size),
+      device_(device),
+      owns_stream_(!settings().collectives_in_order),
+      stream_(owns_stream_ ? take_stream(device.index()) : stream_of(device.index(), kStreamsPerDevice - 1)),
+      meeting_(Meeting::join(*store, rank, size)) {
+  setBoundDeviceId(device);
+}
+
+Backend::~Backend() {
+  if (!std::exchange(ended_, true)) {
+    if (!record(stream_).reached->is_past())
+      Races::get().found("a group was destroyed without shutdown(), which aborts the kernels in flight");
+    meeting_->abort(rank_);
+  }
+  if (!owns_stream_) return;
+  wait_in_secret(stream_);
+  give_stream(stream_);
+}
+
+void Backend::abort() {
+  ended_ = true;
+  meeting_->abort(rank_);
+}
+
+void Backend::shutdown() {
+  synchronize(stream_, "shut a group down");
+  ended_ = true;
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t numel,
+                                              const std::vector<at::Tensor>& inputs,
+                                              const std::vector<at::Tensor>& outputs, Kernel kernel) {
+  // What nccl.h has a type for.
+  for (const at::Tensor& tensor : inputs)
+    if (tensor.scalar_type() == at::kShort || tensor.is_complex())
+      throw std::runtime_error(c10::str("Unconvertible NCCL type ", tensor.scalar_type()));
+  if (meeting_->is_aborted(rank_)) throw std::runtime_error("NCCL communicator was aborted");
+  shelf().clear(device_.index());
+  if (!outputs.empty() && std::ranges::all_of(outputs, [&](const at::Tensor& tensor) {
+        return is_registered_with(tensor.const_data_ptr(), registration_);
+      }))
+    Races::get().count_registered(device_.index());
+  c10::DeviceGuard guard(device_);
+  if (!is_left_out(Request::kCollectiveBegins)) block(stream_, record(current_stream(device_.index())));
+
+  std::vector<Access> accesses;
+  std::vector<at::Tensor> tensors, host_inputs, host_outputs;
+  for (const at::Tensor& tensor : inputs) {
+    accesses.push_back(access_of(tensor, false));
+    host_inputs.push_back(tensor.is_cuda() ? for_kernels(tensor) : tensor);
+  }
+  for (const at::Tensor& tensor : outputs) {
+    accesses.push_back(access_of(tensor, true));
+    host_outputs.push_back(for_kernels(tensor));
+  }
+  tensors.insert(tensors.end(), inputs.begin(), inputs.end());
+  tensors.insert(tensors.end(), outputs.begin(), outputs.end());
+  const std::string what = c10::str(name, " of ", numel, " elements");
+  launch(stream_, what, accesses,
+         [meeting = meeting_, sequence = sequence_++, rank = rank_, what, host_inputs, host_outputs, kernel] {
+           const auto met = meeting->meet(sequence, rank, what, host_inputs);
+           bool is_read = false, is_aborted = !met;
+           if (met) {
+             kernel(*met, [&] {
+               is_read = true;
+               is_aborted = !meeting->all_have_read(sequence, rank);
+               return !is_aborted;
+             });
+             if (!is_read) meeting->all_have_read(sequence, rank);
+           }
+           if (!is_aborted) return;
+           for (const at::Tensor& output : host_outputs)
+             if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
+         });
+  return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), meeting_, rank_, std::move(tensors));
+}
+
+int64_t Backend::next_registration() {
+  static std::atomic<int64_t> last = 0;
+  return ++last;
+}
+
+at::Tensor Backend::allocateTensor(long numel, at::TensorOptions options) {
+  c10::DeviceGuard guard(device_);
+  const RegisteredScope registered(registration_);
+  return at::empty({numel}, options.device(device_));
+}
+
+Backend::Work Backend::_allgather_base(at::Tensor& full, at::Tensor& own, const c10d::AllgatherOptions&) {
+  return start("all-gather", full.numel(), {own}, {full},
+               [to = for_kernels(full).view({-1})](const Inputs& inputs, const auto&) {
+                 int64_t begin = 0;
+                 for (const auto& input : inputs) {
+                   copy_bytes(to.narrow(0, begin, input[0].numel()), input[0]);
+                   begin += input[0].numel();
+                 }
+               });
+}
+
+Backend::Work Backend::allgather(std::vector<std::vector<at::Tensor>>& parts, std::vector<at::Tensor>& own,
+                                 const c10d::AllgatherOptions&) {
+  std::vector<at::Tensor> to;
+  int64_t numel = 0;
+  for (const at::Tensor& part : parts.at(0)) {
+    to.push_back(for_kernels(part));
+    numel += part.numel();
+  }
+  return start("all-gather", numel, own, parts[0], [to](const Inputs& inputs, const auto&) {
+    for (size_t rank = 0; rank < inputs.size(); ++rank) copy_bytes(to[rank], inputs[rank][0]);
+  });
+}
+
+Backend::Work Backend::_reduce_scatter_base(at::Tensor& own, at::Tensor& full,
+                                            const c10d::ReduceScatterOptions& options) {
+  return start("reduce-scatter", full.numel(), {full}, {own},
+               [to = for_kernels(own), rank = rank_, op = reduce_op(options.reduceOp)](const Inputs& inputs,
+                                                                                       const auto& all_have_read) {
+                 const at::Tensor sum = reduced(inputs, rank * to.numel(), to.numel(), op);
+                 if (all_have_read()) copy_bytes(to, sum);
+               });
+}
+
+Backend::Work Backend::reduce_scatter(std::vector<at::Tensor>& own, std::vector<std::vector<at::Tensor>>& parts,
+                                      const c10d::ReduceScatterOptions& options) {
+  int64_t numel = 0;
+  for (const at::Tensor& part : parts.at(0)) numel += part.numel();
+  return start("reduce-scatter", numel, parts[0], own,
+               [to = for_kernels(own.at(0)), rank = rank_, op = reduce_op(options.reduceOp)](
+                   const Inputs& inputs, const auto& all_have_read) {
+                 Inputs of_mine;
+                 for (const auto& input : inputs) of_mine.push_back({input[rank]});
+                 const at::Tensor sum = reduced(of_mine, 0, to.numel(), op);
+                 if (all_have_read()) copy_bytes(to, sum);
+               });
+}
+
+Backend::Work Backend::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  return start("all-reduce", tensors.at(0).numel(), tensors, tensors,
+               [to = for_kernels(tensors[0]).view({-1}), op = reduce_op(options.reduceOp)](const Inputs& inputs,
+                                                                                           const auto& all_have_read) {
+                 const at::Tensor sum = reduced(inputs, 0, to.numel(), op);
+                 if (all_have_read()) copy_bytes(to, sum);
+               });
+}
+
+Backend::Work Backend::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  const auto root = static_cast<size_t>(options.rootRank);
+  const bool is_root = rank_ == options.rootRank;
+  return start(
+      c10::str("broadcast from ", root), tensors.at(0).numel(), tensors, is_root ? std::vector<at::Tensor>() : tensors,
+      [to = for_kernels(tensors[0]), root](const Inputs& inputs, const auto&) { copy_bytes(to, inputs[root][0]); });
+}
+
+Backend::Work Backend::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  const bool is_root = rank_ == options.rootRank;
+  return start(c10::str("reduce to ", options.rootRank), tensors.at(0).numel(), tensors,
+               is_root ? tensors : std::vector<at::Tensor>(),
+               [to = for_kernels(tensors[0]).view({-1}), is_root, op = reduce_op(options.reduceOp)](
+                   const Inputs& inputs, const auto& all_have_read) {
+                 if (!is_root) return;
+                 const at::Tensor sum = reduced(inputs, 0, to.numel(), op);
+                 if (all_have_read()) copy_bytes(to, sum);
+               });
+}
+
+Backend::Work Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
+                                     std::vector<int64_t>& input_counts, const c10d::AllToAllOptions&) {
+  at::Tensor counts = at::tensor(input_counts, at::kLong);  // the others need them
+  return start("all-to-all", 0, {input, counts}, {output},
+               [to = for_kernels(output), own = output_counts, rank = rank_](const Inputs& inputs, const auto&) {
+                 int64_t begin = 0;
+                 for (size_t from = 0; from < inputs.size(); ++from) {
+                   const auto* theirs = inputs[from][1].template const_data_ptr<int64_t>();
+                   int64_t offset = 0;
+                   for (int other = 0; other < rank; ++other) offset += theirs[other];
+                   copy_bytes(to.narrow(0, begin, own[from]), inputs[from][0].narrow(0, offset, own[from]));
+                   begin += own[from];
+                 }
+               });
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks, const c10::intrusive_ptr<Options>&) {
+  const auto own = std::ranges::find(ranks, rank_);
+  if (own == ranks.end()) return nullptr;
+  return c10::make_intrusive<Backend>(store, static_cast<int>(own - ranks.begin()), static_cast<int>(ranks.size()),
+                                      device_);
+}
+
+}  // namespace tessera::accelerator

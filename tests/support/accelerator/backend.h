@@ -1,0 +1,75 @@
+// NCCL between threads, as ProcessGroupNCCL presents it.
+//
+// A group has a stream of its own. A collective begins after what the current stream was given so far, and waits for
+// the same collective of all ranks; wait() has the current stream wait for it, and the host not at all. Collectives are
+// matched by their order of issue: another one, or another number of elements, on another rank is a finding, and hangs.
+// abort() ends this rank's kernels and no others'. A group that is destroyed without shutdown() or abort() aborts.
+// Reductions add in rank order, as Tessera's do on gloo, so that results can be compared bit for bit.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/support/accelerator/streams.h"
+
+namespace tessera::accelerator {
+
+// What the ranks of a group share.
+class Meeting;
+
+class Backend final : public c10d::Backend {
+ public:
+  // Collective through the store, which only this group uses.
+  Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, at::Device device);
+  ~Backend() override;
+  const std::string getBackendName() const override { return "simulated nccl"; }
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  Work _allgather_base(at::Tensor& full, at::Tensor& own, const c10d::AllgatherOptions& options) override;
+  Work allgather(std::vector<std::vector<at::Tensor>>& parts, std::vector<at::Tensor>& own,
+                 const c10d::AllgatherOptions& options) override;
+  Work _reduce_scatter_base(at::Tensor& own, at::Tensor& full, const c10d::ReduceScatterOptions& options) override;
+  Work reduce_scatter(std::vector<at::Tensor>& own, std::vector<std::vector<at::Tensor>>& parts,
+                      const c10d::ReduceScatterOptions& options) override;
+  Work allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override;
+  Work broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) override;
+  Work reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) override;
+  Work alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
+                     std::vector<int64_t>& input_counts, const c10d::AllToAllOptions& options) override;
+  // Collective over this group: a group of these ranks of it, none for the others.
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  bool supportsSplitting() const override { return true; }
+
+  // Of a pool that is registered with this group.
+  at::Tensor allocateTensor(long numel, at::TensorOptions options) override;  // NOLINT(google-runtime-int): c10d's
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  // By rank: what each gave, for kernels.
+  using Inputs = std::vector<std::vector<at::Tensor>>;
+  // The kernel. `all_have_read` waits until no rank needs the others' inputs any more.
+  using Kernel = std::function<void(const Inputs& inputs, const std::function<bool()>& all_have_read)>;
+  Work start(const std::string& name, int64_t numel, const std::vector<at::Tensor>& inputs,
+             const std::vector<at::Tensor>& outputs, Kernel kernel);
+
+  static int64_t next_registration();
+
+  const at::Device device_;
+  const bool owns_stream_;
+  const int stream_;
+  const std::shared_ptr<Meeting> meeting_;
+  const int64_t registration_ = next_registration();
+  uint64_t sequence_ = 0;
+  bool ended_ = false;
+};
+
+}  // namespace tessera::accelerator

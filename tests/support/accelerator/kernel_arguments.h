@@ -1,0 +1,95 @@
+// The arguments of an operator, for running it somewhere else.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/function_schema.h>
+#include <ATen/core/stack.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tests/support/accelerator/streams.h"
+
+namespace tessera::accelerator {
+
+// The tensor's memory as kernels reach it: a CPU tensor that owns nothing.
+at::Tensor for_kernels(const at::Tensor& tensor);
+Access access_of(const at::Tensor& tensor, bool writes);
+// A kernel reads the host's own values when it is launched.
+inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
+  if (tensor.is_cuda()) return for_kernels(tensor);
+  at::Tensor copy = tensor.clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+inline bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr &&
+         (argument.alias_info()->isWrite() ||
+          std::ranges::any_of(argument.alias_info()->containedTypes(), &c10::AliasInfo::isWrite));
+}
+
+// A value with each defined tensor in it, also in lists, replaced by of(tensor).
+template <class Of>
+c10::IValue mapped_tensor(const c10::IValue& value, Of&& of) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(of(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
+      list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(of(*tensor)) : tensor);
+    return list;
+  }
+  return value;
+}
+template <class Of>
+torch::jit::Stack mapped_tensors(const torch::jit::Stack& values, Of of) {
+  torch::jit::Stack result;
+  for (const c10::IValue& value : values) result.push_back(mapped_tensor(value, of));
+  return result;
+}
+
+class KernelArguments {
+ public:
+  // The last of the stack. A generator that is left open becomes the device's own.
+  KernelArguments(const c10::FunctionSchema& schema, const torch::jit::Stack& stack);
+
+  // Of the first tensor that is on one, or of an argument.
+  std::optional<int> device() const { return device_; }
+  // Whether it draws random numbers, and with them changes a generator.
+  bool draws() const { return draws_; }
+  std::vector<Access> accesses() const { return accesses_; }
+  template <class Of>
+  torch::jit::Stack mapped(Of of) const {
+    return mapped_tensors(values_, of);
+  }
+  // Of arguments named out, which may have any shape before: gives them that which `shapes`, called if there are such,
+  // has for them.
+  template <class Shapes>
+  void resize_outputs(Shapes shapes) const {
+    std::vector<at::Tensor> outputs;
+    for (size_t i = 0; i < values_.size(); ++i)
+      if (schema_.arguments()[i].is_out() && values_[i].isTensor()) outputs.push_back(values_[i].toTensor());
+    if (outputs.empty()) return;
+    const torch::jit::Stack results = shapes();
+    for (size_t i = 0; i < outputs.size() && i < results.size(); ++i)
+      if (results[i].isTensor() && outputs[i].sizes() != results[i].toTensor().sizes())
+        outputs[i].resize_(results[i].toTensor().sizes());
+  }
+  // What an operator that writes to arguments returns: those.
+  torch::jit::Stack written_results() const;
+
+ private:
+  const c10::FunctionSchema& schema_;
+  torch::jit::Stack values_;
+  std::vector<Access> accesses_;
+  std::optional<int> device_;
+  bool draws_ = false;
+};
+
+}  // namespace tessera::accelerator

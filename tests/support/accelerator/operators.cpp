@@ -1,0 +1,250 @@
+// Operators on the simulated accelerator: memory, copies and views here, all others on CPU kernels in the order of the
+// current stream. Those whose results have shapes that can be told from the arguments' (Meta kernels), or that only
+// write to their arguments, run asynchronously. Of the others the host's thread waits for the arguments and computes,
+// which counts as a synchronisation for those alone that synchronise on a GPU too.
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+
+#include "tests/support/accelerator/kernel_arguments.h"
+#include "tests/support/accelerator/memory.h"
+#include "tests/support/accelerator/streams.h"
+
+namespace tessera::accelerator {
+
+at::Tensor for_kernels(const at::Tensor& tensor) {
+  return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                       at::TensorOptions().dtype(tensor.scalar_type()));
+}
+
+Access access_of(const at::Tensor& tensor, bool writes) {
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+  if (tensor.numel() == 0) return {begin, begin, writes};
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return {begin, begin + (last + 1) * tensor.element_size(), writes};
+}
+
+namespace {
+
+using c10::SymIntArrayRef;
+using torch::jit::Stack;
+using Sizes = c10::IntArrayRef;
+
+// ---- memory and views -----------------------------------------------------------------------------
+
+at::Tensor empty(Sizes sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device.value_or(at::kCUDA));
+  return at::detail::empty_generic(sizes, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+at::Tensor empty_strided(Sizes sizes, Sizes strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(at::kCUDA));
+  return at::detail::empty_strided_generic(sizes, strides, device_allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+}
+at::Tensor as_strided(const at::Tensor& self, SymIntArrayRef sizes, SymIntArrayRef strides,
+                      std::optional<c10::SymInt> offset) {
+  return at::cpu::as_strided_symint(self, sizes, strides, std::move(offset));
+}
+at::Tensor view(const at::Tensor& self, SymIntArrayRef sizes) {
+  return at::native::view(self, C10_AS_INTARRAYREF_SLOW(sizes));
+}
+at::Tensor reshape_alias(const at::Tensor& self, SymIntArrayRef sizes, SymIntArrayRef strides) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
+}
+const at::Tensor& resize(const at::Tensor& self, SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(sizes), format);
+}
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) { return at::native::set_tensor_(self, source); }
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) { return at::native::set_(self, std::move(source)); }
+at::Tensor& set_all(at::Tensor& self, at::Storage source, int64_t offset, Sizes sizes, Sizes strides) {
+  return at::cpu::set_(self, std::move(source), offset, sizes, strides);
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  static_cast<c10::DeviceAllocator*>(device_allocator())->recordStream(self.storage().data_ptr(), stream);
+}
+
+// ---- copies ---------------------------------------------------------------------------------------
+
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (self.numel() == 0) return self;
+  const bool crosses = self.device() != source.device();
+  const bool between_devices = crosses && self.is_cuda() && source.is_cuda();
+  const int device = (source.is_cuda() ? source : self).device().index();
+  const int stream = current_stream(device);
+  if (between_devices) block(stream, record(current_stream(self.device().index())));
+  launch(stream, "copy_", {access_of(source, false), access_of(self, true)},
+         [from = for_kernels(source), to = for_kernels(self)] { to.copy_(from); });
+  if (between_devices) block(current_stream(self.device().index()), record(stream));
+  if (!crosses || between_devices) return self;
+  const at::Tensor& host = self.is_cpu() ? self : source;
+  if (non_blocking && is_pinned(host.const_data_ptr())) {
+    const at::Device there = self.is_cpu() ? source.device() : self.device();
+    pinned_allocator()->record_event(host.storage().mutable_data(), nullptr,
+                                     c10::Stream(c10::Stream::UNSAFE, there, stream % kStreamsPerDevice));
+  } else {
+    synchronize(stream, self.is_cpu() ? "copy to the host" : "copy from pageable memory");
+  }
+  return self;
+}
+
+at::Scalar item(const at::Tensor& self) {
+  const int stream = current_stream(self.device().index());
+  at::Tensor value = at::empty({}, self.options().device(at::kCPU));
+  launch(stream, "item", {access_of(self, false)}, [from = for_kernels(self).squeeze(), value] { value.copy_(from); });
+  synchronize(stream, "item");
+  return value.item();
+}
+
+// ---- all others -----------------------------------------------------------------------------------
+
+const std::set<std::string> kSynchronise = {"aten::nonzero",           "aten::masked_select", "aten::equal",
+                                            "aten::_unique2",          "aten::unique_dim",    "aten::bincount",
+                                            "aten::unique_consecutive"};
+
+// What the operator gives for arguments on the Meta device: its results' shapes. Empty if it has no such kernel.
+Stack on_meta(const c10::OperatorHandle& op, const KernelArguments& arguments) {
+  if (!op.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta)) return {};
+  Stack stack = arguments.mapped([](const at::Tensor& tensor) {
+    return tensor.is_cuda() ? at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta))
+                            : tensor;
+  });
+  try {
+    op.callBoxed(stack);
+  } catch (const std::exception&) {
+    return {};
+  }
+  return stack;
+}
+
+at::Tensor room_like(const at::Tensor& tensor, at::Device device) {
+  return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
+}
+
+// Results are new tensors: made here, filled by the kernel.
+Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
+  const auto& name = op.schema().name();
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(device_of(stream)));
+  Stack host = arguments.mapped(&for_kernels_or_copy);
+  Stack shapes = arguments.draws() ? Stack() : on_meta(op, arguments);
+  const bool is_asynchronous = !shapes.empty();
+  if (!is_asynchronous) {
+    wait_in_secret(stream);
+    op.callBoxed(host);
+    if (kSynchronise.contains(name)) synchronize(stream, name.c_str());
+    shapes = host;
+  }
+  std::vector<at::Tensor> rooms;
+  Stack results = mapped_tensors(shapes, [&](const at::Tensor& tensor) {
+    return rooms.emplace_back(tensor.is_cpu() && is_asynchronous ? tensor : room_like(tensor, device));
+  });
+  std::vector<Access> accesses = arguments.accesses();
+  std::vector<at::Tensor> places;
+  for (const at::Tensor& room : rooms) {
+    accesses.push_back(access_of(room, true));
+    places.push_back(for_kernels(room));
+  }
+  launch(stream, name, accesses, [op, host = std::move(host), places, is_asynchronous]() mutable {
+    if (is_asynchronous) op.callBoxed(host);
+    size_t next = 0;
+    mapped_tensors(host, [&](const at::Tensor& result) { return places[next++].copy_(result); });
+  });
+  return results;
+}
+
+// Results are arguments that the operator writes to.
+void run_in_place(const c10::OperatorHandle& op, const KernelArguments& arguments, int stream) {
+  arguments.resize_outputs([&] { return on_meta(op, arguments); });
+  auto run = [op, host = arguments.mapped(&for_kernels_or_copy)]() mutable { op.callBoxed(host); };
+  if (arguments.draws()) {  // in the order of calls
+    wait_in_secret(stream);
+    run();
+    return launch(stream, op.schema().name(), arguments.accesses(), [] {});
+  }
+  launch(stream, op.schema().name(), arguments.accesses(), std::move(run));
+}
+
+void run(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& schema = op.schema();
+  const KernelArguments arguments(schema, *stack);
+  const int device = arguments.device().value_or(current_device());
+  const int stream = current_stream(device);
+  torch::jit::drop(*stack, schema.arguments().size());
+  const auto& returns = schema.returns();
+  const bool writes =
+      std::ranges::any_of(schema.arguments(), [](const auto& argument) { return is_written(argument); });
+  TORCH_CHECK(writes || std::ranges::none_of(returns, [](const auto& result) { return result.alias_info(); }),
+              "simulated accelerator: ", schema.name(), " returns a view, and has no kernel here");
+  if (writes) {
+    run_in_place(op, arguments, stream);
+    for (c10::IValue& result : arguments.written_results()) stack->push_back(std::move(result));
+  } else {
+    for (c10::IValue& result : run_functional(op, arguments, stream)) stack->push_back(std::move(result));
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  if (!train.value_or(true) || p == 0) return {input.clone(), at::ones_like(input, at::kBool)};
+  const at::Tensor mask = at::empty(input.sizes(), input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("as_strided", &as_strided);
+  library.impl("view", &view);
+  library.impl("_reshape_alias", &reshape_alias);
+  library.impl("unfold", TORCH_FN(at::native::unfold));
+  library.impl("view_as_real", TORCH_FN(at::native::view_as_real));
+  library.impl("view_as_complex", TORCH_FN(at::native::view_as_complex));
+  library.impl("resize_", &resize);
+  library.impl("set_.source_Tensor", &set_tensor);
+  library.impl("set_.source_Storage", &set_storage);
+  library.impl("set_.source_Storage_storage_offset", &set_all);
+  library.impl("record_stream", &record_stream);
+  library.impl("copy_", &copy);
+  library.impl("_local_scalar_dense", &item);
+  library.impl("native_dropout", &native_dropout);
+  // Where libtorch has a decomposition beside kernels, a GPU has a kernel: with the CPU's numbers, or as one launch.
+  const std::set<std::string> here = {"aten::copy_", "aten::empty", "aten::native_dropout"};
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findOp(name);
+    if (!op || !op->hasSchema() || name.getNamespace() != "aten" || here.contains(name.name)) continue;
+    const bool is_foreach = name.name.rfind("aten::_foreach_", 0) == 0;
+    const bool is_decomposed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+                               op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
+    // Made of one that writes to an argument whose shape only the kernel knows.
+    const bool is_opaque = (name.name == "aten::abs" || name.name == "aten::logical_not") && name.overload_name.empty();
+    if (is_decomposed && (is_foreach || is_opaque || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) &&
+        !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
+      library.impl((name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str(),
+                   torch::CppFunction::makeFromBoxedFunction<&run>());
+  }
+}
+
+}  // namespace
+}  // namespace tessera::accelerator

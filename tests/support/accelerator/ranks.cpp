@@ -1,0 +1,47 @@
+#include "tests/support/accelerator/ranks.h"
+
+#include <ATen/Parallel.h>
+
+#include <utility>
+
+#include "tessera/comm/nccl_communicator.h"
+#include "tests/support/accelerator/backend.h"
+
+namespace tessera::accelerator {
+namespace {
+
+class SimulatedGroups : public NcclBackends {
+ public:
+  c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                         at::Device device, std::chrono::milliseconds) override {
+    return c10::make_intrusive<Backend>(store, rank, size, device);
+  }
+  c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks, std::chrono::milliseconds) override {
+    return parent.split(store, ranks, nullptr);
+  }
+};
+
+}  // namespace
+
+void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body, InitOptions options) {
+  set_nccl_backends(std::make_shared<SimulatedGroups>());
+  options.device = at::kCUDA;
+  options.cache_memory = false;
+  run_ranks(
+      world,
+      [&](std::shared_ptr<Communicator> comm) {
+        at::set_num_threads(1);
+        body(std::move(comm));
+      },
+      options);
+}
+
+void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
+                std::chrono::milliseconds timeout) {
+  InitOptions options;
+  options.timeout = timeout;
+  on_devices(world, body, options);
+}
+
+}  // namespace tessera::accelerator

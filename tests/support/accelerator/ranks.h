@@ -1,0 +1,19 @@
+// Ranks as threads, each with a device of the simulated accelerator, joined by the NCCL communicator.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "tessera/launch/launch.h"
+#include "tests/support/accelerator/accelerator.h"
+
+namespace tessera::accelerator {
+
+// run_ranks() on devices, with simulated groups in the place of NCCL's: rank r is a thread with device r, at most
+// kDevices of them.
+void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
+                InitOptions options = {.timeout = std::chrono::seconds(60)});
+void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
+                std::chrono::milliseconds timeout);
+
+}  // namespace tessera::accelerator

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace tessera::testing_support {
+
+// Whether every product of worlds, options and models is wanted: `make matrix`, which sets TESSERA_TEST_MATRIX=full.
+// Otherwise each test runs, and in it each value of each axis, but not each with each.
+inline bool has_full_matrix() {
+  const char* text = std::getenv("TESSERA_TEST_MATRIX");
+  if (text == nullptr || std::string(text) == "short") return false;
+  if (std::string(text) != "full")
+    throw std::invalid_argument(std::string("TESSERA_TEST_MATRIX is '") + text + "', expected full or short");
+  return true;
+}
+
+// `always`, and in the full matrix `more`.
+template <class T>
+std::vector<T> of_matrix(std::vector<T> always, const std::vector<T>& more) {
+  if (has_full_matrix()) always.insert(always.end(), more.begin(), more.end());
+  return always;
+}
+
+}  // namespace tessera::testing_support
