@@ -47,18 +47,19 @@ void report(benchmark::State& state, double bytes_per_element) {
 }
 
 template <class Optimizer>
-void step(benchmark::State& state, bool narrow) {
+void step(benchmark::State& state, bool has_copy) {
   if (!is_right<Optimizer>()) return state.SkipWithError("a step is not torch's");
   at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
-  auto copy = std::make_shared<tessera::NarrowCopy>(tessera::NarrowCopy{torch::zeros({kNumel}, at::kBFloat16)});
-  if (narrow) tessera::mark_as_shard(parameter, {copy->values, copy});
+  auto copy =
+      std::make_shared<tessera::LowPrecisionCopy>(tessera::LowPrecisionCopy{torch::zeros({kNumel}, at::kBFloat16)});
+  if (has_copy) tessera::mark_as_shard(parameter, {copy->values, copy});
   Optimizer optimizer({parameter}, kOptions);
   parameter.mutable_grad() = torch::full({kNumel}, 0.01);
   optimizer.step();
   for (auto _ : state) optimizer.step();
-  if (narrow && !torch::equal(copy->values, parameter.detach().to(at::kBFloat16)))
+  if (has_copy && !torch::equal(copy->values, parameter.detach().to(at::kBFloat16)))
     state.SkipWithError("the copy is not the rounded parameter");
-  report(state, narrow ? 30 : 28);  // four read, three written, of 4 bytes each; 2 of the copy
+  report(state, has_copy ? 30 : 28);  // four read, three written, of 4 bytes each; 2 of the copy
 }
 
 void torch_adamw(benchmark::State& state) { step<torch::optim::AdamW>(state, false); }

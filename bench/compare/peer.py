@@ -145,31 +145,12 @@ def make_fairscale_sdp(model):
 
 
 def make_fairscale_fsdp(model, unit):
-    import contextlib
-
     import torch
-    from fairscale.nn.data_parallel import FullyShardedDataParallel
     from fairscale.nn.wrap import auto_wrap, enable_wrap
 
-    # It takes CUDA for granted: one stream that does nothing stands in.
-    class Stream:
-        def wait_stream(self, other):
-            pass
+    from fairscale_on_cpu import without_streams
 
-        def synchronize(self):
-            pass
-
-    stream = Stream()
-    torch.cuda.current_stream = lambda *_: stream
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
-    torch.Tensor.record_stream = lambda self, stream: None
-    set_up = FullyShardedDataParallel._setup_streams
-
-    def set_up_streams(self):
-        set_up(self)
-        self._streams.update(fp32_to_fp16=stream, all_gather=stream, post_backward=stream)  # the children share it
-
-    FullyShardedDataParallel._setup_streams = set_up_streams
+    FullyShardedDataParallel = without_streams()
 
     def policy(module, recurse, unwrapped_params, **_):
         return True if recurse else isinstance(module, unit)

@@ -63,7 +63,7 @@ void check(const Options& options) {
 
 std::optional<Options> parse(int argc, char** argv) {
   Options options;
-  std::string dtype = "float32";
+  std::string dtype = "float32", wire = "exact";
   bool no_reshard = false, whole = false;
   po::options_description all("train_step: how long one training step takes, what it holds and what it sends");
   all.add_options()("help,h", "this text")("model", po::value(&options.model)->default_value(options.model),
@@ -86,6 +86,8 @@ std::optional<Options> parse(int argc, char** argv) {
       "context", po::value(&options.context)->default_value(options.context), "tokens in a sequence of gpt")(
       "vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt")(
       "prefetch", po::value(&options.prefetch)->default_value(options.prefetch), "of fsdp: units gathered ahead")(
+      "wire", po::value(&wire)->default_value(wire),
+      "exact or int8: how fsdp's parameters and gradients, and sdp's gradients, travel")(
       "no-reshard", po::bool_switch(&no_reshard), "of fsdp: units stay gathered from forward to backward")(
       "whole", po::bool_switch(&whole),
       "of fsdp: make the model whole on each rank, then shard it; default: unit by unit")(
@@ -101,6 +103,10 @@ std::optional<Options> parse(int argc, char** argv) {
     return std::nullopt;
   }
   check_choice("dtype", dtype, {"float32", "bfloat16"});
+  check_choice("wire", wire, {"exact", "int8"});
+  options.int8_wire = wire == "int8";
+  if (options.int8_wire && options.wrapper != "fsdp" && options.wrapper != "sdp")
+    throw po::error("--wire int8 goes with --wrapper fsdp or sdp, got '" + options.wrapper + "'");
   options.dtype = dtype == "float32" ? at::kFloat : at::kBFloat16;
   options.reshard = !no_reshard;
   options.deferred = !whole;

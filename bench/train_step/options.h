@@ -28,7 +28,8 @@ struct Options {
   int64_t context = 128;     // tokens in a sequence of gpt
   int64_t vocabulary = 256;  // of gpt
 
-  int prefetch = 1;  // FsdpOptions
+  int prefetch = 1;        // FsdpOptions
+  bool int8_wire = false;  // of fsdp parameters and gradients, of sdp gradients
   bool reshard = true;
   bool deferred = true;  // fsdp: the model is never whole in memory
 };

@@ -98,6 +98,10 @@ tessera::ZeroOptions zero_options(const Options& options) {
   zero.fsdp.auto_wrap = tessera::wrap_if(
       [options](const std::string&, const torch::nn::Module& module) { return is_unit(options, module); });
   zero.fsdp.prefetch = options.prefetch;
+  if (options.int8_wire) {
+    zero.fsdp.wire = {tessera::WireFormat::kInt8Blocks, tessera::WireFormat::kInt8Blocks};
+    zero.sdp.wire = tessera::WireFormat::kInt8Blocks;
+  }
   zero.fsdp.reshard_after_forward = options.reshard;
   return zero;
 }

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Step times of ranks that share no memory: each in a network namespace of its own, with so many Mbit/s in each direction.
+
+    hosts.py [--hosts 2 3 4] [--mbit 1000 10000] [--rounds 3] [--pairs fsdp:fsdp2 sdp:zero1 ddp:ddp]
+    hosts.py --pairs fsdp,int8:fsdp,exact  # ours against ours: what travels in int8 blocks, or as it is
+    hosts.py --other old/train_step        # ours against an older build of ours instead of PyTorch's
+
+A pair is one of our wrappers and what it is compared with: a peer of bench/compare/peer.py, or ours again. In a round
+the programs of a pair run one after the other, the other one first every second time; a ratio is that of the two runs
+of one round, and what is printed its median and range. "link" is how full ours kept it: the bytes that a rank sent in
+a step, over what the link takes in that time. Losses have to agree with the pair's.
+
+Hosts hang on one bridge by veth pairs, with a token bucket (tc tbf) at both ends of each. The way through shared memory
+is switched off (TESSERA_PEER_MEMORY=0), since the namespaces are on one machine. Needs root and iproute2.
+"""
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PORT = 29577
+
+
+def run(*command):
+    subprocess.run(command, check=True)
+
+
+class Hosts:
+    """Network namespaces for as many hosts as asked for, gone at the end."""
+
+    def __init__(self, count, mbit):
+        self.prefix = f"tessera{os.getpid()}"
+        self.names = [f"{self.prefix}h{i}" for i in range(count)]
+        self.mbit = mbit
+        self.processes = []
+
+    def __enter__(self):
+        try:
+            self.make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def make(self):
+        switch = f"{self.prefix}s"
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for i, name in enumerate(self.names):
+            run("ip", "netns", "add", name)
+            run("ip", "link", "add", "veth0", "netns", name, "type", "veth", "peer", "name", f"port{i}", "netns", switch)
+            run("ip", "-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", "veth0")
+            run("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge")
+            for space, device in ((name, "veth0"), (switch, f"port{i}")):
+                run("ip", "-n", space, "link", "set", device, "up")
+                # A burst of a millisecond: the kernel's clock must be able to keep up with the rate.
+                run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbit}mbit",
+                    "burst", f"{max(256, self.mbit // 8)}kb", "latency", "50ms")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+        for name in [*self.names, f"{self.prefix}s"]:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+
+    def ranks(self, command):
+        """Runs the command as a rank on every host; what rank 0 printed, as JSON."""
+        self.processes = processes = []
+        for rank, name in enumerate(self.names):
+            environment = dict(os.environ, TESSERA_PEER_MEMORY="0", RANK=str(rank), WORLD_SIZE=str(len(self.names)), LOCAL_RANK="0",
+                               LOCAL_WORLD_SIZE="1", MASTER_ADDR="10.77.0.1", MASTER_PORT=str(PORT), GLOO_SOCKET_IFNAME="veth0",
+                               TORCH_CPP_LOG_LEVEL="ERROR", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TORCHELASTIC_USE_AGENT_STORE="False")
+            processes.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment, text=True,
+                                              stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL))
+        output = processes[0].communicate()[0]
+        if any(process.wait() != 0 for process in processes):
+            raise SystemExit(f"hosts.py: failed: {' '.join(command)}")
+        return json.loads(output.splitlines()[-1])
+
+
+def command_of(program, args, hosts, is_ours):
+    size = ["--model", args.model, "--ranks", str(hosts), "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    for name in ("layers", "width", "batch"):
+        if getattr(args, name) is not None:
+            size += [f"--{name}", str(getattr(args, name))]
+    wrapper, _, option = program.partition(",")
+    if is_ours or option:
+        return [args.train_step, "--json", "--wrapper", wrapper, *size, *(["--wire", option] if option else [])]
+    if args.other:
+        return [args.other, "--json", "--wrapper", wrapper, *size]
+    return [os.path.join(ROOT, "tools/python.sh"), os.path.join(ROOT, "bench/compare/peer.py"), "--peer", program, *size]
+
+
+def compare(hosts, args, pair):
+    ours, other = pair.split(":")
+    if args.other:
+        other = ours
+    lines = {"ours": [], "other": []}
+    for turn in range(args.rounds):
+        for who in ("ours", "other") if turn % 2 == 0 else ("other", "ours"):
+            program = ours if who == "ours" else other
+            lines[who].append(hosts.ranks(command_of(program, args, len(hosts.names), who == "ours")))
+    for mine, theirs in zip(lines["ours"], lines["other"]):
+        if "int8" not in pair and abs(mine["losses"][0] - theirs["losses"][0]) > 1e-5 * abs(mine["losses"][0]):
+            raise SystemExit(f"hosts.py: {ours} begins with loss {mine['losses'][0]}, {other} with {theirs['losses'][0]}")
+    ratios = [a["step_s_median"] / b["step_s_median"] for a, b in zip(lines["ours"], lines["other"])]
+    step_s = {who: statistics.median(line["step_s_median"] for line in of) for who, of in lines.items()}
+    sent = lines["ours"][0]["sent_bytes"]
+    result = {"hosts": len(hosts.names), "mbit": hosts.mbit, "model": args.model, "ours": ours, "other": args.other or other,
+              "ours_s": step_s["ours"], "other_s": step_s["other"], "ratio": statistics.median(ratios), "ratios": ratios,
+              "link": sent * 8 / (hosts.mbit * 1e6) / step_s["ours"], "wait_s": lines["ours"][-1]["comm_wait_s"],
+              "cpu_s": [statistics.median(line["cpu_s"] for line in of) for of in lines.values()], "sent_bytes": sent}
+    print(f"{result['hosts']} hosts, {hosts.mbit:5d} Mbit/s, {ours:9} / {'old' if args.other else other:10}  "
+          f"{step_s['ours'] * 1e3:7.0f} / {step_s['other'] * 1e3:7.0f} ms  ratio {result['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})  "
+          f"link {result['link'] * 100:3.0f} %  processor {result['cpu_s'][0]:.2f} / {result['cpu_s'][1]:.2f} s", flush=True)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train-step", default=os.path.join(ROOT, "build/release/bench/train_step"))
+    parser.add_argument("--other", help="another train_step to compare with, in the place of PyTorch")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 10000])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", nargs="+", default=["fsdp:fsdp2", "sdp:zero1", "ddp:ddp"])
+    parser.add_argument("--model", default="recipe")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--json", help="a file for everything measured")
+    args = parser.parse_args()
+    if os.geteuid() != 0:
+        parser.error("needs root, for network namespaces")
+    if not shutil.which("ip") or not shutil.which("tc"):
+        parser.error("needs ip and tc: install iproute2")
+    for program in filter(None, (args.train_step, args.other)):
+        if not os.access(program, os.X_OK):
+            parser.error(f"{program} is not built")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces go, too
+    results = []
+    for count in args.hosts:
+        for mbit in args.mbit:
+            with Hosts(count, mbit) as hosts:
+                results += [compare(hosts, args, pair) for pair in args.pairs]
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
