@@ -2,7 +2,8 @@
 
 #include <cstdio>
 
-#include "tessera/comm/agreement.h"
+#include "optimizer.h"
+#include "tessera/checkpoint/checksum.h"
 
 namespace train_gpt {
 namespace {
@@ -17,45 +18,91 @@ std::string name_of_step(int64_t step) {
 
 }  // namespace
 
-Checkpoints::Checkpoints(const TrainOptions& options, int64_t windows, tessera::Communicator& comm, Trainable& model)
-    : options_(options), windows_(windows), comm_(comm), model_(model) {}
+Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, int64_t windows,
+                         tessera::Communicator& comm, Trainable& model)
+    : options_(options),
+      windows_(windows),
+      data_(tessera::to_hex(
+          tessera::checksum(corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
+      warmup_(options.warmup_steps()),
+      comm_(comm),
+      model_(model) {}
 
-// What has to be the same for step n to see the same sequences, and the same learning rate.
-nlohmann::json Checkpoints::run_description() const {
-  return {{"seed", options_.seed},
-          {"sequences_per_step", comm_.size() * options_.batch * options_.accumulate},
-          {"context", options_.model.context},
-          {"windows", windows_},
-          {"steps", options_.steps}};
+// `run` has to be the same for step n to see the same sequences in the same model; `settings` may be changed.
+nlohmann::json Checkpoints::description() const {
+  const auto& model = options_.model;
+  return {{"run",
+           {{"seed", options_.seed},
+            {"sequences_per_step", comm_.size() * options_.batch * options_.accumulate},
+            {"context", model.context},
+            {"windows", windows_},
+            {"data", data_},
+            {"heads", model.heads},
+            {"norm_epsilon", model.norm_epsilon},
+            {"scale_attention", model.scale_attention},
+            {"scale_attention_by_layer", model.scale_attention_by_layer}}},
+          {"settings",
+           {{"lr", options_.lr},
+            {"warmup", warmup_},
+            {"weight-decay", options_.weight_decay},
+            {"clip", options_.clip},
+            {"steps", options_.steps}}}};
 }
 
-int64_t Checkpoints::resume() {
-  if (options_.resume.empty()) return 0;
-  std::string path = options_.resume;
-  if (path == "auto") {
-    // Rank 0 decides: others might see a folder that changes.
-    std::string found;
-    if (comm_.rank() == 0) found = tessera::latest_checkpoint(folder_of(options_)).value_or("").string();
-    path = tessera::gather_texts(comm_, found, "the latest checkpoint")[0];
-    if (path.empty()) return 0;
+Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohmann::json& extra) const {
+  if (!extra.contains("run") || !extra.contains("settings") || !extra.contains("step"))
+    throw OptionsError("--resume: " + path + " is not of a run of train_gpt, or of an older one");
+  Resumed resumed{.step = extra["step"].get<int64_t>(), .warmup = extra["settings"].value("warmup", int64_t{0})};
+  const auto own = description();
+  for (const auto& [name, value] : own["run"].items())
+    if (const auto saved = extra["run"].value(name, nlohmann::json()); saved != value)
+      throw OptionsError("--resume: " + path + " is of a run with " + name + " " + saved.dump() + ", this has " +
+                         value.dump() +
+                         " (sequences_per_step is ranks * batch * accumulate, data a checksum of the text)");
+  for (const auto& [name, value] : own["settings"].items()) {
+    const auto saved = extra["settings"].value(name, nlohmann::json());
+    if (saved == value || (name == "warmup" && !options_.warmup)) continue;
+    const std::string change = name + " is " + value.dump() + ", was " + saved.dump();
+    if (name != "steps" && !options_.allow_changes)
+      throw OptionsError("--resume: " + path + ": " + change + "; --allow-changes goes on with the new one");
+    resumed.notes.push_back(change + (name == "steps" ? ": the learning rate follows that length from here on" : ""));
   }
-  const auto extra = tessera::load_checkpoint(path, model_.shards(), model_.optimizer());
-  const auto own = run_description();
-  if (!extra.contains("run") || !extra.contains("step"))
-    throw OptionsError("--resume: " + path + " is not of a run of train_gpt");
-  for (const auto& [name, value] : own.items())
-    if (extra["run"].value(name, nlohmann::json()) != value)
-      throw OptionsError("--resume: " + path + " is of a run with " + name + " " +
-                         extra["run"].value(name, nlohmann::json()).dump() + ", this has " + value.dump() +
-                         " (sequences_per_step is ranks * batch * accumulate)");
-  return extra["step"].get<int64_t>();
+  if (options_.warmup) resumed.warmup = *options_.warmup;
+  if (options_.steps < resumed.step || options_.steps < resumed.warmup)
+    throw OptionsError("--resume: " + path + " has done " + std::to_string(resumed.step) + " steps, of them " +
+                       std::to_string(resumed.warmup) + " of warm-up; --steps is " + std::to_string(options_.steps));
+  return resumed;
+}
+
+Checkpoints::Resumed Checkpoints::resume() {
+  Resumed resumed{.warmup = warmup_};
+  if (options_.resume.empty()) return resumed;
+  std::vector<std::string> damaged;
+  if (options_.resume == "auto") {
+    auto loaded = tessera::load_newest_checkpoint(folder_of(options_), model_.shards(), model_.optimizer());
+    if (!loaded) return resumed;
+    resumed = compare(loaded->path.string(), loaded->extra);
+    for (const auto& error : loaded->damaged) resumed.notes.push_back("passed over: " + error);
+    if (!loaded->damaged.empty()) resumed.notes.push_back("goes on from " + loaded->path.string());
+  } else {
+    resumed = compare(options_.resume, tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer()));
+  }
+  warmup_ = resumed.warmup;
+  set_weight_decay(model_.optimizer(), options_.weight_decay);
+  return resumed;
+}
+
+void Checkpoints::before_update() {
+  if (pending_) pending_->copied();
 }
 
 void Checkpoints::after_step(int64_t step) {
   if (options_.save_every == 0 || (step % options_.save_every != 0 && step != options_.steps)) return;
-  pending_ = tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(),
-                                            model_.optimizer(), {{"step", step}, {"run", run_description()}},
-                                            {.keep_last = static_cast<int>(options_.keep)});
+  nlohmann::json extra = description();
+  extra["step"] = step;
+  pending_ =
+      tessera::save_checkpoint_async(folder_of(options_) / name_of_step(step), model_.shards(), model_.optimizer(),
+                                     extra, {.keep_last = static_cast<int>(options_.keep), .copy_in_background = true});
 }
 
 void Checkpoints::finish() {

@@ -2,7 +2,10 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
+#include "corpus.h"
 #include "options.h"
 #include "tessera/tessera.h"
 #include "trainable.h"
@@ -13,13 +16,23 @@ namespace train_gpt {
 // one and call the same functions; all are collective.
 class Checkpoints {
  public:
-  // `windows`: how many windows an epoch has, which with the seed decides the order of the data.
-  Checkpoints(const TrainOptions& options, int64_t windows, tessera::Communicator& comm, Trainable& model);
+  // `windows`: how many windows an epoch has, which with the seed decides the order of the data. Everything must
+  // outlive this.
+  Checkpoints(const TrainOptions& options, const Corpus& corpus, int64_t windows, tessera::Communicator& comm,
+              Trainable& model);
 
-  // Loads what --resume asks for and returns how many steps were done: 0 without a checkpoint.
-  // Throws OptionsError if the run it is of saw other data or batches, since the loss curve would
-  // not go on.
-  int64_t resume();
+  // What a run goes on with.
+  struct Resumed {
+    int64_t step = 0;  // how many steps were done: 0 without a checkpoint
+    int64_t warmup = 0;
+    std::vector<std::string> notes;  // for the user: what is other than it was
+  };
+  // Loads what --resume asks for; `auto` is the newest that is sound. Throws OptionsError if the run it is of saw other
+  // data or batches, since the loss curve would not go on, and for settings that differ without --allow-changes.
+  Resumed resume();
+
+  // Before the parameters change: what is being saved must be copied by then.
+  void before_update();
 
   // Saves, in the background, if it is time for it after this step. An error of the save before
   // shows up here.
@@ -29,10 +42,13 @@ class Checkpoints {
   void finish();
 
  private:
-  nlohmann::json run_description() const;
+  nlohmann::json description() const;
+  Resumed compare(const std::string& path, const nlohmann::json& extra) const;
 
   const TrainOptions& options_;
-  int64_t windows_;
+  const int64_t windows_;
+  const std::string data_;  // a checksum of the tokens
+  int64_t warmup_;
   tessera::Communicator& comm_;
   Trainable& model_;
   std::optional<tessera::PendingSave> pending_;

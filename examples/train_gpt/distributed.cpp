@@ -8,9 +8,10 @@
 namespace train_gpt {
 namespace {
 
-tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, const torch::optim::AdamWOptions& options) {
+template <class Options>
+tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, const Options& options) {
   zero.groups = [matrices = matrix_names(*model), options](const tessera::ZeroOptions::Parameters& parameters) {
-    return adamw_groups(parameters, matrices, options);
+    return groups_of(parameters, matrices, options);
   };
   zero.fsdp.auto_wrap = tessera::wrap_modules<BlockImpl>();
   return zero;
@@ -18,19 +19,20 @@ tessera::ZeroOptions completed(tessera::ZeroOptions zero, const Gpt& model, cons
 
 }  // namespace
 
-template <class AdamW>
-DistributedModel<AdamW>::DistributedModel(Gpt model, const torch::optim::AdamWOptions& options,
-                                          std::shared_ptr<tessera::Communicator> comm, tessera::ZeroOptions zero)
+template <class Optimizer, class Options>
+DistributedModel<Optimizer, Options>::DistributedModel(Gpt model, const Options& options,
+                                                       std::shared_ptr<tessera::Communicator> comm,
+                                                       tessera::ZeroOptions zero)
     : units_(tessera::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
       zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
-template <class AdamW>
-at::Tensor DistributedModel<AdamW>::forward(const at::Tensor& tokens) {
+template <class Optimizer, class Options>
+at::Tensor DistributedModel<Optimizer, Options>::forward(const at::Tensor& tokens) {
   return zero_(tokens);
 }
 
-template <class AdamW>
-at::Tensor DistributedModel<AdamW>::add_gradients(const Batch& batch, double scale, bool last_of_step) {
+template <class Optimizer, class Options>
+at::Tensor DistributedModel<Optimizer, Options>::add_gradients(const Batch& batch, double scale, bool last_of_step) {
   std::optional<tessera::Scope> without_reduction;
   if (!last_of_step) without_reduction.emplace(zero_.no_sync());
   const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
@@ -38,23 +40,23 @@ at::Tensor DistributedModel<AdamW>::add_gradients(const Batch& batch, double sca
   return loss.detach();
 }
 
-template <class AdamW>
-double DistributedModel<AdamW>::clip_grad_norm(double max_norm) {
+template <class Optimizer, class Options>
+double DistributedModel<Optimizer, Options>::clip_grad_norm(double max_norm) {
   return zero_.clip_grad_norm_(max_norm);
 }
 
-template <class AdamW>
-void DistributedModel<AdamW>::step() {
+template <class Optimizer, class Options>
+void DistributedModel<Optimizer, Options>::step() {
   zero_.step();
 }
 
-template <class AdamW>
-void DistributedModel<AdamW>::zero_grad() {
+template <class Optimizer, class Options>
+void DistributedModel<Optimizer, Options>::zero_grad() {
   zero_.zero_grad();
 }
 
-template <class AdamW>
-MemoryUse DistributedModel<AdamW>::memory() const {
+template <class Optimizer, class Options>
+MemoryUse DistributedModel<Optimizer, Options>::memory() const {
   const auto report = zero_.memory();
   return {.parameter_bytes = report.shard_bytes,
           .grad_bytes = report.grad_bytes,
@@ -63,8 +65,15 @@ MemoryUse DistributedModel<AdamW>::memory() const {
           .peak_bucket_bytes = report.peak_bucket_bytes};
 }
 
-template <class AdamW>
-std::string DistributedModel<AdamW>::describe() const {
+template <class Optimizer, class Options>
+std::optional<tessera::Scope> DistributedModel<Optimizer, Options>::averaged() {
+  auto* averages = dynamic_cast<tessera::Averages*>(&zero_.optimizer());
+  return averages != nullptr && averages->keeps_averages() ? std::optional<tessera::Scope>(averages->swap_in_averages())
+                                                           : std::nullopt;
+}
+
+template <class Optimizer, class Options>
+std::string DistributedModel<Optimizer, Options>::describe() const {
   const int ranks = zero_.comm()->size();
   const std::string over = std::to_string(ranks) + (ranks == 1 ? " rank" : " ranks");
   switch (zero_.stage()) {
@@ -79,7 +88,14 @@ std::string DistributedModel<AdamW>::describe() const {
   }
 }
 
-template class DistributedModel<torch::optim::AdamW>;
-template class DistributedModel<tessera::HostAdamW>;
+template class DistributedModel<torch::optim::AdamW, torch::optim::AdamWOptions>;
+template class DistributedModel<tessera::HostAdamW, torch::optim::AdamWOptions>;
+template class DistributedModel<tessera::SGD, torch::optim::SGDOptions>;
+template class DistributedModel<tessera::Lion, tessera::LionOptions>;
+template class DistributedModel<tessera::Adafactor, tessera::AdafactorOptions>;
+template class DistributedModel<tessera::Muon, tessera::MuonOptions>;
+template class DistributedModel<tessera::AdamW8bit, tessera::AdamW8bitOptions>;
+template class DistributedModel<tessera::ScheduleFreeAdamW, tessera::ScheduleFreeOptions>;
+template class DistributedModel<tessera::Lamb, torch::optim::AdamWOptions>;
 
 }  // namespace train_gpt

@@ -9,12 +9,11 @@
 namespace train_gpt {
 
 // The model on several ranks, in the ZeRO stage that `options` names; in stage 3 a unit is a block.
-// `AdamW` is torch's, or Tessera's for host memory.
-template <class AdamW>
+template <class Optimizer, class Options>
 class DistributedModel final : public Trainable {
  public:
   // `zero` without groups and a wrap policy: this class sets them.
-  DistributedModel(Gpt model, const torch::optim::AdamWOptions& options, std::shared_ptr<tessera::Communicator> comm,
+  DistributedModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm,
                    tessera::ZeroOptions zero);
 
   at::Tensor forward(const at::Tensor& tokens) override;
@@ -24,15 +23,13 @@ class DistributedModel final : public Trainable {
   void zero_grad() override;
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
   tessera::ModelShards& shards() override { return zero_; }
+  std::optional<tessera::Scope> averaged() override;
   MemoryUse memory() const override;
   std::string describe() const override;
 
  private:
   size_t units_;
-  mutable tessera::Zero<Gpt, AdamW> zero_;
+  mutable tessera::Zero<Gpt, Optimizer> zero_;
 };
-
-extern template class DistributedModel<torch::optim::AdamW>;
-extern template class DistributedModel<tessera::HostAdamW>;
 
 }  // namespace train_gpt

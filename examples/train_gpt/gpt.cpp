@@ -9,7 +9,9 @@ namespace {
 
 constexpr int64_t kMlpExpansion = 4;
 
-torch::nn::LayerNorm make_norm(int64_t width) { return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})); }
+torch::nn::LayerNorm make_norm(const GptOptions& options) {
+  return torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width}).eps(options.norm_epsilon));
+}
 
 void check(const GptOptions& options) {
   const auto at_least_one = [](int64_t value, const char* name) {
@@ -30,7 +32,12 @@ void check(const GptOptions& options) {
 
 }  // namespace
 
-CausalSelfAttentionImpl::CausalSelfAttentionImpl(const GptOptions& options) : heads_(options.heads) {
+CausalSelfAttentionImpl::CausalSelfAttentionImpl(const GptOptions& options, int64_t layer) : heads_(options.heads) {
+  if (!options.scale_attention || options.scale_attention_by_layer) {
+    const auto features = static_cast<double>(options.width / options.heads);
+    scale_ = (options.scale_attention ? 1.0 / std::sqrt(features) : 1.0) /
+             (options.scale_attention_by_layer ? static_cast<double>(layer + 1) : 1.0);
+  }
   qkv_ = register_module("qkv", torch::nn::Linear(options.width, 3 * options.width));
   projection_ = register_module("projection", torch::nn::Linear(options.width, options.width));
 }
@@ -40,14 +47,14 @@ at::Tensor CausalSelfAttentionImpl::forward(const at::Tensor& x) {
   // [B, T, 3 * width] -> query, key and value, each [B, heads, T, width / heads]
   const auto qkv = qkv_->forward(x).view({batch, length, 3, heads_, width / heads_}).permute({2, 0, 3, 1, 4});
   const auto mixed = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], /*attn_mask=*/{}, /*dropout_p=*/0.0,
-                                                      /*is_causal=*/true);
+                                                      /*is_causal=*/true, scale_);
   return projection_->forward(mixed.transpose(1, 2).reshape({batch, length, width}));
 }
 
-BlockImpl::BlockImpl(const GptOptions& options) {
-  attention_norm_ = register_module("attention_norm", make_norm(options.width));
-  attention_ = register_module("attention", CausalSelfAttention(options));
-  mlp_norm_ = register_module("mlp_norm", make_norm(options.width));
+BlockImpl::BlockImpl(const GptOptions& options, int64_t layer) {
+  attention_norm_ = register_module("attention_norm", make_norm(options));
+  attention_ = register_module("attention", CausalSelfAttention(options, layer));
+  mlp_norm_ = register_module("mlp_norm", make_norm(options));
   expand_ = register_module("expand", torch::nn::Linear(options.width, kMlpExpansion * options.width));
   projection_ = register_module("projection", torch::nn::Linear(kMlpExpansion * options.width, options.width));
 }
@@ -62,8 +69,8 @@ GptImpl::GptImpl(const GptOptions& options) : options_(options) {
   token_embedding_ = register_module("token_embedding", torch::nn::Embedding(options.vocabulary, options.width));
   position_embedding_ = register_module("position_embedding", torch::nn::Embedding(options.context, options.width));
   blocks_ = register_module("blocks", torch::nn::ModuleList());
-  for (int64_t layer = 0; layer < options.layers; ++layer) blocks_->push_back(Block(options));
-  norm_ = register_module("norm", make_norm(options.width));
+  for (int64_t layer = 0; layer < options.layers; ++layer) blocks_->push_back(Block(options, layer));
+  norm_ = register_module("norm", make_norm(options));
   if (!options.tie) {
     head_ = register_module("head",
                             torch::nn::Linear(torch::nn::LinearOptions(options.width, options.vocabulary).bias(false)));

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace train_gpt {
 
@@ -13,16 +14,22 @@ struct GptOptions {
   int64_t heads = 4;      // must divide width
   int64_t context = 128;  // the longest sequence
   bool tie = false;       // the head's weight is the token embedding's
+
+  // What some GPT-2 of others have otherwise.
+  double norm_epsilon = 1e-5;             // added to variances
+  bool scale_attention = true;            // scores are divided by the root of a head's features
+  bool scale_attention_by_layer = false;  // and by the number of the layer, from 1
 };
 
 // Each token looks at itself and at those before it.
 class CausalSelfAttentionImpl : public torch::nn::Module {
  public:
-  explicit CausalSelfAttentionImpl(const GptOptions& options);
-  at::Tensor forward(const at::Tensor& x);  // [B, T, width] -> [B, T, width]
+  CausalSelfAttentionImpl(const GptOptions& options, int64_t layer);  // layer: from 0
+  at::Tensor forward(const at::Tensor& x);                            // [B, T, width] -> [B, T, width]
 
  private:
   int64_t heads_;
+  std::optional<double> scale_;  // of scores; not given: as usual
   torch::nn::Linear qkv_{nullptr};
   torch::nn::Linear projection_{nullptr};
 };
@@ -31,7 +38,7 @@ TORCH_MODULE(CausalSelfAttention);
 // One layer of the pre-norm transformer: x + attention(norm(x)), then x + mlp(norm(x)).
 class BlockImpl : public torch::nn::Module {
  public:
-  explicit BlockImpl(const GptOptions& options);
+  BlockImpl(const GptOptions& options, int64_t layer);
   at::Tensor forward(const at::Tensor& x);  // [B, T, width] -> [B, T, width]
 
  private:

@@ -86,11 +86,12 @@ nlohmann::json gpt2_config(const GptOptions& options) {
           {"n_head", options.heads},
           {"n_inner", nullptr},
           {"activation_function", "gelu_new"},
-          {"layer_norm_epsilon", 1e-5},
+          {"layer_norm_epsilon", options.norm_epsilon},
           {"embd_pdrop", 0.0},
           {"attn_pdrop", 0.0},
           {"resid_pdrop", 0.0},
-          {"scale_attn_weights", true},
+          {"scale_attn_weights", options.scale_attention},
+          {"scale_attn_by_inverse_layer_idx", options.scale_attention_by_layer},
           {"tie_word_embeddings", options.tie},
           {"bos_token_id", 0},
           {"eos_token_id", 0}};
@@ -154,6 +155,14 @@ GptOptions read_gpt2_options(const fs::path& directory) {
     options.heads = config.at("n_head");
     options.context = config.at("n_positions");
     options.tie = config.value("tie_word_embeddings", true);
+    options.norm_epsilon = config.value("layer_norm_epsilon", 1e-5);
+    options.scale_attention = config.value("scale_attn_weights", true);
+    options.scale_attention_by_layer = config.value("scale_attn_by_inverse_layer_idx", false);
+    if (const auto inner = config.find("n_inner");
+        inner != config.end() && !inner->is_null() && *inner != 4 * options.width)
+      throw CheckpointError(where + ": n_inner is " + inner->dump() + ", this model has 4 * n_embd");
+    if (config.value("add_cross_attention", false))
+      throw CheckpointError(where + ": add_cross_attention is true, this model has no cross-attention");
   } catch (const nlohmann::json::exception& error) {
     throw CheckpointError(where + ": " + error.what());
   }
@@ -161,28 +170,32 @@ GptOptions read_gpt2_options(const fs::path& directory) {
 }
 
 void import_gpt2(const fs::path& directory, tessera::ModelShards& model, const GptOptions& options) {
-  auto& comm = *model.comm();
-  const Draft draft(directory, comm);
-  on_rank_0(comm, "importing " + directory.string(), [&] {
-    if (const auto heads = read_gpt2_options(directory).heads; heads != options.heads)
-      throw CheckpointError("it has " + std::to_string(heads) + " heads, the model " + std::to_string(options.heads));
-    std::map<std::string, Translation> ours;
-    for (const auto& [own, translation] : gpt2_names(options)) ours[translation.name] = {own, translation.transposed};
-    const auto index = directory / (std::string(kWeights) + ".index.json");
-    const auto saved = tessera::find_full_tensors(fs::exists(index) ? index : directory / kWeights);
-    translate(saved, draft.path(), [&](const std::string& name) -> Translation {
-      // Files of the bare GPT2Model lack the prefix, old ones hold the causal mask, and a tied head
-      // is the embedding.
-      const std::string full =
-          name.starts_with("transformer.") || name == "lm_head.weight" ? name : "transformer." + name;
-      if (full.ends_with(".attn.bias") || full.ends_with(".attn.masked_bias")) return {};
-      if (full == "lm_head.weight" && options.tie) return {};
-      const auto found = ours.find(full);
-      return found == ours.end() ? Translation{name} : found->second;  // load_full lists what is not known
-    });
-  });
-  tessera::load_full(draft.path(), model);
-  comm.barrier("the imported weights");
+  const GptOptions theirs = read_gpt2_options(directory);
+  auto check = [&](const char* what, auto other, auto own) {
+    if (other != own)
+      throw CheckpointError(directory.string() + ": " + what + " is " + nlohmann::json(other).dump() +
+                            ", the model's " + nlohmann::json(own).dump());
+  };
+  check("n_head", theirs.heads, options.heads);  // which no shape shows
+  check("layer_norm_epsilon", theirs.norm_epsilon, options.norm_epsilon);
+  check("scale_attn_weights", theirs.scale_attention, options.scale_attention);
+  check("scale_attn_by_inverse_layer_idx", theirs.scale_attention_by_layer, options.scale_attention_by_layer);
+  std::map<std::string, Translation> ours;
+  for (const auto& [own, translation] : gpt2_names(options)) ours[translation.name] = {own, translation.transposed};
+  // Files of the bare GPT2Model lack the prefix, old ones hold the causal mask, and a tied head is the embedding.
+  auto translated = [&](const std::string& name) -> Translation {
+    const std::string full =
+        name.starts_with("transformer.") || name == "lm_head.weight" ? name : "transformer." + name;
+    if (full.ends_with(".attn.bias") || full.ends_with(".attn.masked_bias")) return {};
+    if (full == "lm_head.weight" && options.tie) return {};
+    const auto found = ours.find(full);
+    return found == ours.end() ? Translation{name} : found->second;  // load_full lists what is not known
+  };
+  const fs::path index = directory / (std::string(kWeights) + ".index.json");
+  tessera::load_full(fs::exists(index) ? index : directory / kWeights, model,
+                     {.rename = [&](const std::string& name) { return translated(name).name; },
+                      .transposed = [&](const std::string& name) { return translated(name).transposed; },
+                      .convert_dtypes = true});
 }
 
 }  // namespace train_gpt

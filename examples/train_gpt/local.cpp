@@ -18,11 +18,8 @@ std::vector<tessera::NamedShard> LocalModel::Whole::named_shards() const {
   return shards;
 }
 
-LocalModel::LocalModel(Gpt model, const torch::optim::AdamWOptions& options,
-                       std::shared_ptr<tessera::Communicator> comm)
-    : model_(std::move(model)),
-      shards_(model_, std::move(comm)),
-      optimizer_(adamw_groups(model_->named_parameters(), matrix_names(*model_), options), options) {}
+LocalModel::LocalModel(Gpt model, const MakeOptimizer& make, std::shared_ptr<tessera::Communicator> comm)
+    : model_(std::move(model)), shards_(model_, std::move(comm)), optimizer_(make(*model_)) {}
 
 at::Tensor LocalModel::forward(const at::Tensor& tokens) { return model_->forward(tokens); }
 
@@ -36,7 +33,7 @@ double LocalModel::clip_grad_norm(double max_norm) {
   return torch::nn::utils::clip_grad_norm_(model_->parameters(), max_norm);
 }
 
-void LocalModel::step() { optimizer_.step(); }
+void LocalModel::step() { optimizer_->step(); }
 
 void LocalModel::zero_grad() { model_->zero_grad(); }
 
@@ -46,8 +43,13 @@ MemoryUse LocalModel::memory() const {
     memory.parameter_bytes += static_cast<int64_t>(parameter.nbytes());
     if (parameter.grad().defined()) memory.grad_bytes += static_cast<int64_t>(parameter.grad().nbytes());
   }
-  memory.optimizer_bytes = state_bytes(optimizer_);
+  memory.optimizer_bytes = state_bytes(*optimizer_);
   return memory;
+}
+
+std::optional<tessera::Scope> LocalModel::averaged() {
+  auto* averages = dynamic_cast<tessera::Averages*>(optimizer_.get());
+  return averages != nullptr ? std::optional<tessera::Scope>(averages->swap_in_averages()) : std::nullopt;
 }
 
 std::string LocalModel::describe() const { return "one process, nothing sharded"; }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -12,15 +13,17 @@ namespace train_gpt {
 // One process that holds everything: the ordinary training loop.
 class LocalModel final : public Trainable {
  public:
-  LocalModel(Gpt model, const torch::optim::AdamWOptions& options, std::shared_ptr<tessera::Communicator> comm);
+  using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const torch::nn::Module&)>;
+  LocalModel(Gpt model, const MakeOptimizer& make, std::shared_ptr<tessera::Communicator> comm);
 
   at::Tensor forward(const at::Tensor& tokens) override;
   at::Tensor add_gradients(const Batch& batch, double scale, bool last_of_step) override;
   double clip_grad_norm(double max_norm) override;
   void step() override;
   void zero_grad() override;
-  torch::optim::Optimizer& optimizer() override { return optimizer_; }
+  torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   tessera::ModelShards& shards() override { return shards_; }
+  std::optional<tessera::Scope> averaged() override;
   MemoryUse memory() const override;
   std::string describe() const override;
 
@@ -40,7 +43,7 @@ class LocalModel final : public Trainable {
 
   Gpt model_;
   Whole shards_;
-  mutable torch::optim::AdamW optimizer_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
 }  // namespace train_gpt

@@ -6,24 +6,35 @@
 
 #include "options.h"
 #include "run_rank.h"
+#include "tessera/comm/notes.h"
 #include "tessera/tessera.h"
 
 namespace {
 
 int start_ranks(const train_gpt::TrainOptions& options, int argc, char** argv) {
   train_gpt::prepare(options);  // a mistake is reported once, not by every rank
-  train_gpt::prepare_output(options);
+  static_cast<void>(train_gpt::prepare_output(options));
   return tessera::spawn_local(*options.ranks, argc, argv);
 }
 
+// An error that all ranks have is told by one of them.
+bool is_first_to_fail(const tessera::Communicator& comm) {
+  try {
+    return tessera::Notes(comm, "train_gpt").add("failed", 1) == 1;
+  } catch (const tessera::CommError&) {
+    return true;
+  }
+}
+
 int run_launched(const train_gpt::TrainOptions& options) {
-  const auto job = train_gpt::prepare(options);
   const auto comm = tessera::init();
   try {
-    train_gpt::run_rank(job, comm);
+    train_gpt::run_rank(train_gpt::prepare(options), comm);
   } catch (const std::exception& error) {
+    const bool tells = is_first_to_fail(*comm);
     comm->abort(error.what());  // the other ranks need not wait for the timeout
-    throw;
+    if (tells) throw;
+    return dynamic_cast<const train_gpt::OptionsError*>(&error) != nullptr ? 2 : 1;
   }
   return 0;
 }

@@ -1,6 +1,5 @@
 #include "optimizer.h"
 
-#include <memory>
 #include <utility>
 
 #include "tessera/flat/model_shards.h"
@@ -21,21 +20,61 @@ std::set<std::string> matrix_names(const torch::nn::Module& module) {
   return names;
 }
 
-torch::optim::AdamWOptions adamw_options(double lr, double weight_decay) {
-  return torch::optim::AdamWOptions(lr).betas({kBeta1, kBeta2}).weight_decay(weight_decay);
+template <>
+torch::optim::AdamWOptions options_from(const Hyperparameters& hyper) {
+  return torch::optim::AdamWOptions(hyper.lr).betas({kBeta1, kBeta2}).weight_decay(hyper.weight_decay);
+}
+template <>
+torch::optim::SGDOptions options_from(const Hyperparameters& hyper) {
+  return torch::optim::SGDOptions(hyper.lr).momentum(kBeta1).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::LionOptions options_from(const Hyperparameters& hyper) {
+  return tessera::LionOptions(hyper.lr).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::AdafactorOptions options_from(const Hyperparameters& hyper) {
+  return tessera::AdafactorOptions(hyper.lr).weight_decay(hyper.weight_decay);
+}
+// Steps are of AdamW's size, so that --lr is the same for all parameters.
+template <>
+tessera::MuonOptions options_from(const Hyperparameters& hyper) {
+  return tessera::MuonOptions(hyper.lr).weight_decay(hyper.weight_decay).match_rms_adamw(true).bfloat16(false);
+}
+template <>
+tessera::AdamW8bitOptions options_from(const Hyperparameters& hyper) {
+  return tessera::AdamW8bitOptions(hyper.lr).beta1(kBeta1).beta2(kBeta2).weight_decay(hyper.weight_decay);
+}
+template <>
+tessera::ScheduleFreeOptions options_from(const Hyperparameters& hyper) {
+  return tessera::ScheduleFreeOptions(hyper.lr)
+      .beta1(kBeta1)
+      .beta2(kBeta2)
+      .weight_decay(hyper.weight_decay)
+      .warmup_steps(hyper.warmup);
 }
 
-std::vector<torch::optim::OptimizerParamGroup> adamw_groups(
-    const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::set<std::string>& matrices,
-    const torch::optim::AdamWOptions& options) {
-  std::vector<at::Tensor> decayed, plain;
-  for (const auto& item : parameters) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
-  auto without_decay = std::make_unique<torch::optim::AdamWOptions>(options);
-  without_decay->weight_decay(0.0);
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::move(decayed), std::make_unique<torch::optim::AdamWOptions>(options));
-  groups.emplace_back(std::move(plain), std::move(without_decay));
+Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices,
+                 const tessera::MuonOptions& options) {
+  std::vector<at::Tensor> hidden, others, plain;
+  for (const auto& item : parameters) {
+    if (!matrices.contains(item.key())) {
+      plain.push_back(item.value());
+    } else {
+      (item.key().starts_with("blocks.") ? hidden : others).push_back(item.value());
+    }
+  }
+  const auto adamw = tessera::MuonOptions(options).use_muon(false);
+  Groups groups;
+  groups.emplace_back(std::move(hidden), std::make_unique<tessera::MuonOptions>(options));
+  groups.emplace_back(std::move(others), std::make_unique<tessera::MuonOptions>(adamw));
+  groups.emplace_back(std::move(plain),
+                      std::make_unique<tessera::MuonOptions>(tessera::MuonOptions(adamw).weight_decay(0.0)));
   return groups;
+}
+
+void set_weight_decay(torch::optim::Optimizer& optimizer, double weight_decay) {
+  tessera::write_options(optimizer.param_groups().at(0).options(), {{"weight_decay", weight_decay}});
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {

@@ -3,9 +3,12 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
+
+#include "tessera/tessera.h"
 
 namespace train_gpt {
 
@@ -13,14 +16,34 @@ namespace train_gpt {
 // parameters into flat shards.
 std::set<std::string> matrix_names(const torch::nn::Module& module);
 
-// AdamW's options, with GPT-3's betas.
-torch::optim::AdamWOptions adamw_options(double lr, double weight_decay);
+// The options of --optimizer: AdamW's with GPT-3's betas, others' as their papers have them.
+struct Hyperparameters {
+  double lr, weight_decay;
+  int64_t warmup;  // steps, of schedule-free AdamW, which has no other schedule
+};
+template <class Options>
+Options options_from(const Hyperparameters& hyper);
 
-// Two groups, with weight decay for the parameters in `matrices` only: biases, and the scales of
-// norms, are not pulled towards 0.
-std::vector<torch::optim::OptimizerParamGroup> adamw_groups(
-    const torch::OrderedDict<std::string, at::Tensor>& parameters, const std::set<std::string>& matrices,
-    const torch::optim::AdamWOptions& options);
+using Parameters = torch::OrderedDict<std::string, at::Tensor>;  // by name
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+// Two groups, with weight decay for the parameters in `matrices` only: biases, and the scales of norms, are not pulled
+// towards 0.
+template <class Options>
+Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices, const Options& options) {
+  std::vector<at::Tensor> decayed, plain;
+  for (const auto& item : parameters) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
+  Groups groups;
+  groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
+  groups.emplace_back(std::move(plain), std::make_unique<Options>(Options(options).weight_decay(0.0)));
+  return groups;
+}
+// Three: the blocks' matrices are Muon's, embeddings and head AdamW's.
+Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices,
+                 const tessera::MuonOptions& options);
+
+// Of the first of these groups.
+void set_weight_decay(torch::optim::Optimizer& optimizer, double weight_decay);
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
 

@@ -9,10 +9,16 @@
 #include <string_view>
 
 namespace train_gpt {
+
+extern const char* const kDefaultData;  // a path of this tree: examples/CMakeLists.txt
+
 namespace {
 
 namespace po = boost::program_options;
 
+constexpr OptimizerKind kOptimizers[] = {OptimizerKind::kAdamW, OptimizerKind::kAdamW8bit, OptimizerKind::kMuon,
+                                         OptimizerKind::kLion,  OptimizerKind::kAdafactor, OptimizerKind::kScheduleFree,
+                                         OptimizerKind::kLamb,  OptimizerKind::kSgd};
 constexpr int kHelpColumns = 110;
 constexpr int kNameColumns = 34;
 
@@ -48,7 +54,7 @@ po::typed_value<bool>* boolean(bool* value) {
 
 // What needs a second look after parsing.
 struct RawOptions {
-  std::string data, out, wrapper, offload, offload_directory;
+  std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer;
   int ranks = 0;
   int64_t warmup = 0, val_every = 0;
 };
@@ -80,6 +86,8 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
       "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
       "reshard-after-forward", boolean(&options.reshard_after_forward),
       "fsdp: release each unit between its forward and its backward")(
+      "wire", po::value(&raw.wire)->default_value(raw.wire)->value_name("HOW"),
+      "exact, or int8: fsdp's parameters and gradients, and sdp's gradients, travel in 8 bit, for slow links")(
       "offload", po::value(&raw.offload)->default_value(name_of(options.offload))->value_name("WHERE"),
       "none; cpu: oss, sdp and fsdp keep what they split in host memory and step there; disk: fsdp, in a file")(
       "offload-directory", po::value(&raw.offload_directory)->value_name("DIR"),
@@ -106,9 +114,15 @@ po::options_description describe_training(TrainOptions& options, RawOptions& raw
       "accumulate", number(&options.accumulate), "micro-batches whose gradients are added up for a step")(
       "steps", number(&options.steps), "optimizer steps")(
       "seed", number(&options.seed), "of the parameters, the order of the data and the sample")(
-      "lr", real(&options.lr), "AdamW's learning rate after the warm-up; it falls to a tenth along a cosine")(
+      "optimizer", po::value(&raw.optimizer)->default_value(name_of(options.optimizer))->value_name("KIND"),
+      "adamw, adamw8bit, muon, lion, adafactor, schedulefree, lamb or sgd; each has a learning rate of its own that "
+      "suits it: docs/optimizers.md")(
+      "ema", real(&options.ema),
+      "decay of an average of the weights, which validation, sample and export then take, as 0.999; 0: none")(
+      "lr", real(&options.lr),
+      "learning rate after the warm-up; it falls to a tenth along a cosine (schedulefree: stays)")(
       "warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up; not given: steps / 20")(
-      "weight-decay", real(&options.weight_decay), "AdamW's, of matrices only")(
+      "weight-decay", real(&options.weight_decay), "of matrices only")(
       "clip", real(&options.clip), "largest norm of the gradient; 0: off")(
       "val-every", po::value(&raw.val_every)->value_name("N"),
       "steps between validations; 0: only after the last; not given: steps / 10")(
@@ -124,7 +138,9 @@ po::options_description describe_checkpoints(TrainOptions& options) {
       "keep", number(&options.keep), "how many of them stay, the newest")(
       "resume", po::value(&options.resume)->value_name("auto|DIR"),
       "go on from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
-      "with the same ranks * batch * accumulate")(
+      "with the same data, seed and ranks * batch * accumulate; more --steps make the run longer")(
+      "allow-changes", po::bool_switch(&options.allow_changes),
+      "resume with this command line's lr, warmup, weight-decay and clip where the checkpoint's differ")(
       "import-gpt2", po::value(&options.import_gpt2)->value_name("DIR"),
       "start from the weights of a Hugging Face GPT-2 (config.json, model.safetensors) of the same sizes")(
       "export-gpt2", po::value(&options.export_gpt2)->value_name("DIR"),
@@ -157,6 +173,21 @@ Wrapper parse_wrapper(const std::string& name) {
     if (name == name_of(wrapper)) return wrapper;
   }
   throw OptionsError("--wrapper must be local, ddp, oss, sdp or fsdp, got '" + name + "'");
+}
+
+bool parse_wire(const std::string& name, Wrapper wrapper) {
+  if (name != "exact" && name != "int8") throw OptionsError("--wire must be exact or int8, got '" + name + "'");
+  if (name == "int8" && wrapper != Wrapper::kFsdp && wrapper != Wrapper::kSdp)
+    throw OptionsError(std::string("--wire int8 is for --wrapper sdp and fsdp, not ") + name_of(wrapper));
+  return name == "int8";
+}
+
+OptimizerKind parse_optimizer(const std::string& name) {
+  for (const auto kind : kOptimizers) {
+    if (name == name_of(kind)) return kind;
+  }
+  throw OptionsError("--optimizer must be adamw, adamw8bit, muon, lion, adafactor, schedulefree, lamb or sgd, got '" +
+                     name + "'");
 }
 
 Offload parse_offload(const std::string& name) {
@@ -200,6 +231,8 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("keep", options.keep, 1);
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
+  if (!(options.ema >= 0.0 && options.ema < 1.0))
+    throw OptionsError("--ema must be 0 or more and below 1, got " + text_of(options.ema));
   check_not_negative("lr", options.lr);
   check_not_negative("weight-decay", options.weight_decay);
   check_not_negative("clip", options.clip);
@@ -242,6 +275,8 @@ void check_together(const TrainOptions& options, const po::variables_map& values
     }
   }
   if (options.save_every == 0 && given(values, "keep")) throw OptionsError("--keep has no effect without --save-every");
+  if (options.allow_changes && options.resume.empty())
+    throw OptionsError("--allow-changes has no effect without --resume");
   if (given(values, "resume") && options.resume.empty()) throw OptionsError("--resume is empty: auto or a directory");
   if (options.temperature == 0.0 && given(values, "top-k")) {
     throw OptionsError("--top-k has no effect with --temperature 0");
@@ -288,6 +323,28 @@ const char* name_of(Wrapper wrapper) {
   return "?";
 }
 
+const char* name_of(OptimizerKind optimizer) {
+  switch (optimizer) {
+    case OptimizerKind::kAdamW:
+      return "adamw";
+    case OptimizerKind::kAdamW8bit:
+      return "adamw8bit";
+    case OptimizerKind::kMuon:
+      return "muon";
+    case OptimizerKind::kLion:
+      return "lion";
+    case OptimizerKind::kAdafactor:
+      return "adafactor";
+    case OptimizerKind::kScheduleFree:
+      return "schedulefree";
+    case OptimizerKind::kLamb:
+      return "lamb";
+    case OptimizerKind::kSgd:
+      return "sgd";
+  }
+  return "?";
+}
+
 const char* name_of(Offload offload) {
   switch (offload) {
     case Offload::kNone:
@@ -315,7 +372,7 @@ TrainOptions demo_options() {
 
 std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std::ostream& help) {
   TrainOptions options = has_demo(argc, argv) ? demo_options() : TrainOptions();
-  options.data = TRAIN_GPT_DEFAULT_DATA;
+  options.data = kDefaultData;
   RawOptions raw;
   const auto description = describe(options, raw);
   const auto values = parse(argc, argv, description);
@@ -326,7 +383,9 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   options.data = raw.data;
   options.out = raw.out;
   options.wrapper = parse_wrapper(raw.wrapper);
+  options.int8_wire = parse_wire(raw.wire, options.wrapper);
   options.offload = parse_offload(raw.offload);
+  options.optimizer = parse_optimizer(raw.optimizer);
   options.offload_directory = given(values, "offload-directory") ? raw.offload_directory : options.out.string();
   if (given(values, "ranks")) options.ranks = raw.ranks;
   if (given(values, "warmup")) options.warmup = raw.warmup;

@@ -25,7 +25,11 @@ enum class Wrapper { kLocal, kDdp, kOss, kSdp, kFsdp };
 // Where parameters and optimizer state lie while they are not in use.
 enum class Offload { kNone, kCpu, kDisk };
 
+// What steps parameters.
+enum class OptimizerKind { kAdamW, kAdamW8bit, kMuon, kLion, kAdafactor, kScheduleFree, kLamb, kSgd };
+
 const char* name_of(Wrapper wrapper);
+const char* name_of(OptimizerKind optimizer);
 const char* name_of(Offload offload);
 
 // The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
@@ -37,6 +41,7 @@ struct TrainOptions {
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;
   bool reshard_after_forward = true;
+  bool int8_wire = false;  // of kFsdp and kSdp
   Offload offload = Offload::kNone;
   std::filesystem::path offload_directory;  // of kDisk; empty: `out`
   int threads = 0;                          // 0: the cores divided by the ranks of this machine
@@ -47,6 +52,8 @@ struct TrainOptions {
   int64_t accumulate = 1;
   int64_t steps = 1000;
   int64_t seed = 1;
+  OptimizerKind optimizer = OptimizerKind::kAdamW;
+  double ema = 0;  // decay of the average of weights; 0: none
   double lr = 1e-3;
   std::optional<int64_t> warmup;
   double weight_decay = 0.1;
@@ -55,9 +62,10 @@ struct TrainOptions {
   std::optional<int64_t> val_every;
   int64_t val_batches = 8;
 
-  int64_t save_every = 0;  // steps between checkpoints; 0: none
-  int64_t keep = 3;        // checkpoints that stay
-  std::string resume;      // "auto", a checkpoint's directory, or empty: begin anew
+  int64_t save_every = 0;      // steps between checkpoints; 0: none
+  int64_t keep = 3;            // checkpoints that stay
+  std::string resume;          // "auto", a checkpoint's directory, or empty: begin anew
+  bool allow_changes = false;  // resuming with other lr, warmup, weight_decay or clip
 
   std::string import_gpt2;  // a directory of Hugging Face's GPT-2, or empty
   std::string export_gpt2;  // likewise, written at the end

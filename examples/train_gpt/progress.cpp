@@ -9,6 +9,7 @@
 #include <optional>
 #include <ostream>
 #include <string>
+#include <utility>
 
 #include "format.h"
 
@@ -28,9 +29,9 @@ class Figures {
   explicit Figures(int64_t steps) : steps_(steps) {}
 
   void update(const StepReport& report) {
-    // The first step also warms everything up: the clock starts after it.
-    if (report.step == 1) started_ = Clock::now();
-    const double weight = 1.0 / std::clamp(static_cast<double>(report.step) / 2.0, 1.0, kSmoothedSteps);
+    // The first step of this process, which may go on with a run, also warms everything up: the clock starts after it.
+    if (++seen_ == 1) started_ = Clock::now();
+    const double weight = 1.0 / std::clamp(static_cast<double>(seen_) / 2.0, 1.0, kSmoothedSteps);
     loss_ += weight * (report.loss - loss_);
     tokens_per_s_ += weight * (report.tokens_per_s - tokens_per_s_);
     if (report.val_loss) val_loss_ = report.val_loss;
@@ -52,10 +53,10 @@ class Figures {
 
   // Counts the time of validations, unlike speed().
   std::string time_left() const {
-    if (report_.step < 2) return "";
+    if (seen_ < 2) return "";
     const double elapsed_s = std::chrono::duration<double>(Clock::now() - started_).count();
     const auto remaining = static_cast<double>(steps_ - report_.step);
-    return duration(elapsed_s / static_cast<double>(report_.step - 1) * remaining) + " left";
+    return duration(elapsed_s / static_cast<double>(seen_ - 1) * remaining) + " left";
   }
 
   std::string memory() const {
@@ -70,6 +71,7 @@ class Figures {
  private:
   int64_t steps_;
   StepReport report_;
+  int64_t seen_ = 0;
   double loss_ = 0.0, tokens_per_s_ = 0.0;
   std::optional<double> val_loss_;
   Clock::time_point started_;
@@ -83,7 +85,7 @@ class LineProgress final : public Progress {
     figures_.update(report);
     const int64_t interval = (figures_.steps() + kLogLines - 1) / kLogLines;
     const bool last = report.step == figures_.steps();
-    if (report.step != 1 && !last && report.step % interval != 0 && !report.val_loss) return;
+    if (!std::exchange(is_first_, false) && !last && report.step % interval != 0 && !report.val_loss) return;
     out_ << figures_.step() << "  " << figures_.loss() << "  " << figures_.speed();
     if (const auto left = figures_.time_left(); !left.empty()) out_ << "  " << left;
     out_ << "  " << figures_.memory() << std::endl;
@@ -94,6 +96,7 @@ class LineProgress final : public Progress {
  private:
   std::ostream& out_;
   Figures figures_;
+  bool is_first_ = true;
 };
 
 size_t terminal_columns() {

@@ -5,8 +5,8 @@
 #include <cstdlib>
 #include <iostream>
 #include <limits>
+#include <mutex>
 #include <optional>
-#include <thread>
 
 #include "checkpoints.h"
 #include "distributed.h"
@@ -18,7 +18,9 @@
 #include "progress.h"
 #include "report.h"
 #include "sample.h"
+#include "tessera/memory/container_limits.h"
 #include "trainer.h"
+#include "with_ema.h"
 
 namespace train_gpt {
 namespace {
@@ -38,8 +40,7 @@ int ranks_of_this_machine(int world) {
 
 int threads_per_rank(const TrainOptions& options, int world) {
   if (options.threads > 0) return options.threads;
-  const int cores = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
-  return std::max(1, cores / ranks_of_this_machine(world));
+  return std::max(1, tessera::available_cores() / ranks_of_this_machine(world));
 }
 
 void check_world(const TrainOptions& options, int world) {
@@ -65,23 +66,65 @@ int stage_of(Wrapper wrapper) {
   }
 }
 
-std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
-  const auto adamw = adamw_options(options.lr, options.weight_decay);
-  if (options.wrapper == Wrapper::kLocal) return std::make_unique<LocalModel>(std::move(model), adamw, comm);
+template <class Optimizer, class Options, class Offloaded = Optimizer>
+std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
+                                   std::shared_ptr<tessera::Communicator> comm) {
+  const auto own = options_from<Options>({options.lr, options.weight_decay, options.warmup_steps()});
+  if (options.wrapper == Wrapper::kLocal) {
+    auto make = [&](const torch::nn::Module& module) {
+      return std::make_unique<Optimizer>(groups_of(module.named_parameters(), matrix_names(module), own), own);
+    };
+    return std::make_unique<LocalModel>(std::move(model), make, comm);
+  }
   tessera::ZeroOptions zero{.stage = stage_of(options.wrapper)};
   zero.fsdp.reshard_after_forward = options.reshard_after_forward;
   zero.fsdp.prefetch = options.prefetch;
+  if (options.int8_wire) {
+    zero.fsdp.wire = {tessera::WireFormat::kInt8Blocks, tessera::WireFormat::kInt8Blocks};
+    zero.sdp.wire = tessera::WireFormat::kInt8Blocks;
+  }
   if (options.offload == Offload::kNone)
-    return std::make_unique<DistributedModel<torch::optim::AdamW>>(std::move(model), adamw, std::move(comm),
-                                                                   std::move(zero));
+    return std::make_unique<DistributedModel<Optimizer, Options>>(std::move(model), own, std::move(comm),
+                                                                  std::move(zero));
   zero.fsdp.offload = {.params = true, .grads = true};
   zero.oss.offload = {.params = true, .grads = true};
   if (options.offload == Offload::kDisk) {
     std::filesystem::create_directories(options.offload_directory);
     zero.fsdp.offload.directory = options.offload_directory.string();
   }
-  return std::make_unique<DistributedModel<tessera::HostAdamW>>(std::move(model), adamw, std::move(comm),
+  return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(comm),
                                                                 std::move(zero));
+}
+
+std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::shared_ptr<tessera::Communicator> comm) {
+  using namespace tessera;
+  switch (options.optimizer) {
+    case OptimizerKind::kAdamW:
+      return wrap_as<torch::optim::AdamW, torch::optim::AdamWOptions, HostAdamW>(model, options, comm);
+    case OptimizerKind::kAdamW8bit:
+      return wrap_as<AdamW8bit, AdamW8bitOptions>(model, options, comm);
+    case OptimizerKind::kMuon:
+      return wrap_as<Muon, MuonOptions>(model, options, comm);
+    case OptimizerKind::kLion:
+      return wrap_as<Lion, LionOptions>(model, options, comm);
+    case OptimizerKind::kAdafactor:
+      return wrap_as<Adafactor, AdafactorOptions>(model, options, comm);
+    case OptimizerKind::kScheduleFree:
+      return wrap_as<ScheduleFreeAdamW, ScheduleFreeOptions>(model, options, comm);
+    case OptimizerKind::kLamb:
+      return wrap_as<Lamb, torch::optim::AdamWOptions>(model, options, comm);
+    case OptimizerKind::kSgd:
+      return wrap_as<SGD, torch::optim::SGDOptions>(model, options, comm);
+  }
+  throw std::logic_error("an optimizer without a name");
+}
+
+// From torch's generator, which ranks share that are threads of one process.
+Gpt first_model(const TrainOptions& options) {
+  static std::mutex drawing;
+  const std::lock_guard lock(drawing);
+  torch::manual_seed(static_cast<uint64_t>(options.seed));
+  return Gpt(options.model);
 }
 
 // What rank 0 shows and writes while it trains.
@@ -135,14 +178,19 @@ class Recorder {
 
 // Trains, and returns rank 0's result; an empty one on the others.
 RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
-  const int64_t first_step = checkpoints.resume();
+  const auto resumed = checkpoints.resume();
+  const int64_t first_step = resumed.step;
+  trainer.set_warmup(resumed.warmup);
+  for (size_t i = 0; shows && i < resumed.notes.size(); ++i) std::cout << "  note        " << resumed.notes[i] << "\n";
   const auto start = Clock::now();
   std::optional<Recorder> recorder;
   if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
-  trainer.run(first_step, [&](const StepReport& report) {
-    if (shows) recorder->record(report);
-    checkpoints.after_step(report.step);
-  });
+  trainer.run(
+      first_step, [&] { checkpoints.before_update(); },
+      [&](const StepReport& report) {
+        if (shows) recorder->record(report);
+        checkpoints.after_step(report.step);
+      });
   checkpoints.finish();
   if (!shows) return {};
   return recorder->finish(std::chrono::duration<double>(Clock::now() - start).count());
@@ -155,6 +203,12 @@ Job prepare(TrainOptions options) {
   job.corpus = read_corpus(job.options.data);
   check_length(job.corpus, job.options.model.context);
   job.options.model.vocabulary = job.corpus.vocabulary.size();
+  if (!job.options.import_gpt2.empty()) {
+    const auto theirs = read_gpt2_options(job.options.import_gpt2);
+    job.options.model.norm_epsilon = theirs.norm_epsilon;
+    job.options.model.scale_attention = theirs.scale_attention;
+    job.options.model.scale_attention_by_layer = theirs.scale_attention_by_layer;
+  }
   try {
     job.prompt = job.corpus.vocabulary.encode(job.options.prompt);
   } catch (const std::invalid_argument& error) {
@@ -164,32 +218,36 @@ Job prepare(TrainOptions options) {
   return job;
 }
 
-void prepare_output(const TrainOptions& options) {
-  std::error_code error;
-  std::filesystem::create_directories(options.out, error);
-  if (error) throw std::runtime_error("--out: " + options.out.string() + " cannot be made: " + error.message());
+tessera::FolderLock prepare_output(const TrainOptions& options) try {
+  tessera::FolderLock lock(options.out);
   // A run that goes on keeps its metrics.
   const MetricsLog writable(options.out / kMetricsFile,
                             options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
+  return lock;
+} catch (const tessera::CheckpointError& error) {
+  throw std::runtime_error(std::string("--out: ") + error.what());
 }
 
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   const auto& options = job.options;
   const bool shows = comm->rank() == 0;
   check_world(options, comm->size());
-  if (shows) prepare_output(options);
+  std::optional<tessera::FolderLock> lock;
+  if (shows) lock.emplace(prepare_output(options));
   const int threads = threads_per_rank(options, comm->size());
   at::set_num_threads(threads);
 
-  torch::manual_seed(static_cast<uint64_t>(options.seed));
-  Gpt model(options.model);
+  Gpt model = first_model(options);
   model->to(comm->device());
   int64_t parameters_numel = 0;
   for (const auto& parameter : model->parameters()) parameters_numel += parameter.numel();
 
-  const auto wrapped = wrap(std::move(model), options, comm);
+  auto wrapped = wrap(std::move(model), options, comm);
+  // Before averages begin.
+  if (!options.import_gpt2.empty()) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
+  if (options.ema > 0) wrapped = std::make_unique<WithEma>(std::move(wrapped), options.ema);
   Trainer trainer(options, job.corpus, *comm, *wrapped);
-  Checkpoints checkpoints(options, trainer.windows_per_epoch(), *comm, *wrapped);
+  Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
   if (shows) {
     print_header(std::cout, options, job.corpus,
                  {.layout = wrapped->describe(),
@@ -199,7 +257,6 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  if (!options.import_gpt2.empty()) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
   const auto result = train(trainer, checkpoints, options, shows);
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
@@ -207,7 +264,8 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
     print_memory_table(std::cout, memory, parameters_numel * static_cast<int64_t>(sizeof(float)));
     print_result(std::cout, result);
   }
-  if (!options.export_gpt2.empty()) export_gpt2(options.export_gpt2, wrapped->shards(), options.model);
+  const auto averaged = wrapped->averaged();
+  if (!options.export_gpt2.empty()) export_gpt2(options.export_gpt2, wrapped->own_shards(), options.model);
   if (options.sample == 0) return;
   const auto tokens = generate(*wrapped, job.prompt,
                                {.length = options.sample,

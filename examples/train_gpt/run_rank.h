@@ -5,6 +5,7 @@
 
 #include "corpus.h"
 #include "options.h"
+#include "tessera/checkpoint/folder_lock.h"
 #include "tessera/comm/communicator.h"
 
 namespace train_gpt {
@@ -19,8 +20,9 @@ struct Job {
 // Reads the data. Throws OptionsError and std::runtime_error.
 Job prepare(TrainOptions options);
 
-// Makes the folder --out and checks that files can be written there. Throws std::runtime_error.
-void prepare_output(const TrainOptions& options);
+// Makes the folder --out and checks that files can be written there, and that no other job does while the lock is held.
+// Throws std::runtime_error.
+[[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options);
 
 // Trains on this rank of the group, and on rank 0 shows it. Collective.
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm);

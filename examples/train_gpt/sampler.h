@@ -3,15 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace train_gpt {
+#include "tessera/data/distributed_sampler.h"
 
-// The order of `windows` windows in one epoch, and where the first of them starts. A function of
-// its arguments alone, the same with every standard library.
-struct EpochOrder {
-  std::vector<int64_t> window;  // a permutation
-  int64_t offset = 0;           // in [0, max_offset]
-};
-EpochOrder make_epoch_order(uint64_t seed, int64_t epoch, int64_t windows, int64_t max_offset);
+namespace train_gpt {
 
 // How one optimizer step's sequences are spread over ranks and micro-batches.
 struct BatchShape {
@@ -47,10 +41,8 @@ class WindowSampler {
   int64_t window_numel_;  // context + 1
   int64_t windows_;       // per epoch
   int64_t max_offset_;
-  uint64_t seed_;
   BatchShape shape_;
-  int64_t cached_epoch_ = -1;
-  EpochOrder cached_order_;
+  tessera::EpochOrder order_;
 };
 
 // The windows that validate: `count` of them (all, if there are no more) spread evenly over the

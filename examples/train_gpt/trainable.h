@@ -3,10 +3,12 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "batch.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/scope.h"
 
 namespace train_gpt {
 
@@ -40,8 +42,12 @@ class Trainable {
   virtual void step() = 0;
   virtual void zero_grad() = 0;
 
+  // While the scope lives, the model has the weights that are evaluated: averages, where it keeps any.
+  virtual std::optional<tessera::Scope> averaged() { return std::nullopt; }
+
   virtual torch::optim::Optimizer& optimizer() = 0;
-  virtual tessera::ModelShards& shards() = 0;  // for checkpoints
+  virtual tessera::ModelShards& shards() = 0;                      // for checkpoints
+  virtual tessera::ModelShards& own_shards() { return shards(); }  // the model's alone
   virtual MemoryUse memory() const = 0;
   virtual std::string describe() const = 0;  // "ddp: the whole state on each of 2 ranks"
 };

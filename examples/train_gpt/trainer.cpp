@@ -28,13 +28,17 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
       clip_(options.clip > 0.0 ? options.clip : std::numeric_limits<double>::infinity()),
       shape_{.ranks = comm.size(), .batch = options.batch, .accumulation = options.accumulate},
       sampler_(static_cast<int64_t>(corpus.train().size()), context_, options.seed, shape_),
-      schedule_{.peak = options.lr, .warmup = options.warmup_steps(), .steps = options.steps},
+      schedule_{.peak = options.lr,
+                .warmup = options.warmup_steps(),
+                .steps = options.steps,
+                .is_constant = options.optimizer == OptimizerKind::kScheduleFree},
       validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
                                            options.val_batches * shape_.global())) {}
 
-void Trainer::run(int64_t first_step, const std::function<void(const StepReport&)>& on_step) {
+void Trainer::run(int64_t first_step, const std::function<void()>& before_update,
+                  const std::function<void(const StepReport&)>& on_step) {
   for (int64_t step = first_step; step < steps_; ++step) {
-    auto report = train_step(step);
+    auto report = train_step(step, before_update);
     if (!std::isfinite(report.loss)) {
       throw std::runtime_error("the loss of step " + std::to_string(report.step) +
                                " is not a finite number; a lower --lr or a --clip may help");
@@ -44,7 +48,7 @@ void Trainer::run(int64_t first_step, const std::function<void(const StepReport&
   }
 }
 
-StepReport Trainer::train_step(int64_t step) {
+StepReport Trainer::train_step(int64_t step, const std::function<void()>& before_update) {
   const auto start = Clock::now();
   StepReport report{.step = step + 1, .lr = schedule_.at(step)};
   model_.zero_grad();
@@ -56,6 +60,7 @@ StepReport Trainer::train_step(int64_t step) {
     loss += model_.add_gradients(batch, scale, micro + 1 == shape_.accumulation) * scale;
   }
   report.grad_norm = model_.clip_grad_norm(clip_);
+  before_update();
   set_learning_rate(model_.optimizer(), report.lr);
   model_.step();
   report.loss = mean_over_ranks({loss.item<double>()}).front();
@@ -73,6 +78,7 @@ bool Trainer::validates_after(int64_t step) const {
 // often, so one that has run out of windows repeats the first and does not count it.
 double Trainer::validate() {
   const torch::NoGradGuard no_grad;
+  const auto averaged = model_.averaged();
   const auto windows = static_cast<int64_t>(validation_starts_.size());
   const int64_t global_batch = shape_.batch * comm_.size();
   double loss = 0.0, counted = 0.0;

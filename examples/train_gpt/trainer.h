@@ -22,9 +22,13 @@ class Trainer {
   // The corpus, communicator and model must outlive the trainer.
   Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
 
-  // The steps after the first `first_step`; `on_step` is called after each. Throws std::runtime_error when the loss is
-  // no longer finite.
-  void run(int64_t first_step, const std::function<void(const StepReport&)>& on_step);
+  // How long the warm-up is, where a run goes on that began with another one.
+  void set_warmup(int64_t steps) { schedule_.warmup = steps; }
+
+  // The steps after the first `first_step`; `before_update` is called before each changes the parameters, `on_step`
+  // after it. Throws std::runtime_error when the loss is no longer finite.
+  void run(int64_t first_step, const std::function<void()>& before_update,
+           const std::function<void(const StepReport&)>& on_step);
 
   // The loss on the windows that validate: the mean over all ranks.
   double validate();
@@ -39,7 +43,7 @@ class Trainer {
   MemoryUse memory() const;
 
  private:
-  StepReport train_step(int64_t step);
+  StepReport train_step(int64_t step, const std::function<void()>& before_update);
   bool validates_after(int64_t step) const;
   std::vector<double> mean_over_ranks(const std::vector<double>& values);
 

@@ -1,8 +1,8 @@
 // PyTorch's recipe for its ZeroRedundancyOptimizer, in all stages: how much memory each saves, and
 // that all of them train alike.
 //
-// Twenty Linear(2000, 2000), one step of Adam on the mean squared error of random numbers. Each rank
-// prints the most that tensors have taken so far at four points, and the sum of the parameters.
+// Twenty Linear(2000, 2000), or another --width, one step of Adam on the mean squared error of random numbers. Each
+// rank prints the most that tensors have taken so far at four points, and the sum of the parameters.
 #include <boost/program_options.hpp>
 #include <nlohmann/json.hpp>
 
@@ -19,12 +19,13 @@ namespace {
 
 namespace po = boost::program_options;
 
-constexpr int64_t kLayers = 20, kWidth = 2000, kRows = 20;
+constexpr int64_t kLayers = 20, kRows = 20;
 const std::vector<std::string> kWrappers = {"adam", "oss", "sdp", "fsdp"};  // by stage
 
 struct Options {
   std::vector<std::string> wrappers = kWrappers;
   int ranks = 2;
+  int64_t width = 2000;
   bool json = false;
 };
 
@@ -36,9 +37,9 @@ struct Figures {
 };
 constexpr int64_t kFigures = 6;
 
-torch::nn::Sequential make_model() {
+torch::nn::Sequential make_model(int64_t width) {
   torch::nn::Sequential model;
-  for (int64_t layer = 0; layer < kLayers; ++layer) model->push_back(torch::nn::Linear(kWidth, kWidth));
+  for (int64_t layer = 0; layer < kLayers; ++layer) model->push_back(torch::nn::Linear(width, width));
   return model;
 }
 
@@ -53,11 +54,11 @@ int64_t peak_resident_bytes() {
   return 0;
 }
 
-Figures run(int stage, const std::shared_ptr<tessera::Communicator>& comm) {
+Figures run(int stage, int64_t width, const std::shared_ptr<tessera::Communicator>& comm) {
   Figures figures;
   tessera::PeakMemory memory;
   torch::manual_seed(0);
-  auto module = make_model();
+  auto module = make_model(width);
   figures.after_model_bytes = memory.peak_bytes();
 
   tessera::ZeroOptions options{.stage = stage};
@@ -65,7 +66,7 @@ Figures run(int stage, const std::shared_ptr<tessera::Communicator>& comm) {
   auto model = tessera::zero(module, torch::optim::AdamOptions(0.01), comm, options);
   figures.after_wrap_bytes = memory.peak_bytes();
 
-  const auto inputs = torch::randn({kRows, kWidth}), targets = torch::randn({kRows, kWidth});
+  const auto inputs = torch::randn({kRows, width}), targets = torch::randn({kRows, width});
   torch::mse_loss(model(inputs), targets).backward();
   figures.before_step_bytes = memory.peak_bytes();
 
@@ -136,6 +137,7 @@ Options parse(int argc, char** argv) {
                                          "processes to start; under a launcher its ranks are taken")(
       "wrapper", po::value(&options.wrappers)->composing(),
       "adam, oss, sdp or fsdp; may be repeated; all if not given")(
+      "width", po::value(&options.width)->default_value(options.width), "features of each layer, in and out")(
       "json", po::bool_switch(&options.json), "a line of JSON for each wrapper, with the most over ranks");
   options.wrappers.clear();
   po::variables_map values;
@@ -150,13 +152,16 @@ Options parse(int argc, char** argv) {
     if (std::find(kWrappers.begin(), kWrappers.end(), wrapper) == kWrappers.end())
       throw po::error("--wrapper must be adam, oss, sdp or fsdp, got '" + wrapper + "'");
   if (options.ranks < 1) throw po::error("--ranks must be at least 1, got " + std::to_string(options.ranks));
+  if (options.width < 1) throw po::error("--width must be at least 1, got " + std::to_string(options.width));
   return options;
 }
 
 // A group of processes for each wrapper, so that what one leaves behind does not count for the next.
 int run_each_by_itself(const Options& options, const char* program) {
   for (const auto& wrapper : options.wrappers) {
-    std::vector<std::string> arguments{program, "--ranks", std::to_string(options.ranks), "--wrapper", wrapper};
+    std::vector<std::string> arguments{
+        program,     "--ranks", std::to_string(options.ranks), "--width", std::to_string(options.width),
+        "--wrapper", wrapper};
     if (options.json) arguments.emplace_back("--json");
     std::vector<char*> argv;
     for (auto& argument : arguments) argv.push_back(argument.data());
@@ -175,7 +180,7 @@ int main(int argc, char** argv) {
     const auto comm = tessera::init();
     for (const auto& wrapper : options.wrappers) {
       const auto stage = std::find(kWrappers.begin(), kWrappers.end(), wrapper) - kWrappers.begin();
-      const auto ranks = gather(run(static_cast<int>(stage), comm), *comm);
+      const auto ranks = gather(run(static_cast<int>(stage), options.width, comm), *comm);
       if (comm->rank() == 0) options.json ? print_json(wrapper, ranks) : print_table(wrapper, ranks);
     }
   } catch (const po::error& error) {

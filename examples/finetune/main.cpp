@@ -1,0 +1,144 @@
+// Trains a causal language model that Python exported, with ZeRO of any stage: `make finetune` makes a small Llama with
+// transformers, trains it here, and loads the result in transformers.
+//
+//   finetune --archive out/model.pt2 --weights out/initial --ids out/ids.safetensors --out out --stage 3 --ranks 2
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <boost/program_options.hpp>
+#include <cstdio>
+#include <filesystem>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "tessera/checkpoint/full_file.h"
+#include "tessera/checkpoint/slice_reader.h"
+#include "tessera/tessera.h"
+
+namespace {
+
+namespace po = boost::program_options;
+namespace fs = std::filesystem;
+using Comm = std::shared_ptr<tessera::Communicator>;
+
+struct Options {
+  std::string archive, weights, ids, out, resume;
+  std::vector<std::string> classes{"LlamaDecoderLayer"};
+  int stage = 3, ranks = 2;
+  int64_t steps = 200, batch = 4, length = 64, sample = 120, checkpoint_every = 0;
+  double lr = 1e-3;
+};
+
+at::Tensor read_ids(const std::string& file) {
+  const tessera::SavedTensors saved = tessera::find_full_tensors(file);
+  return tessera::SliceReader(saved).read("ids", tessera::whole_box(saved.tensors.at("ids").shape));
+}
+
+// Windows of the text at random places.
+at::Tensor draw(const at::Tensor& ids, const Options& options, at::Generator& generator) {
+  const at::Tensor starts =
+      torch::randint(0, ids.numel() - options.length, {options.batch, 1}, generator, torch::kLong);
+  return ids.index_select(0, (starts + torch::arange(options.length)).flatten()).view({options.batch, options.length});
+}
+
+tessera::NamedInputs as_inputs(const at::Tensor& ids) {
+  return {{"input_ids", ids}, {"attention_mask", torch::ones_like(ids)}, {"labels", ids}};
+}
+
+// Every rank computes, since parameters may be sharded; the most likely of a few, drawn alike everywhere.
+template <class Model>
+std::string continue_text(Model& model, const std::string& prompt, const Options& options) {
+  const at::NoGradGuard no_grad;
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
+  std::vector<int64_t> text(prompt.begin(), prompt.end());
+  while (static_cast<int64_t>(text.size()) < options.sample) {
+    const auto count = std::min<int64_t>(options.length, static_cast<int64_t>(text.size()));
+    const at::Tensor ids = torch::tensor(std::vector<int64_t>(text.end() - count, text.end())).unsqueeze(0);
+    const at::Tensor logits = model(as_inputs(ids))["logits"].tensor().select(1, count - 1);
+    const auto [values, tokens] = logits.topk(8);
+    const at::Tensor chosen = torch::multinomial(values.softmax(-1), 1, false, generator);
+    text.push_back(tokens.gather(1, chosen).template item<int64_t>());
+  }
+  return {text.begin(), text.end()};
+}
+
+// For comparing with Python: what the trained model says about a line of the text.
+template <class Model>
+void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, bool writes) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor logits = model(as_inputs(ids))["logits"].tensor().contiguous();
+  if (!writes) return;
+  tessera::write_full(
+      file, {{"ids", at::kLong, ids.sizes().vec(), {}}, {"logits", at::kFloat, logits.sizes().vec(), {}}},
+      [&](const tessera::FullTensor& tensor) { return tensor.name == "ids" ? ids.contiguous() : logits; });
+}
+
+void train(const Options& options, const Comm& comm) {
+  auto build = [&] { return tessera::load_exported(options.archive, {.weights = options.weights}); };
+  const auto module = options.stage == 3 ? tessera::deferred(build) : build();
+  tessera::ZeroOptions zero{.stage = options.stage};
+  zero.fsdp.auto_wrap = tessera::wrap_classes(options.classes);
+  auto model = tessera::zero(module, torch::optim::AdamWOptions(options.lr), comm, zero);
+  int64_t step = 0;
+  if (!options.resume.empty())
+    step = tessera::load_checkpoint(options.resume, model, model.optimizer()).at("step").get<int64_t>();
+
+  const at::Tensor ids = read_ids(options.ids);
+  while (step < options.steps) {
+    auto generator =
+        at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step * comm->size() + comm->rank()));
+    const at::Tensor loss = model(as_inputs(draw(ids, options, generator)))["loss"].tensor();
+    loss.backward();
+    model.step();
+    model.zero_grad();
+    ++step;
+    if (options.checkpoint_every > 0 && step % options.checkpoint_every == 0)
+      tessera::save_checkpoint(fs::path(options.out) / "checkpoint", model, model.optimizer(), {{"step", step}});
+    if (step % 20 != 0 && step != 1) continue;
+    at::Tensor mean = loss.detach().clone();
+    comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
+    if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
+  }
+
+  module->eval();
+  const std::string text = continue_text(model, "And Jesus said ", options);
+  if (comm->rank() == 0) std::printf("%s\n", text.c_str());
+  if (comm->rank() == 0) fs::create_directories(fs::path(options.out) / "trained");
+  comm->barrier();
+  tessera::save_full(fs::path(options.out) / "trained/model.safetensors", model);
+  write_logits(model, ids.narrow(0, 0, options.length).unsqueeze(0), fs::path(options.out) / "logits.safetensors",
+               comm->rank() == 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  po::options_description described("Options");
+  described.add_options()("help", "this text")                                                      //
+      ("archive", po::value(&options.archive)->required(), "of tools/export_model.py")              //
+      ("weights", po::value(&options.weights), "safetensors; the archive's own, if not given")      //
+      ("ids", po::value(&options.ids)->required(), "a safetensors file with the text's 'ids'")      //
+      ("out", po::value(&options.out)->required(), "where results go")                              //
+      ("resume", po::value(&options.resume), "a checkpoint to go on from")                          //
+      ("classes", po::value(&options.classes)->multitoken(), "Python classes that become units")    //
+      ("stage", po::value(&options.stage), "of ZeRO: 0 to 3")                                       //
+      ("ranks", po::value(&options.ranks), "how many to start here, unless a launcher does")        //
+      ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "of each rank")  //
+      ("length", po::value(&options.length), "of a window")("lr", po::value(&options.lr), "")       //
+      ("sample", po::value(&options.sample), "characters to write at the end")                      //
+      ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
+  try {
+    po::variables_map values;
+    po::store(po::parse_command_line(argc, argv, described), values);
+    if (values.contains("help")) return std::cout << described, 0;
+    po::notify(values);
+    if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
+    train(options, tessera::init());
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "finetune: " << error.what() << "\n";
+    return 1;
+  }
+}
