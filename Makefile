@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test bench interop fuzz build setup newest ccache-check clean format check-format tidy
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz build setup docs packages newest ccache-check clean format check-format tidy
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -20,6 +20,10 @@ test: setup
 	@$(compile) tessera_all tessera_tests
 	@JOBS=$(JOBS) tools/run_tests.sh $(PRESET)
 
+# The same with every product of worlds, options and models: three times as long.
+matrix: export TESSERA_TEST_MATRIX = full
+matrix: test
+
 # Against Python's wrappers, side by side; see docs/benchmarks.md. BENCH=--quick takes a quarter of an hour.
 BENCH ?=
 bench: setup
@@ -28,18 +32,62 @@ bench: setup
 	@bench/compare/setup.sh
 	@tools/python.sh bench/compare/compare.py --build $(BUILD) $(BENCH)
 
+# The same over a link of so many Mbit/s, between network namespaces: as root. HOSTS="--hosts 2 --rounds 1" takes less.
+HOSTS ?= --hosts 2 3 4 --mbit 1000 10000
+bench-hosts: setup
+	@[ "$$(id -u)" = 0 ] || { echo "bench-hosts: needs root, for network namespaces" >&2; exit 2; }
+	@$(configure) -DTESSERA_BUILD_BENCH=ON >/dev/null
+	@$(compile) train_step
+	@tools/python.sh -c 'import torch'
+	@bench/hosts.py --train-step $(BUILD)/bench/train_step $(HOSTS)
+
 # What Python writes we read, and the other way round. Sets up .deps/python the first time.
 interop: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
-	@$(compile) interop_program
+	@$(compile) interop_program tessera_command
 	@tools/python.sh tests/interop/interop_test.py $(BUILD)/tests/interop/interop_program
+	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Convert
+	@tools/python.sh --with s3 tests/interop/s3_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera
+	@$(compile) exported_program
+	@tools/python.sh tests/exported/zoo.py $(BUILD)/tests/exported/exported_program --quick
 
-# The readers of checkpoints against damaged and hostile input, for a minute.
+# tools/tessera-convert on files that DeepSpeed and FairScale write. Installs both the first time.
+interop-peers: setup
+	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
+	@$(compile) interop_program tessera_command
+	@bench/compare/setup.sh
+	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Peers
+
+# Models of transformers, torchvision, timm and others, exported and trained here as Python trains them.
+zoo: setup
+	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
+	@$(compile) exported_program
+	@tools/python.sh --with zoo tests/exported/zoo.py $(BUILD)/tests/exported/exported_program
+
+# A small Llama of transformers, exported, trained on 2 ranks and loaded in transformers again.
+FINETUNE ?= --stage 3 --steps 300
+finetune: setup
+	@$(configure) -DTESSERA_BUILD_EXAMPLES=ON >/dev/null
+	@$(compile) finetune
+	@tools/python.sh examples/finetune/finetune.py prepare out/finetune examples/data/king_james_new_testament.txt
+	@$(BUILD)/examples/finetune --archive out/finetune/model.pt2 --weights out/finetune/initial \
+	  --ids out/finetune/ids.safetensors --out out/finetune $(FINETUNE)
+	@tools/python.sh examples/finetune/finetune.py check out/finetune
+
+# One of several saving processes killed at a random moment, 300 times; resumed by another number each time.
+kill: setup
+	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
+	@$(compile) checkpoint_tests
+	@TESSERA_KILL_ROUNDS=300 $(BUILD)/tests/checkpoint/checkpoint_tests --gtest_filter=CheckpointKilled.OneOfSeveralProcessesAtATime
+
+# The readers of checkpoints and archives against damaged and hostile input, and graphs that were changed at random,
+# for a minute each.
 FUZZ_SECONDS ?= 60
 fuzz: setup
 	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
-	@$(compile) fuzz_readers
+	@$(compile) fuzz_readers exported_tests
 	@$(BUILD)/tests/checkpoint/fuzz/run $(FUZZ_SECONDS)
+	@TESSERA_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BUILD)/tests/exported/exported_tests --gtest_filter='Archive.Graphs*'
 
 build: setup
 	@$(configure) >/dev/null
@@ -47,6 +95,15 @@ build: setup
 
 setup:
 	@tools/setup.sh
+
+# The API reference: build/docs/index.html.
+docs:
+	@tools/setup.sh docs
+	@tools/docs.sh
+
+# The archive, the Debian package and Conan's, out of what is built, each tried by a program.
+packages: build
+	@tools/check_packages.sh
 
 # Against the newest libtorch as well: compiles, and trains to the same losses.
 newest:

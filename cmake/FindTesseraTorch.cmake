@@ -10,6 +10,15 @@
 if(NOT TESSERA_TORCH_DEFAULT_DIR)
   set(TESSERA_TORCH_DEFAULT_DIR "${CMAKE_CURRENT_LIST_DIR}/../.deps/torch-2.11.0/torch")
 endif()
+# A build tree that is configured again with another CMAKE_PREFIX_PATH has to look again.
+if(DEFINED TESSERA_TORCH_PREFIX_PATH AND NOT TESSERA_TORCH_PREFIX_PATH STREQUAL "${CMAKE_PREFIX_PATH}")
+  foreach(_found INCLUDE_DIR CPU_LIBRARY CUDA_LIBRARY)
+    unset(TESSERA_TORCH_${_found} CACHE)
+  endforeach()
+  unset(TESSERA_C10_LIBRARY CACHE)
+  unset(TESSERA_C10_CUDA_LIBRARY CACHE)
+endif()
+set(TESSERA_TORCH_PREFIX_PATH "${CMAKE_PREFIX_PATH}" CACHE INTERNAL "where libtorch was looked for last time")
 find_path(TESSERA_TORCH_INCLUDE_DIR torch/headeronly/version.h
   HINTS ${CMAKE_PREFIX_PATH} PATHS "${TESSERA_TORCH_DEFAULT_DIR}"
   PATH_SUFFIXES include ../../include)
@@ -19,7 +28,7 @@ find_library(TESSERA_C10_LIBRARY c10 HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib"
 if(TESSERA_TORCH_INCLUDE_DIR)
   file(STRINGS "${TESSERA_TORCH_INCLUDE_DIR}/torch/headeronly/version.h" _version REGEX "define TORCH_VERSION_M")
   string(REGEX REPLACE ".*VERSION_MAJOR ([0-9]+).*VERSION_MINOR ([0-9]+).*" "\\1.\\2" TesseraTorch_VERSION "${_version}")
-  get_filename_component(TesseraTorch_PREFIX "${TESSERA_TORCH_INCLUDE_DIR}" DIRECTORY)
+  get_filename_component(TesseraTorch_PREFIX "${TESSERA_TORCH_INCLUDE_DIR}/.." ABSOLUTE)
 endif()
 
 include(FindPackageHandleStandardArgs)
@@ -73,13 +82,16 @@ if(TesseraTorch_FOUND AND TESSERA_CUDA AND NOT TARGET tessera::torch_cuda)
     HINTS "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES include REQUIRED)
   find_path(TESSERA_NCCL_INCLUDE_DIR nccl.h
     HINTS "$ENV{NCCL_HOME}" "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES include REQUIRED)
-  mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_C10_CUDA_LIBRARY TESSERA_CUDA_INCLUDE_DIR TESSERA_NCCL_INCLUDE_DIR)
+  find_library(TESSERA_CUDART_LIBRARY NAMES cudart libcudart.so.13 libcudart.so.12
+    HINTS "$ENV{CUDA_HOME}" /usr/local/cuda PATH_SUFFIXES lib64 lib REQUIRED)
+  mark_as_advanced(TESSERA_TORCH_CUDA_LIBRARY TESSERA_C10_CUDA_LIBRARY TESSERA_CUDA_INCLUDE_DIR TESSERA_NCCL_INCLUDE_DIR
+    TESSERA_CUDART_LIBRARY)
   add_library(tessera::c10_cuda SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::c10_cuda PROPERTIES IMPORTED_LOCATION "${TESSERA_C10_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON)
   add_library(tessera::torch_cuda SHARED IMPORTED GLOBAL)
   set_target_properties(tessera::torch_cuda PROPERTIES
     IMPORTED_LOCATION "${TESSERA_TORCH_CUDA_LIBRARY}" IMPORTED_NO_SONAME ON
-    INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda"
+    INTERFACE_LINK_LIBRARIES "tessera::torch;tessera::c10_cuda;${TESSERA_CUDART_LIBRARY}"
     # Nothing of ours calls into it by name except the NCCL file: keep it, since it registers the device.
     INTERFACE_LINK_OPTIONS "LINKER:--no-as-needed"
     INTERFACE_INCLUDE_DIRECTORIES "${TESSERA_CUDA_INCLUDE_DIR};${TESSERA_NCCL_INCLUDE_DIR}"

@@ -1,22 +1,54 @@
-# `cmake --install` gives <prefix>/include/tessera, the libraries, and a package for
-# find_package(tessera), which finds libtorch again by the same rules.
+# `cmake --install` gives three components: `development` (<prefix>/include/tessera, the libraries, and a package for
+# find_package(tessera), which finds libtorch again by the same rules), `tools` (the command `tessera`) and
+# `documentation`. cpack makes a .deb and a .tar.gz of all three.
 include(CMakePackageConfigHelpers)
 
-install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets
+install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets COMPONENT development
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 foreach(_folder ${TESSERA_FOLDERS})
-  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera FILES_MATCHING PATTERN "*.h")
+  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera COMPONENT development
+    FILES_MATCHING PATTERN "*.h")
 endforeach()
-install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera)
+install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera COMPONENT development)
 
 if(TESSERA_BUILD_TOOLS)
-  install(TARGETS tessera_command DESTINATION ${CMAKE_INSTALL_BINDIR})
+  # libtorch stays where it is; -DCMAKE_INSTALL_RPATH= names another place.
+  if(NOT CMAKE_INSTALL_RPATH)
+    set_target_properties(tessera_command PROPERTIES INSTALL_RPATH "${TesseraTorch_PREFIX}/lib")
+  endif()
+  install(TARGETS tessera_command COMPONENT tools DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 
+install(DIRECTORY docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/docs COMPONENT documentation
+  FILES_MATCHING PATTERN "*.md" PATTERN "*.svg" PATTERN "reference" EXCLUDE)
+install(FILES README.md CONTRIBUTING.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT documentation)
+install(FILES checkpoint/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint COMPONENT documentation)
+# The API reference, where `make docs` has made it.
+install(DIRECTORY build/docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/reference COMPONENT documentation OPTIONAL)
+
 set(_package ${CMAKE_INSTALL_LIBDIR}/cmake/tessera)
-install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package})
+install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package} COMPONENT development)
 configure_package_config_file(cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
   INSTALL_DESTINATION ${_package})
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/tessera-config-version.cmake" COMPATIBILITY SameMinorVersion)
 install(FILES cmake/FindTesseraTorch.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
-  "${PROJECT_BINARY_DIR}/tessera-config-version.cmake" DESTINATION ${_package})
+  "${PROJECT_BINARY_DIR}/tessera-config-version.cmake" DESTINATION ${_package} COMPONENT development)
+
+if(PROJECT_IS_TOP_LEVEL)
+  set(CPACK_GENERATOR DEB TGZ)
+  set(CPACK_PACKAGE_NAME tessera)
+  set(CPACK_PACKAGE_CONTACT "Tessera's maintainers <maintainers@tessera.invalid>")
+  set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Sharded data parallel training for libtorch (ZeRO stages 1 to 3)")
+  set(CPACK_PACKAGE_DIRECTORY "${PROJECT_BINARY_DIR}/packages")
+  set(CPACK_PACKAGE_FILE_NAME "tessera-${PROJECT_VERSION}-libtorch-${TesseraTorch_VERSION}-${CMAKE_SYSTEM_PROCESSOR}")
+  set(CPACK_RESOURCE_FILE_LICENSE "${PROJECT_SOURCE_DIR}/LICENSE")
+  set(CPACK_STRIP_FILES ON)
+  set(CPACK_MONOLITHIC_INSTALL ON)
+  set(CPACK_DEBIAN_PACKAGE_SECTION libdevel)
+  # libtorch itself is in no package of Debian's that would do, so dpkg-shlibdeps cannot be asked.
+  set(CPACK_DEBIAN_PACKAGE_DEPENDS "libc6, libstdc++6, libboost-program-options1.74.0, nlohmann-json3-dev")
+  if(TESSERA_CURL)
+    string(APPEND CPACK_DEBIAN_PACKAGE_DEPENDS ", libcurl4-openssl-dev")
+  endif()
+  include(CPack)
+endif()

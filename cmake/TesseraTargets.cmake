@@ -26,14 +26,13 @@ target_compile_features(tessera_options INTERFACE cxx_std_20)
 target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra -Wpedantic -Wshadow
   -Wno-missing-field-initializers $<$<NOT:$<BOOL:${CMAKE_DISABLE_PRECOMPILE_HEADERS}>>:-Winvalid-pch -fpch-preprocess>>
   # Everywhere, programs too: a precompiled header serves one setting only.
-  $<BUILD_INTERFACE:-fPIC>)
+  # Messages name files (__FILE__) from the tree's root: what one clone has compiled then serves others by ccache.
+  $<BUILD_INTERFACE:-fPIC -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
     $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all
     # gcc cannot follow what the sanitizers insert, and warns of libtorch's inline functions.
-    -Wno-maybe-uninitialized
-    # Reports name files from the tree's root, so that ccache may lend an object to another clone.
-    -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>)
+    -Wno-maybe-uninitialized>)
   target_link_options(tessera_options INTERFACE -fsanitize=${TESSERA_SANITIZE})
 endif()
 if(TESSERA_SANITIZE_LIBRARIES)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the libraries and train_gpt against the newest libtorch that Tessera is for, too, and trains a few
-# steps with either: losses and norms of gradients must be the same in every digit.
+# Builds the libraries, train_gpt and a consumer of the installed package against the newest libtorch that Tessera
+# is for, too, and trains a few steps with either: losses and norms of gradients must be the same in every digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs=${JOBS:-$(nproc)}
@@ -11,6 +11,17 @@ for preset in release newest; do
   cmake --preset "$preset" --log-level=WARNING >/dev/null
   cmake --build --preset "$preset" -j "$jobs" --target tessera_all train_gpt
 done
+
+# The package remembers which libtorch it is for.
+prefix="$PWD/build/newest/prefix"
+rm -rf "$prefix"
+cmake --install build/newest --prefix "$prefix" --component development >/dev/null
+if command -v ccache >/dev/null; then
+  export CMAKE_CXX_COMPILER_LAUNCHER=ccache CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1
+fi
+cmake -S tests/consumer -B build/newest/consumer -G Ninja -DCMAKE_PREFIX_PATH="$prefix" --log-level=WARNING >/dev/null
+cmake --build build/newest/consumer -j "$jobs" --target consumer
+build/newest/consumer/consumer
 
 # losses <preset> <arguments...>: what a run computes, less how fast it was.
 losses() {

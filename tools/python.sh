@@ -2,6 +2,7 @@
 # Runs Python with what the comparisons with other programs need: torch itself (the wheel that
 # tools/setup.sh has unpacked), safetensors, transformers, numpy. The first call sets up .deps/python
 # from PyPI; nothing outside .deps changes. Arguments are Python's: tools/python.sh file.py ...
+# With "--with zoo" before them, torchvision, timm, diffusers and peft are there too; with "--with s3" a server of S3.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch_dir="$root/.deps/torch-2.11.0"
@@ -21,7 +22,7 @@ set_up() {
   rm -rf "$environment"
   python3 -m venv "$environment"
   # What torch needs of pure Python, and what the tests use.
-  "${pip[@]}" 'numpy<3' 'safetensors<1' 'transformers<6' filelock typing-extensions sympy networkx jinja2 fsspec
+  "${pip[@]}" 'numpy<3' 'safetensors<1' 'transformers<6' 'xxhash<4' filelock typing-extensions sympy networkx jinja2 fsspec
   echo "$torch_dir" >"$(echo "$environment"/lib/python3*/site-packages)/torch-wheel.pth"
   # torch is built for CUDA and wants its libraries even where there is no GPU: those that no CUDA
   # Toolkit brings, then, if that was not enough, all that its wheel asks for.
@@ -35,5 +36,30 @@ set_up() {
   touch "$environment/complete"
 }
 
+# Each made for this torch, whose own requirements are not asked for: they would bring another torch.
+set_up_zoo() {
+  say "adding torchvision, timm, diffusers and peft"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps \
+    torchvision==0.26.0 'timm<2' 'diffusers<1' 'peft<1' 'accelerate<2' importlib-metadata zipp pillow psutil \
+    requests urllib3 idna charset-normalizer certifi
+  runs -c 'import torchvision, timm, diffusers, peft'
+  touch "$environment/complete-zoo"
+}
+
+# moto checks signatures and keeps what it is given, in memory.
+set_up_s3() {
+  say "adding moto, a server of S3"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check 'moto[s3]<6' flask flask-cors
+  runs -c 'import boto3, moto.server'
+  touch "$environment/complete-s3"
+}
+
 [ -e "$environment/complete" ] || set_up
+if [ "${1:-}" = --with ]; then
+  case "$2" in
+    zoo | s3) [ -e "$environment/complete-$2" ] || "set_up_$2" ;;
+    *) say "--with $2: there are zoo and s3"; exit 1 ;;
+  esac
+  shift 2
+fi
 runs "$@"

@@ -1,13 +1,46 @@
 #!/usr/bin/env bash
-# tools/run_tests.sh <preset> [arguments of ctest]: runs the tests, as many at a time as there are processors
-# (or JOBS), and says at the end which ten took longest.
+# tools/run_tests.sh <preset> [arguments of ctest]: runs the tests, one more at a time than there are processors (or
+# JOBS), since some wait for what takes its time (a launcher's patience, a timeout), and says at the end which ten took
+# longest.
+#
+# What fails is run once more, alone: a machine that stalls is no fault of the test's. What passes then does not fail
+# the run, and is named ("passed only when run again: ..."), since a fault that is rare looks the same. Not with
+# sanitizers: a race or a bad access that is seen once is there.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
-ctest --preset "$1" -j "${JOBS:-$(nproc)}" "${@:2}" 2>&1 | tee "$log"
+preset=$1
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+failed_log=build/$preset/Testing/Temporary/LastTestsFailed.log # a line "<number>:<name>" for each
+
+# The names of those that failed in the run just made, sorted.
+failed_names() { [ ! -e "$failed_log" ] || sed 's/^[0-9]*://' "$failed_log" | sort; }
+
+rm -f "$failed_log"
+TIMEFORMAT=$'\n%0R s, in which programs computed for %0U s and the kernel for %0S s'
+time ctest --preset "$preset" -j $((${JOBS:-$(nproc)} + 1)) --no-tests=error "${@:2}" 2>&1 | tee "$work/log"
 status=${PIPESTATUS[0]}
+failed_names >"$work/first"
+
+if [ "$status" -ne 0 ] && [ -s "$work/first" ] && [ "$preset" != asan ] && [ "$preset" != tsan ]; then
+  printf '\n==== once more, alone: %s\n' "$(paste -s -d' ' "$work/first")"
+  ctest --preset "$preset" --rerun-failed -j 1 2>&1
+  status=$?
+  # ctest leaves the list alone where nothing fails.
+  if [ "$status" -eq 0 ]; then : >"$work/second"; else failed_names >"$work/second"; fi
+fi
+
 printf '\nthe slowest, in seconds:\n'
-sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec.*/\2 \1/p' "$log" | sort -rn | head -n 10 |
+sed -nE 's/^ *[0-9]+\/[0-9]+ Test +#[0-9]+: ([^ ]+) .* ([0-9.]+) sec.*/\2 \1/p' "$work/log" | sort -rn | head -n 10 |
   while read -r seconds name; do printf '%8s  %s\n' "$seconds" "$name"; done
+
+if [ -e "$work/second" ]; then
+  # ctest's line, of what counts.
+  total=$(sed -nE 's/.* tests failed out of ([0-9]+)$/\1/p' "$work/log" | tail -n 1)
+  failed=$(wc -l <"$work/second")
+  again=$(comm -23 "$work/first" "$work/second" | paste -s -d' ')
+  [ -z "$again" ] || printf '\npassed only when run again: %s\n' "$again"
+  [ "$failed" -eq 0 ] || printf '\nfailed twice: %s\n' "$(paste -s -d' ' "$work/second")"
+  printf '\n%d%% tests passed, %d tests failed out of %d\n' $((100 * (total - failed) / total)) "$failed" "$total"
+fi
 exit "$status"

@@ -8,6 +8,7 @@
 #
 #   tools/setup.sh             all that, with the libtorch that Tessera builds with
 #   tools/setup.sh 2.15.0      another one beside it, .deps/torch-2.15.0, for -DCMAKE_PREFIX_PATH=
+#   tools/setup.sh docs        what the API reference is made with, and nothing else
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +18,7 @@ torch_dir="$deps/torch-$torch_version"
 runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks
 
 packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
-  libgloo-dev libxxhash-dev libboost-program-options-dev nlohmann-json3-dev
+  libgloo-dev libcurl4-openssl-dev libxxhash-dev libboost-program-options-dev nlohmann-json3-dev
   libgtest-dev libbenchmark-dev openmpi-bin iproute2)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -27,7 +28,7 @@ installed() { [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null)" = "
 # A tool that came from elsewhere (a python3 or cmake under /usr/local) serves as well.
 present() {
   case "$1" in
-    g++ | cmake | unzip | python3 | ccache) command -v "$1" >/dev/null || installed "$1" ;;
+    g++ | cmake | unzip | python3 | ccache | doxygen) command -v "$1" >/dev/null || installed "$1" ;;
     ninja-build) command -v ninja >/dev/null || installed "$1" ;;
     python3-pip) python3 -m pip --version >/dev/null 2>&1 || installed "$1" ;;
     openmpi-bin) command -v mpirun >/dev/null || installed "$1" ;;
@@ -96,5 +97,18 @@ install_libtorch() {
   touch "$torch_dir/complete"
 }
 
-install_packages
-install_libtorch
+if [ "${1:-}" = docs ]; then
+  packages=(doxygen)
+  install_packages
+  command -v doxygen >/dev/null || { say "there is no doxygen"; exit 1; }
+  exit
+fi
+# Side by side: each mostly waits for its server. What the download is made with comes first.
+if present unzip && present python3 && present python3-pip; then
+  install_packages &
+  install_libtorch
+  wait $!
+else
+  install_packages
+  install_libtorch
+fi

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Holds the documentation to the tree: links lead somewhere, errors that are quoted are still thrown, and what stands
+in a table under "Tessera" has names that exist.
+
+In a table with a column that begins with "error" or "the error", `code` is what an error says, with `...` for what
+differs. Each piece between must be made of texts of the libraries, the tools, the tests' consumer or the CMake files,
+three at most, since errors are put together from such. Names, as `std::logic_error`, are passed over, and what autograd
+says is its own: autograd's `code`.
+"""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LEAST = 8  # characters that one piece of a quoted error must have, or it says nothing
+MOST_TEXTS, LEAST_OF_TEXT = 3, 6  # texts of the sources in one piece, characters of each
+
+
+def tracked(*patterns):
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [ROOT / name for name in listed.stdout.split()]
+
+
+def texts_of(path):
+    """The string literals of a C++ file, adjacent ones in one; of other files, everything."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix not in (".cpp", ".h"):
+        return re.sub(r"\s+", " ", text)
+    text = re.sub(r'"\s*\n\s*"', "", text)
+    return "\n".join(re.sub(r"\\(.)", r"\1", literal) for literal in re.findall(r'"((?:\\.|[^"\\\n])*)"', text))
+
+
+def quoted(lines, title):
+    """(line number, code) of the columns with such a title of a page's tables."""
+    column = None
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("|"):
+            column = None
+            continue
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
+        if column is None:
+            names = [i for i, cell in enumerate(cells) if re.match(title, cell)]
+            column = names[0] if names else -1
+        elif 0 <= column < len(cells):
+            for before, _, code in re.findall(r"(autograd's )?(`+)(.+?)\2", cells[column]):
+                if not before and not re.fullmatch(r"[\w:.]+(\(\))?", code):
+                    yield number, code.strip()
+
+
+def anchors(path):
+    names = set()
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        if line.startswith("#"):
+            title = re.sub(r"[^\w\- ]", "", line.lstrip("#").strip().lower())
+            names.add(title.replace(" ", "-"))
+    return names
+
+
+def is_made_of(piece, thrown, most=MOST_TEXTS):
+    """Whether it is up to `most` texts in a row."""
+    if piece in thrown:
+        return True
+    return most > 1 and any(piece[:length] in thrown and is_made_of(piece[length:].strip(), thrown, most - 1)
+                            for length in range(LEAST_OF_TEXT, len(piece) - LEAST_OF_TEXT + 1))
+
+
+def check_errors(pages, problems):
+    sources = [path for path in tracked("*.cpp", "*.h", "*.cmake", "*CMakeLists.txt")
+               if path.parts[len(ROOT.parts)] not in ("tests", "bench", "examples")]
+    thrown = "\n".join(texts_of(path) for path in [*sources, ROOT / "tests/consumer/main.cpp"])
+    count = 0
+    for page in pages:
+        for number, code in quoted(page.read_text(encoding="utf-8").split("\n"), r"(the )?error\b"):
+            pieces = [piece for piece in re.split(r"\s*\.\.\.\s*", code) if len(piece) > 3]
+            where = f"{page.relative_to(ROOT)}:{number}: `{code}`"
+            if max(map(len, pieces), default=0) < LEAST:
+                problems.append(f"{where} says too little to be found")
+            problems += [f"{where}: nothing in the sources says '{piece}'" for piece in pieces if not is_made_of(piece, thrown)]
+            count += 1
+    return count
+
+
+def check_names(pages, problems):
+    written = "\n".join(path.read_text(encoding="utf-8") for path in tracked("*.h", "*.cpp", "*.sbatch", "docs/launch.md"))
+    known = set(re.findall(r"\w+", written))
+    count = 0
+    for page in pages:
+        for number, code in quoted(page.read_text(encoding="utf-8").split("\n"), "Tessera"):
+            for name in re.findall(r"[A-Za-z_]\w{3,}", re.sub(r'"[^"]*"', "", code)):
+                count += 1
+                if name not in known:
+                    problems.append(f"{page.relative_to(ROOT)}:{number}: nothing is called {name}")
+    return count
+
+
+def check_links(pages, problems):
+    count = 0
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = target.partition("#")
+            to = (page.parent / name).resolve() if name else page
+            count += 1
+            if not to.exists():
+                problems.append(f"{page.relative_to(ROOT)}: there is no {target}")
+            elif anchor and anchor not in anchors(to):
+                problems.append(f"{page.relative_to(ROOT)}: {to.relative_to(ROOT)} has no section #{anchor}")
+    return count
+
+
+def main():
+    pages = tracked("*.md")
+    problems = []
+    errors, names, links = (check(pages, problems) for check in (check_errors, check_names, check_links))
+    print(*problems, sep="\n", end="\n" if problems else "")
+    print(f"{errors} quoted errors, {names} names, {links} links in {len(pages)} pages: {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

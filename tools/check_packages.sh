@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# tools/check_packages.sh: what a user gets, out of what the preset `release` (or PRESET) has built: the .tar.gz and the
+# .deb of cpack, unpacked somewhere else, hold the same; from there the command `tessera` runs, and a consumer's program
+# finds the package, builds and runs. So it does from the Conan package. Nothing is installed outside of a temporary
+# folder; Conan comes from PyPI, into .deps/conan, and asks no remote.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+preset=${PRESET:-release}
+jobs=${JOBS:-$(nproc)}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+say() { printf 'packages: %s\n' "$*"; }
+
+cmake --preset "$preset" --log-level=WARNING >/dev/null
+cmake --build --preset "$preset" -j "$jobs" --target tessera_all
+build="$root/build/$preset"
+torch=$(sed -n 's/^TESSERA_TORCH_INCLUDE_DIR:PATH=\(.*\)\/include$/\1/p' "$build/CMakeCache.txt")
+
+(cd "$build" && cpack -G "TGZ;DEB" -B "$work/packages" >"$work/cpack.log") || { cat "$work/cpack.log"; exit 1; }
+mkdir -p "$work/tar" "$work/deb"
+tar -xzf "$work"/packages/*.tar.gz -C "$work/tar" --strip-components=1
+dpkg-deb -x "$work"/packages/*.deb "$work/deb"
+diff -r "$work/tar" "$work/deb/usr"
+say "$(cd "$work/packages" && du -h --apparent-size -- *.deb *.tar.gz | tr '\n' ' ')hold the same $(find "$work/tar" -type f | wc -l) files"
+dpkg-deb -f "$work"/packages/*.deb Package Version Architecture Depends
+
+# ccache takes what it knows, wherever the temporary folder is.
+export CCACHE_NOHASHDIR=1 CCACHE_BASEDIR="$work" CMAKE_CXX_COMPILER_LAUNCHER
+CMAKE_CXX_COMPILER_LAUNCHER=$(command -v ccache || true)
+[ -n "$CMAKE_CXX_COMPILER_LAUNCHER" ] || unset CMAKE_CXX_COMPILER_LAUNCHER
+
+"$work/tar/bin/tessera" --help >/dev/null
+cmake -S tests/consumer -B "$work/consumer" -G Ninja -DCMAKE_PREFIX_PATH="$work/tar" --log-level=WARNING >/dev/null
+cmake --build "$work/consumer" --target ranks peak >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+"$work/consumer/peak"
+"$work/consumer/ranks"
+say "the archive serves find_package, and its command runs"
+
+conan="$root/.deps/conan"
+[ -e "$conan/complete" ] || {
+  python3 -m venv "$conan"
+  "$conan/bin/pip" install --quiet --disable-pip-version-check 'conan==2.*'
+  touch "$conan/complete"
+}
+export CONAN_HOME="$work/conan" TESSERA_TEST_BUILD="$work/test_package"
+{
+  "$conan/bin/conan" profile detect
+  "$conan/bin/conan" export-pkg packaging/conan --no-remote -o "tessera/*:libtorch=$torch" -s build_type=Release \
+    -s compiler.cppstd=20
+} >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
+grep -q '2 of 2 have the sum' "$work/conan.log" || { cat "$work/conan.log"; exit 1; }
+say "the Conan package serves find_package"
