@@ -23,7 +23,22 @@ void check_least(const char* field, int64_t value, int64_t least) {
                                 std::to_string(least) + " or more");
 }
 
+// A batch norm, of whatever class: libtorch's, SyncBatchNorm, one that Python exported. Its operators want parameters
+// and statistics in one dtype, and running averages in 16 bit stop moving.
+bool keeps_running_statistics(const torch::nn::Module& module) {
+  const auto buffers = module.named_buffers(/*recurse=*/false);
+  const auto* mean = buffers.find("running_mean");
+  return mean != nullptr && mean->defined() && buffers.contains("running_var");
+}
+
 }  // namespace
+
+WrapPolicy exempt_modules(const MixedPrecision& precision) {
+  if (!precision.param_dtype || precision.buffer_dtype == precision.param_dtype) return precision.full_precision;
+  return [chosen = precision.full_precision](const std::string& fqn, const torch::nn::Module& module, int64_t numel) {
+    return keeps_running_statistics(module) || (chosen && chosen(fqn, module, numel));
+  };
+}
 
 const FsdpOptions& checked(const FsdpOptions& options) {
   check_dtype("param_dtype", options.mixed_precision.param_dtype);

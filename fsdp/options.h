@@ -31,7 +31,8 @@ struct MixedPrecision {
   std::optional<at::ScalarType> output_dtype;
   // Modules that compute in the parameters' own dtype, norms usually: their parameters and buffers
   // are never cast. An operator on such a parameter gets arguments of param_dtype converted up
-  // and its results converted back, in forward and in backward.
+  // and its results converted back, in forward and in backward. Batch norms are such modules (FSDP1's default), unless
+  // buffer_dtype is param_dtype: their parameters go with their running statistics.
   WrapPolicy full_precision;
 };
 
@@ -105,6 +106,8 @@ struct FsdpOptions {
 
 // The options. Throws std::invalid_argument, naming the field, for values that cannot be meant.
 const FsdpOptions& checked(const FsdpOptions& options);
+// The modules whose parameters and buffers are not cast: full_precision, and batch norms where they have to be.
+WrapPolicy exempt_modules(const MixedPrecision& precision);
 // What must be the same on all ranks, as text.
 std::string describe(const FsdpOptions& options);
 

@@ -39,7 +39,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   const MixedPrecision& precision = options_.mixed_precision;
   const bool casts = precision.param_dtype || precision.reduce_dtype;
   auto plan = plan_units(module, options_.auto_wrap,
-                         {options_.ignored_modules, casts ? precision.full_precision : WrapPolicy()});
+                         {options_.ignored_modules, casts ? exempt_modules(precision) : WrapPolicy()});
   std::vector<PlannedParameter> planned;
   for (const PlannedUnit& unit : plan) planned.insert(planned.end(), unit.parameters.begin(), unit.parameters.end());
   require_shardable(planned, *mesh_.world, "FullyShardedDataParallel", /*may_be_deferred=*/true);
@@ -114,7 +114,7 @@ void ShardedModel::check_agreement(const std::vector<PlannedUnit>& plan) const {
 
 // In place: the module's members are these very tensors.
 void ShardedModel::cast_buffers(at::ScalarType dtype) {
-  const auto exempt = modules_below(*module_, options_.mixed_precision.full_precision);
+  const auto exempt = modules_below(*module_, exempt_modules(options_.mixed_precision));
   const auto ignored = modules_below(*module_, options_.ignored_modules);
   for (const auto& module : module_->named_modules()) {
     if (exempt.contains(module.value().get()) || ignored.contains(module.value().get())) continue;

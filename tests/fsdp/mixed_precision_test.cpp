@@ -1,5 +1,6 @@
 // Mixed precision against a loop that does by hand what the options say: fp32 master weights, a
 // model in 16 bit, gradients summed in the reduce dtype. Bit for bit.
+#include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
 // A program's own type, and what it teaches of it.
@@ -274,6 +275,59 @@ TEST(MixedPrecision, CastsWhatTheProgramTeaches) {
     out.image.sum().backward();
     EXPECT_TRUE(fsdp.parameters()[0].grad().defined());
   });
+}
+
+struct BatchNormNetImpl : torch::nn::Module {
+  BatchNormNetImpl() {
+    register_module("in", in);
+    register_module("norm", norm);
+    register_module("out", out);
+  }
+  at::Tensor forward(at::Tensor x) {
+    x = in(x);
+    return out(norm(x.to(norm->weight.scalar_type())).to(x.scalar_type()));
+  }
+  torch::nn::Linear in{8, 8}, out{8, 8};
+  torch::nn::BatchNorm1d norm{torch::nn::BatchNormOptions(8).momentum(0.3)};
+};
+TORCH_MODULE(BatchNormNet);
+
+// Nobody has to name them: their operators refuse parameters of another dtype than their running statistics.
+TEST(MixedPrecision, BatchNormsComputeInFullPrecision) {
+  const auto build_net = [] { return seeded(5, [] { return BatchNormNet(); }); };
+  BatchNormNet by_hand = build_net();
+  by_hand->in->to(at::kBFloat16);
+  by_hand->out->to(at::kBFloat16);
+  const auto rows = seeded(9, [] { return torch::randn({6, 8}); });
+  const auto expected = by_hand(rows.to(at::kBFloat16));
+  expected.to(at::kFloat).square().sum().backward();
+  torch::optim::SGD(by_hand->norm->parameters(), 0.1).step();
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    BatchNormNet net = build_net();
+    FullyShardedDataParallel fsdp(net, comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+    const auto out = fsdp(rows);
+    EXPECT_TRUE(torch::equal(out, expected));
+    EXPECT_TRUE(torch::equal(net->norm->running_var, by_hand->norm->running_var));
+    out.to(at::kFloat).square().sum().backward();
+    torch::optim::SGD(fsdp.parameters(), 0.1).step();
+    EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["norm.weight"], by_hand->norm->weight.detach()));
+  });
+}
+
+TEST(MixedPrecision, TakesWhateverModulesHold) {
+  for (unsigned tree = 0; tree < 40; ++tree) {
+    SCOPED_TRACE("RandomNet(" + std::to_string(tree) + ")");
+    const auto net = seeded(7, [&] { return RandomNet(tree); });
+    run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(net, comm,
+                                    {.auto_wrap = wrap_by_size(30), .mixed_precision = {.param_dtype = at::kBFloat16}});
+      const auto out = fsdp(seeded(8, [] { return torch::randn({4, 8}); }));
+      if (out.requires_grad()) out.sum().backward();
+      EXPECT_TRUE(torch::isfinite(out).all().item<bool>());
+    });
+  }
 }
 
 struct NoTensorsImpl : torch::nn::Module {
