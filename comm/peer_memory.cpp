@@ -240,7 +240,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   if (!try_to_announce()) {
     // Full, of what this rank's peer has yet to match, and of what either has yet to free.
     const auto outcome = watch(peer, until, [&] {
-      if (reap()) SharedBoard::notify(member(peer));
+      if (reap()) SharedBoard::notify(member(peer), self);
       return try_to_announce();
     });
     if (outcome != Outcome::kDone)
@@ -256,7 +256,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
 }
 
 void PeerMemory::fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer) {
-  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(peer)); });
+  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(peer), local_[rank_]); });
   if (slot.bytes != slot.other_bytes)
     throw std::runtime_error(c10::str("it has ", slot.bytes, " bytes where this rank has ", slot.other_bytes));
   try {
@@ -302,6 +302,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, Deadline until, IsOver is_over) 
   if (is_over()) return Outcome::kDone;
   const auto began = steady_clock::now();
   auto asked = began;
+  self.awaited.store(local_[peer]);
   for (;;) {
     // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
     const uint32_t seen = self.events.load();
@@ -322,7 +323,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, Deadline until, IsOver is_over) 
 
 void PeerMemory::interrupt() {
   interrupted_.store(true);
-  SharedBoard::notify(member(rank_));
+  SharedBoard::notify(member(rank_), SharedBoard::kAnyone);
 }
 
 bool PeerMemory::close() noexcept {
@@ -346,7 +347,7 @@ bool PeerMemory::close() noexcept {
     const bool gives = take_back(board_->channel(self, other), SharedBoard::kSend);
     const bool takes = take_back(board_->channel(other, self), SharedBoard::kReceive);
     if (!gives || !takes) may_be_touched_ = true;
-    SharedBoard::notify(board_->member(other));
+    SharedBoard::notify(board_->member(other), self);
   }
   permission_.reset();
   return !may_be_touched_;

@@ -171,10 +171,11 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
   return channels[from * ranks_ + to];
 }
 
-// None is lost: this counts before it looks whether the member sleeps, and sleep() says that it sleeps before the
-// system compares the count with `seen`.
-void SharedBoard::notify(Member& member) {
+// None is lost: this counts before it looks whether the member sleeps and for whom, and the member says for whom before
+// it reads the count, and that it sleeps before the system compares the count with `seen`.
+void SharedBoard::notify(Member& member, int from) {
   member.events.fetch_add(1);
+  if (from != kAnyone && member.awaited.load() != from) return;
   if (member.is_asleep.load() != 0) ::syscall(SYS_futex, &member.events, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 

@@ -38,6 +38,7 @@ class SharedBoard {
   struct alignas(64) Member {
     std::atomic<uint32_t> events;  // counts up at whatever this rank may wait for
     std::atomic<uint32_t> is_asleep;
+    std::atomic<int32_t> awaited;  // the rank on whose doing alone it wakes up
     std::atomic<uint32_t> has_left;
     int32_t pid;
     uint64_t magic;  // a number that lies in its memory, where the next says: whether it can be reached
@@ -80,9 +81,12 @@ class SharedBoard {
   // being copied, until it returns false. False if something still was at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Lets the member look again at what it waits for.
-  static void notify(Member& member);
-  // Returns when `events` is not `seen` any more, or after that time, or for no reason.
+  // Lets the member look again at what it waits for, if it is something of rank `from`, or of any where that is
+  // kAnyone: of many ranks each has news for each, and who wakes up for other news than it waits for does so in vain.
+  static constexpr int kAnyone = -1;
+  static void notify(Member& member, int from);
+  // Returns when `events` is not `seen` any more, unless that was of another rank than `awaited`, or after that time,
+  // or for no reason. The caller has set `awaited` before it read `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
  private:
