@@ -24,6 +24,7 @@ class DistributedModel final : public Trainable {
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
   tessera::ModelShards& shards() override { return zero_; }
   std::optional<tessera::Scope> averaged() override;
+  NamedTensors full_state() override { return zero_.full_state_dict(); }
   MemoryUse memory() const override;
   std::string describe() const override;
 

@@ -6,7 +6,7 @@
 
 namespace train_gpt {
 
-std::vector<tessera::NamedShard> LocalModel::Whole::named_shards() const {
+std::vector<tessera::NamedShard> WholeModel::named_shards() const {
   std::vector<tessera::NamedShard> shards;
   for (const auto& item : model_->named_parameters())
     shards.push_back({.fqn = item.key(),

@@ -10,6 +10,20 @@
 
 namespace train_gpt {
 
+// A model that every rank holds whole, as files are read and written by it.
+class WholeModel final : public tessera::ModelShards {
+ public:
+  WholeModel(Gpt model, std::shared_ptr<tessera::Communicator> comm)
+      : model_(std::move(model)), comm_(std::move(comm)) {}
+  const std::shared_ptr<tessera::Communicator>& comm() const override { return comm_; }
+  std::vector<tessera::NamedShard> named_shards() const override;
+  torch::OrderedDict<std::string, at::Tensor> named_buffers() const override { return model_->named_buffers(); }
+
+ private:
+  Gpt model_;
+  std::shared_ptr<tessera::Communicator> comm_;
+};
+
 // One process that holds everything: the ordinary training loop.
 class LocalModel final : public Trainable {
  public:
@@ -24,25 +38,13 @@ class LocalModel final : public Trainable {
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   tessera::ModelShards& shards() override { return shards_; }
   std::optional<tessera::Scope> averaged() override;
+  NamedTensors full_state() override { return model_->named_parameters(); }
   MemoryUse memory() const override;
   std::string describe() const override;
 
  private:
-  // Everything, held here.
-  class Whole final : public tessera::ModelShards {
-   public:
-    Whole(Gpt model, std::shared_ptr<tessera::Communicator> comm) : model_(std::move(model)), comm_(std::move(comm)) {}
-    const std::shared_ptr<tessera::Communicator>& comm() const override { return comm_; }
-    std::vector<tessera::NamedShard> named_shards() const override;
-    torch::OrderedDict<std::string, at::Tensor> named_buffers() const override { return model_->named_buffers(); }
-
-   private:
-    Gpt model_;
-    std::shared_ptr<tessera::Communicator> comm_;
-  };
-
   Gpt model_;
-  Whole shards_;
+  WholeModel shards_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 

@@ -58,6 +58,7 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
                  const tessera::MuonOptions& options) {
   std::vector<at::Tensor> hidden, others, plain;
   for (const auto& item : parameters) {
+    if (!item.value().requires_grad()) continue;
     if (!matrices.contains(item.key())) {
       plain.push_back(item.value());
     } else {

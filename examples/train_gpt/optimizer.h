@@ -27,12 +27,14 @@ Options options_from(const Hyperparameters& hyper);
 using Parameters = torch::OrderedDict<std::string, at::Tensor>;  // by name
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-// Two groups, with weight decay for the parameters in `matrices` only: biases, and the scales of norms, are not pulled
-// towards 0.
+// Two groups of what is trained, with weight decay for the parameters in `matrices` only: biases, and the scales of
+// norms, are not pulled towards 0.
 template <class Options>
 Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices, const Options& options) {
   std::vector<at::Tensor> decayed, plain;
-  for (const auto& item : parameters) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
+  for (const auto& item : parameters) {
+    if (item.value().requires_grad()) (matrices.contains(item.key()) ? decayed : plain).push_back(item.value());
+  }
   Groups groups;
   groups.emplace_back(std::move(decayed), std::make_unique<Options>(options));
   groups.emplace_back(std::move(plain), std::make_unique<Options>(Options(options).weight_decay(0.0)));

@@ -54,7 +54,7 @@ po::typed_value<bool>* boolean(bool* value) {
 
 // What needs a second look after parsing.
 struct RawOptions {
-  std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer;
+  std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer, quantize;
   int ranks = 0;
   int64_t warmup = 0, val_every = 0;
 };
@@ -148,6 +148,16 @@ po::options_description describe_checkpoints(TrainOptions& options) {
   return checkpoints;
 }
 
+po::options_description describe_adapters(TrainOptions& options, RawOptions& raw) {
+  auto adapters = section("Adapters");
+  adapters.add_options()("lora", number(&options.lora_rank),
+                         "train adapters of this rank beside the blocks' linear layers, and nothing else of the model "
+                         "that --import-gpt2 brings; 0: train the model. An export has them in its weights")(
+      "quantize", po::value(&raw.quantize)->default_value(name_of(options.base))->value_name("FORMAT"),
+      "lora: keep the weights beside which they are as they were loaded (none), in 4 bit (nf4) or in 8 (int8)");
+  return adapters;
+}
+
 po::options_description describe_sample(TrainOptions& options) {
   auto sample = section("Sample");
   sample.add_options()("sample", number(&options.sample), "tokens to generate at the end; 0: none")(
@@ -163,7 +173,8 @@ po::options_description describe(TrainOptions& options, RawOptions& raw) {
   all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
       "demo", "other defaults: a model that two cores train in about two minutes");
   all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
-  all.add(describe_training(options, raw)).add(describe_checkpoints(options)).add(describe_sample(options));
+  all.add(describe_training(options, raw)).add(describe_checkpoints(options));
+  all.add(describe_adapters(options, raw)).add(describe_sample(options));
   return all;
 }
 // clang-format on
@@ -195,6 +206,13 @@ Offload parse_offload(const std::string& name) {
     if (name == name_of(offload)) return offload;
   }
   throw OptionsError("--offload must be none, cpu or disk, got '" + name + "'");
+}
+
+BaseFormat parse_quantize(const std::string& name) {
+  for (const auto format : {BaseFormat::kFull, BaseFormat::kNf4, BaseFormat::kInt8}) {
+    if (name == name_of(format)) return format;
+  }
+  throw OptionsError("--quantize must be none, nf4 or int8, got '" + name + "'");
 }
 
 bool given(const po::variables_map& values, const char* name) {
@@ -231,6 +249,7 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("keep", options.keep, 1);
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
+  check_at_least("lora", options.lora_rank, 0);
   if (!(options.ema >= 0.0 && options.ema < 1.0))
     throw OptionsError("--ema must be 0 or more and below 1, got " + text_of(options.ema));
   check_not_negative("lr", options.lr);
@@ -281,6 +300,16 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.temperature == 0.0 && given(values, "top-k")) {
     throw OptionsError("--top-k has no effect with --temperature 0");
   }
+}
+
+void check_adapters(const TrainOptions& options) {
+  if (options.lora_rank == 0 && options.base != BaseFormat::kFull)
+    throw OptionsError(std::string("--quantize ") + name_of(options.base) +
+                       " is for the frozen base of adapters: it needs --lora");
+  // Blocks that were drawn at random, and stay as they are, learn next to nothing.
+  if (options.lora_rank > 0 && options.import_gpt2.empty())
+    throw OptionsError("--lora " + std::to_string(options.lora_rank) +
+                       " trains adapters beside weights that stay: name them with --import-gpt2");
 }
 
 bool has_demo(int argc, const char* const* argv) {
@@ -357,6 +386,18 @@ const char* name_of(Offload offload) {
   return "?";
 }
 
+const char* name_of(BaseFormat format) {
+  switch (format) {
+    case BaseFormat::kFull:
+      return "none";
+    case BaseFormat::kNf4:
+      return "nf4";
+    case BaseFormat::kInt8:
+      return "int8";
+  }
+  return "?";
+}
+
 TrainOptions demo_options() {
   TrainOptions options;
   options.model.layers = 4;
@@ -386,12 +427,14 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   options.int8_wire = parse_wire(raw.wire, options.wrapper);
   options.offload = parse_offload(raw.offload);
   options.optimizer = parse_optimizer(raw.optimizer);
+  options.base = parse_quantize(raw.quantize);
   options.offload_directory = given(values, "offload-directory") ? raw.offload_directory : options.out.string();
   if (given(values, "ranks")) options.ranks = raw.ranks;
   if (given(values, "warmup")) options.warmup = raw.warmup;
   if (given(values, "val-every")) options.val_every = raw.val_every;
   check_ranges(options);
   check_together(options, values);
+  check_adapters(options);
   return options;
 }
 

@@ -28,9 +28,13 @@ enum class Offload { kNone, kCpu, kDisk };
 // What steps parameters.
 enum class OptimizerKind { kAdamW, kAdamW8bit, kMuon, kLion, kAdafactor, kScheduleFree, kLamb, kSgd };
 
+// How the frozen base of adapters is kept: as it was loaded, or in 4 or 8 bit.
+enum class BaseFormat { kFull, kNf4, kInt8 };
+
 const char* name_of(Wrapper wrapper);
 const char* name_of(OptimizerKind optimizer);
 const char* name_of(Offload offload);
+const char* name_of(BaseFormat format);
 
 // The command line. options.cpp says what each is for, and `train_gpt --help` prints it.
 struct TrainOptions {
@@ -69,6 +73,9 @@ struct TrainOptions {
 
   std::string import_gpt2;  // a directory of Hugging Face's GPT-2, or empty
   std::string export_gpt2;  // likewise, written at the end
+
+  int64_t lora_rank = 0;  // of the adapters that are trained in the place of the weights; 0: none
+  BaseFormat base = BaseFormat::kFull;
 
   int64_t sample = 400;
   std::string prompt;

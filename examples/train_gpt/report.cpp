@@ -60,6 +60,11 @@ void print_header(std::ostream& out, const TrainOptions& options, const Corpus& 
        "GPT of " + std::to_string(model.layers) + " layers x " + std::to_string(model.width) + ", " +
            std::to_string(model.heads) + " heads, context " + std::to_string(model.context) + ": " +
            grouped(facts.parameters_numel) + " parameters" + (model.tie ? ", tied" : ""));
+  if (facts.adapters_numel > 0)
+    line(out, "adapters",
+         "of rank " + std::to_string(options.lora_rank) + ": " + grouped(facts.adapters_numel) +
+             " parameters are trained, beside frozen weights" +
+             (options.base == BaseFormat::kFull ? "" : std::string(" in ") + name_of(options.base)));
   line(out, "layout",
        facts.layout + ", " + std::to_string(facts.threads) + (facts.threads == 1 ? " thread" : " threads") + " a rank");
   line(out, "data", printable(corpus.description));

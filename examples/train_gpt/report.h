@@ -16,6 +16,7 @@ struct RunFacts {
   int ranks = 1;
   int threads = 1;
   int64_t parameters_numel = 0;
+  int64_t adapters_numel = 0;  // what alone is trained; 0: the model is
   int64_t tokens_per_step = 0;
   double unigram_loss = 0.0;
 };

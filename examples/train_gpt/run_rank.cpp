@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 
+#include "adapters.h"
 #include "checkpoints.h"
 #include "distributed.h"
 #include "gpt2_files.h"
@@ -120,11 +121,12 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::sha
 }
 
 // From torch's generator, which ranks share that are threads of one process.
-Gpt first_model(const TrainOptions& options) {
+template <class Draw>
+auto seeded(const TrainOptions& options, Draw draw) {
   static std::mutex drawing;
   const std::lock_guard lock(drawing);
   torch::manual_seed(static_cast<uint64_t>(options.seed));
-  return Gpt(options.model);
+  return draw();
 }
 
 // What rank 0 shows and writes while it trains.
@@ -237,14 +239,20 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   const int threads = threads_per_rank(options, comm->size());
   at::set_num_threads(threads);
 
-  Gpt model = first_model(options);
+  const bool adapts = options.lora_rank > 0;
+  Gpt model = seeded(options, [&] { return Gpt(options.model); });
   model->to(comm->device());
   int64_t parameters_numel = 0;
   for (const auto& parameter : model->parameters()) parameters_numel += parameter.numel();
+  if (adapts) {
+    load_base(model, options, *comm);
+    seeded(options, [&] { add_adapters(model, options); });
+  }
+  const int64_t adapters_numel = adapts ? trained_numel(model) : 0;
 
-  auto wrapped = wrap(std::move(model), options, comm);
+  auto wrapped = wrap(model, options, comm);
   // Before averages begin.
-  if (!options.import_gpt2.empty()) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
+  if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
   if (options.ema > 0) wrapped = std::make_unique<WithEma>(std::move(wrapped), options.ema);
   Trainer trainer(options, job.corpus, *comm, *wrapped);
   Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
@@ -254,6 +262,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .ranks = comm->size(),
                   .threads = threads,
                   .parameters_numel = parameters_numel,
+                  .adapters_numel = adapters_numel,
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
@@ -265,7 +274,12 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
     print_result(std::cout, result);
   }
   const auto averaged = wrapped->averaged();
-  if (!options.export_gpt2.empty()) export_gpt2(options.export_gpt2, wrapped->own_shards(), options.model);
+  if (!options.export_gpt2.empty()) {
+    if (adapts)
+      export_with_adapters(options.export_gpt2, model, *wrapped, *comm);
+    else
+      export_gpt2(options.export_gpt2, wrapped->own_shards(), options.model);
+  }
   if (options.sample == 0) return;
   const auto tokens = generate(*wrapped, job.prompt,
                                {.length = options.sample,

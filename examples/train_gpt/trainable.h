@@ -48,6 +48,9 @@ class Trainable {
   virtual torch::optim::Optimizer& optimizer() = 0;
   virtual tessera::ModelShards& shards() = 0;                      // for checkpoints
   virtual tessera::ModelShards& own_shards() { return shards(); }  // the model's alone
+  // The model's own parameters by name, whole on every rank; not to be written to.
+  using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
+  virtual NamedTensors full_state() = 0;
   virtual MemoryUse memory() const = 0;
   virtual std::string describe() const = 0;  // "ddp: the whole state on each of 2 ranks"
 };

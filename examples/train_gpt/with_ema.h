@@ -28,6 +28,7 @@ class WithEma final : public Trainable {
   torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
   tessera::ModelShards& shards() override { return ema_.with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }
+  NamedTensors full_state() override { return model_->full_state(); }
   MemoryUse memory() const override { return model_->memory(); }
   std::string describe() const override { return model_->describe() + ", with the average of weights"; }
 

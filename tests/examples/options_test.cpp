@@ -155,6 +155,9 @@ TEST(Options, MistakesAreNamed) {
       {{"--offload", "cpu", "--offload-directory", "x"}, "--offload-directory has no effect"},
       {{"--sample", "0", "--prompt", "x"}, "--prompt has no effect"},
       {{"--temperature", "0", "--top-k", "4"}, "--top-k has no effect"},
+      {{"--quantize", "fp4", "--lora", "2"}, "--quantize must be none, nf4 or int8"},
+      {{"--quantize", "nf4"}, "--quantize nf4 is for the frozen base of adapters: it needs --lora"},
+      {{"--lora", "4"}, "name them with --import-gpt2"},
       {{"--steps", "3", "--steps", "4"}, "steps"},
   };
   for (const auto& [arguments, expected] : cases) {

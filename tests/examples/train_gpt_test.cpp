@@ -21,6 +21,8 @@
 #include "options.h"
 #include "run_rank.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/full_file.h"
+#include "tessera/checkpoint/slice_reader.h"
 #include "tessera/tessera.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
@@ -348,6 +350,42 @@ TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
   for (const auto& entry : std::filesystem::directory_iterator(source)) after.insert(entry.path().filename());
   EXPECT_EQ(after, before);
   std::filesystem::permissions(source, std::filesystem::perms::owner_all);
+}
+
+// Adapters on a base in 4 and 8 bit: the same losses on any ranks, a base that stays, and an export that computes what
+// was trained.
+TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
+  const TemporaryFolder folder;
+  const auto base = (folder / "base").string(), first = (folder / "first").string(), again = (folder / "again").string();
+  for (const auto& path : {base, first, again}) std::filesystem::create_directories(path);
+  train("--wrapper local --batch 12 --val-batches 2 --sample 0 --export-gpt2 " + base);
+  const std::string common = " --val-batches 2 --sample 0 --import-gpt2 " + base + " --lora 2 ";
+  const auto expected = train("--wrapper local --batch 12" + common + "--quantize nf4 --export-gpt2 " + first);
+  EXPECT_LT(expected.back()["val_loss"], expected[3]["val_loss"]);
+  for (const char* other : {"--wrapper fsdp --ranks 3 --batch 4 --export-gpt2 ", "--wrapper sdp --ranks 2 --batch 6 ",
+                            "--wrapper fsdp --ranks 2 --batch 6 --offload cpu --ema 0.9 "}) {
+    SCOPED_TRACE(other);
+    const bool exports = std::string(other).ends_with("--export-gpt2 ");
+    const auto losses = train(other + (exports ? again : "") + common + "--quantize nf4");
+    ASSERT_EQ(losses.size(), expected.size());
+    for (size_t i = 0; i < losses.size(); ++i)
+      EXPECT_NEAR(losses[i]["loss"].get<double>(), expected[i]["loss"].get<double>(), 1e-4) << "step " << i + 1;
+  }
+  train("--wrapper oss --ranks 2 --batch 6 --optimizer muon --quantize int8" + common);
+  const auto norms = [](const std::string& name) { return name.find("ln_") != std::string::npos; };
+  const auto read = [](const std::string& path, const std::string& name) {
+    const auto found = tessera::find_full_tensors(path + "/model.safetensors");
+    return tessera::SliceReader(found).read(name, tessera::whole_box(found.tensors.at(name).shape));
+  };
+  const auto found = tessera::find_full_tensors(base + "/model.safetensors");
+  for (const auto& [name, tensor] : found.tensors) {
+    const bool adapted = name.find(".h.") != std::string::npos && name.ends_with(".weight") && !norms(name);
+    EXPECT_TRUE(at::allclose(read(first, name), read(again, name), 1e-3, 1e-4)) << name;
+    EXPECT_EQ(torch::equal(read(first, name), read(base, name)), !adapted) << name;
+  }
+  // One more step begins where the adapters have ended, in full precision.
+  const auto next = train("--wrapper local --batch 12 --val-batches 2 --sample 0 --lr 0 --import-gpt2 " + first);
+  EXPECT_NEAR(next.back()["val_loss"].get<double>(), expected.back()["val_loss"].get<double>(), 1e-4);
 }
 
 TEST(TrainGpt, TiedWeightsAndNoClipping) {
