@@ -1,0 +1,160 @@
+#include "tessera/trace/event_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <boost/crc.hpp>
+#include <cerrno>
+#include <climits>
+#include <iostream>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+// Protocol Buffers' wire format, of the two messages that a scalar takes (tensorflow/core/util/event.proto, and
+// framework/summary.proto): five fields of which none is repeated. protoc and libprotobuf for that would be one more
+// dependency of everything that links Tessera, beside the other libprotobuf that libtorch has inside.
+enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+std::string varint(uint64_t value) {
+  std::string bytes;
+  for (; value >= 0x80; value >>= 7) bytes += static_cast<char>(value | 0x80);
+  return bytes + static_cast<char>(value);
+}
+
+// Little-endian on any machine.
+template <class Unsigned>
+std::string fixed(Unsigned value) {
+  std::string bytes;
+  for (size_t i = 0; i < sizeof value; ++i) bytes += static_cast<char>(value >> (8 * i));
+  return bytes;
+}
+
+std::string key(uint32_t field, WireType type) { return varint(field << 3 | type); }
+std::string integer(uint32_t field, int64_t value) {
+  return key(field, kVarint) + varint(static_cast<uint64_t>(value));
+}
+std::string real(uint32_t field, double value) { return key(field, kFixed64) + fixed(std::bit_cast<uint64_t>(value)); }
+std::string real(uint32_t field, float value) { return key(field, kFixed32) + fixed(std::bit_cast<uint32_t>(value)); }
+std::string bytes_of(uint32_t field, std::string_view bytes) {
+  return key(field, kBytes) + varint(bytes.size()) + std::string(bytes);
+}
+
+std::string event(int64_t step, const std::string& what) {
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  return real(1, now.count()) + integer(2, step) + what;  // wall_time in seconds, step
+}
+std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  // file_version
+std::string scalar_event(std::string_view tag, double value, int64_t step) {
+  const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // Summary.Value: tag, simple_value
+  return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
+}
+
+// crc32c of the bytes, masked: checksums of data that has checksums in it are weak (TensorFlow's record_writer.h).
+uint32_t masked_checksum(std::string_view bytes) {
+  boost::crc_optimal<32, 0x1EDC6F41, 0xFFFFFFFF, 0xFFFFFFFF, true, true> crc;
+  crc.process_bytes(bytes.data(), bytes.size());
+  return std::rotr(static_cast<uint32_t>(crc.checksum()), 15) + 0xa282ead8U;
+}
+
+std::string record(const std::string& message) {
+  const auto length = fixed(static_cast<uint64_t>(message.size()));
+  return length + fixed(masked_checksum(length)) + message + fixed(masked_checksum(message));
+}
+
+std::string file_name() {
+  static std::atomic<int> writers = 0;
+  std::array<char, HOST_NAME_MAX + 1> host{};
+  if (::gethostname(host.data(), host.size() - 1) != 0 || host[0] == '\0') host = {"host"};
+  const auto now =
+      std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
+  return "events.out.tfevents." + std::to_string(now.count()) + "." + host.data() + "." + std::to_string(::getpid()) +
+         "." + std::to_string(writers++);
+}
+
+std::string reason(int error_number) { return std::generic_category().message(error_number); }
+
+}  // namespace
+
+EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
+    : options_(std::move(options)), path_(folder / file_name()) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error)
+    throw std::runtime_error("EventWriter: cannot make the folder " + folder.string() + ": " + error.message());
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
+  kept_ = record(version_event());  // TensorBoard wants it first
+  write();
+}
+
+EventWriter::~EventWriter() {
+  flush();
+  ::close(descriptor_);
+}
+
+void EventWriter::scalar(std::string_view tag, double value, int64_t step) {
+  std::string bytes = record(scalar_event(tag, value, step));
+  const std::lock_guard lock(mutex_);
+  if (kept_.size() + bytes.size() > kMaxKeptBytes && !write()) {
+    ++dropped_;
+    return;
+  }
+  kept_ += bytes;
+  if (Clock::now() - flushed_ >= options_.flush_every) write();
+}
+
+bool EventWriter::flush() noexcept {
+  const std::lock_guard lock(mutex_);
+  return write();
+}
+
+int64_t EventWriter::dropped() const {
+  const std::lock_guard lock(mutex_);
+  return dropped_;
+}
+
+bool EventWriter::write() {
+  flushed_ = Clock::now();
+  size_t done = 0;
+  int error_number = 0;
+  while (done < kept_.size() && error_number == 0) {
+    const ssize_t bytes = ::write(descriptor_, kept_.data() + done, kept_.size() - done);
+    if (bytes > 0)
+      done += static_cast<size_t>(bytes);
+    else if (bytes == 0)
+      error_number = ENOSPC;
+    else if (errno != EINTR)
+      error_number = errno;
+  }
+  if (error_number == 0) {
+    written_bytes_ += static_cast<int64_t>(done);
+    kept_.clear();
+    fails_ = false;
+    return true;
+  }
+  // A part of a record would hide all that comes after it from readers.
+  const bool is_whole = done == 0 || ::ftruncate(descriptor_, written_bytes_) == 0;
+  if (!std::exchange(fails_, true))
+    tell("EventWriter: cannot write " + path_.string() + ": " + reason(error_number) +
+         (is_whole ? "; the points are kept in memory and tried again" : "; it ends in a part of a record"));
+  return false;
+}
+
+void EventWriter::tell(const std::string& problem) const noexcept {
+  try {
+    if (options_.on_failure)
+      options_.on_failure(problem);
+    else
+      std::cerr << problem + "\n";
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): of a message about curves
+  }
+}
+
+}  // namespace tessera
