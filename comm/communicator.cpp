@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "tessera/comm/backend_all_reduce.h"
 #include "tessera/memory/memory_kind.h"
@@ -248,6 +249,24 @@ void Communicator::abort(const std::string& reason) noexcept {
   const auto parts = parts_;
   lock.unlock();
   for (const auto& part : parts) part->abort(reason);
+}
+
+std::map<std::string, double> Communicator::take_waits() {
+  Counters& own = *counters_.front();
+  const std::lock_guard lock(own.waits_mutex);
+  return std::exchange(own.waits, std::map<std::string, double>()).value_or(std::map<std::string, double>());
+}
+
+void Communicator::count_wait(std::chrono::nanoseconds duration, const std::string& operation) {
+  constexpr size_t kMaxOperations = 4096;  // of a program that numbers its operations
+  count(&Counters::wait_ns, duration.count());
+  for (const auto& counters : counters_) {
+    const std::lock_guard lock(counters->waits_mutex);
+    if (!counters->waits) continue;
+    auto& waits = *counters->waits;
+    const bool has_room = waits.size() < kMaxOperations || waits.contains(operation);
+    waits[has_room ? operation : "other operations"] += std::chrono::duration<double>(duration).count();
+  }
 }
 
 Traffic Communicator::traffic() const noexcept {

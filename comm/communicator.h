@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -105,6 +107,11 @@ class Communicator {
   // What this rank has moved so far. Any thread.
   Traffic traffic() const noexcept;
 
+  // For how many seconds this rank's thread has waited since the last call, by operation: "all-reduce of losses (1
+  // elements)", also of groups split from this one. The first call begins to keep that, and returns nothing. For one
+  // caller: WaitReporter (comm/wait_report.h). Any thread.
+  std::map<std::string, double> take_waits();
+
   // Uninitialised memory [numel] on device() for tensors of operations, which the backend may know beforehand:
   // InitOptions::registered_memory. Goes to the current stream as any tensor's. Not collective.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
@@ -146,7 +153,7 @@ class Communicator {
   virtual void require_other_ranks(std::string_view /*what*/) const {}
 
   void count_sent(int64_t bytes) noexcept { count(&Counters::sent_bytes, bytes); }
-  void count_wait(std::chrono::nanoseconds duration) noexcept { count(&Counters::wait_ns, duration.count()); }
+  void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
  private:
   friend Pending backend_all_reduce(Communicator&, at::Tensor, std::string_view);
@@ -158,6 +165,8 @@ class Communicator {
     std::atomic<int64_t> sent_bytes = 0;
     std::atomic<int64_t> collectives = 0;
     std::atomic<int64_t> wait_ns = 0;
+    std::mutex waits_mutex;
+    std::optional<std::map<std::string, double>> waits;  // by operation, once somebody has asked
   };
   void count(std::atomic<int64_t> Counters::*what, int64_t amount) noexcept {
     for (const auto& counters : counters_) *counters.*what += amount;

@@ -322,7 +322,7 @@ void GlooOperation::wait_for_pipeline() {
   if (failure) comm_->fail(*this, failure->peer, failure->is_send, failure->cause);
   for (auto& [work, peer] : PipelineThread::published(*pipeline_))
     messages_.push_back({std::move(work), nullptr, {}, peer, /*is_send=*/true});
-  comm_->count_wait(steady_clock::now() - began);
+  comm_->count_wait(steady_clock::now() - began, description_);
 }
 
 void GlooOperation::wait_for_messages() {
@@ -338,7 +338,7 @@ void GlooOperation::wait_for_messages() {
   comm_->end_waits();
   comm_->watch_.end_wait();
   messages_.clear();
-  comm_->count_wait(steady_clock::now() - began);
+  comm_->count_wait(steady_clock::now() - began, description_);
 }
 
 bool GlooOperation::wait_for(const Message& message, std::string* cause) const {

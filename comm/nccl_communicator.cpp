@@ -91,7 +91,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
       require_whole(description);
       throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
     }
-    count_wait(steady_clock::now() - began);
+    count_wait(steady_clock::now() - began, description);
   }
 
  protected:
