@@ -48,6 +48,8 @@ interop: setup
 	@tools/python.sh tests/interop/interop_test.py $(BUILD)/tests/interop/interop_program
 	@tools/python.sh tests/interop/convert_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera Convert
 	@tools/python.sh --with s3 tests/interop/s3_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera
+	@$(compile) train_gpt
+	@tools/python.sh --with tensorboard tests/interop/tensorboard_test.py $(BUILD)/examples/train_gpt
 	@$(compile) exported_program
 	@tools/python.sh tests/exported/zoo.py $(BUILD)/tests/exported/exported_program --quick
 

@@ -7,6 +7,7 @@
 #include "tessera/checkpoint/full_file.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/uneven_data.h"
+#include "tessera/comm/wait_report.h"
 #include "tessera/data/distributed_sampler.h"
 #include "tessera/exported/exported_module.h"
 #include "tessera/flat/deferred.h"
@@ -40,4 +41,5 @@
 #include "tessera/sdp/distributed_data_parallel.h"
 #include "tessera/sdp/sharded_data_parallel.h"
 #include "tessera/sdp/sync_batch_norm.h"
+#include "tessera/trace/event_writer.h"
 #include "tessera/zero/zero.h"

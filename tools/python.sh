@@ -2,7 +2,8 @@
 # Runs Python with what the comparisons with other programs need: torch itself (the wheel that
 # tools/setup.sh has unpacked), safetensors, transformers, numpy. The first call sets up .deps/python
 # from PyPI; nothing outside .deps changes. Arguments are Python's: tools/python.sh file.py ...
-# With "--with zoo" before them, torchvision, timm, diffusers and peft are there too; with "--with s3" a server of S3.
+# With "--with zoo" before them, torchvision, timm, diffusers and peft are there too; with "--with s3" a server of S3;
+# with "--with tensorboard" TensorBoard.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch_dir="$root/.deps/torch-2.11.0"
@@ -54,11 +55,18 @@ set_up_s3() {
   touch "$environment/complete-s3"
 }
 
+set_up_tensorboard() {
+  say "adding TensorBoard"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check 'tensorboard<3'
+  runs -c 'import tensorboard.backend.event_processing.event_accumulator'
+  touch "$environment/complete-tensorboard"
+}
+
 [ -e "$environment/complete" ] || set_up
 if [ "${1:-}" = --with ]; then
   case "$2" in
-    zoo | s3) [ -e "$environment/complete-$2" ] || "set_up_$2" ;;
-    *) say "--with $2: there are zoo and s3"; exit 1 ;;
+    zoo | s3 | tensorboard) [ -e "$environment/complete-$2" ] || "set_up_$2" ;;
+    *) say "--with $2: there are zoo, s3 and tensorboard"; exit 1 ;;
   esac
   shift 2
 fi

@@ -56,7 +56,7 @@ po::typed_value<bool>* boolean(bool* value) {
 struct RawOptions {
   std::string data, out, wrapper, wire = "exact", offload, offload_directory, optimizer, quantize;
   int ranks = 0;
-  int64_t warmup = 0, val_every = 0;
+  int64_t warmup = 0, val_every = 0, report_every = 0;
 };
 
 // clang-format off: the tables of options
@@ -64,14 +64,19 @@ po::options_description section(const char* title) {
   return po::options_description(title, kHelpColumns, kHelpColumns - kNameColumns);
 }
 
-po::options_description describe_files(const TrainOptions& options, RawOptions& raw) {
+po::options_description describe_files(TrainOptions& options, RawOptions& raw) {
   auto files = section("Files");
   files.add_options()(
       "data",
       po::value(&raw.data)->default_value(options.data.string(), "the shipped text")->value_name("PATH"),
       "a text file, a directory of them, SQuAD's .json, or a .bin file of 16-bit token ids")(
       "out", po::value(&raw.out)->default_value(options.out.string())->value_name("DIR"),
-      "where metrics.jsonl and losses.svg go");
+      "where metrics.jsonl and losses.svg go")(
+      "tensorboard", po::value(&options.tensorboard)->value_name("DIR"),
+      "also write losses, speed, rank 0's memory and all ranks' waits for TensorBoard, each run in a file of its own in this folder")(
+      "report-every", po::value(&raw.report_every)->value_name("N"),
+      "steps between reports of which rank the others wait for, and in what; 0: none; not given: 10 with "
+      "--tensorboard, else none");
   return files;
 }
 
@@ -250,6 +255,7 @@ void check_ranges(const TrainOptions& options) {
   check_at_least("sample", options.sample, 0);
   check_at_least("top-k", options.top_k, 0);
   check_at_least("lora", options.lora_rank, 0);
+  check_at_least("report-every", options.report_interval(), 0);
   if (!(options.ema >= 0.0 && options.ema < 1.0))
     throw OptionsError("--ema must be 0 or more and below 1, got " + text_of(options.ema));
   check_not_negative("lr", options.lr);
@@ -296,6 +302,8 @@ void check_together(const TrainOptions& options, const po::variables_map& values
   if (options.save_every == 0 && given(values, "keep")) throw OptionsError("--keep has no effect without --save-every");
   if (options.allow_changes && options.resume.empty())
     throw OptionsError("--allow-changes has no effect without --resume");
+  if (given(values, "tensorboard") && options.tensorboard.empty())
+    throw OptionsError("--tensorboard is empty: name a folder");
   if (given(values, "resume") && options.resume.empty()) throw OptionsError("--resume is empty: auto or a directory");
   if (options.temperature == 0.0 && given(values, "top-k")) {
     throw OptionsError("--top-k has no effect with --temperature 0");
@@ -336,68 +344,6 @@ po::variables_map parse(int argc, const char* const* argv, const po::options_des
 
 }  // namespace
 
-const char* name_of(Wrapper wrapper) {
-  switch (wrapper) {
-    case Wrapper::kLocal:
-      return "local";
-    case Wrapper::kDdp:
-      return "ddp";
-    case Wrapper::kOss:
-      return "oss";
-    case Wrapper::kSdp:
-      return "sdp";
-    case Wrapper::kFsdp:
-      return "fsdp";
-  }
-  return "?";
-}
-
-const char* name_of(OptimizerKind optimizer) {
-  switch (optimizer) {
-    case OptimizerKind::kAdamW:
-      return "adamw";
-    case OptimizerKind::kAdamW8bit:
-      return "adamw8bit";
-    case OptimizerKind::kMuon:
-      return "muon";
-    case OptimizerKind::kLion:
-      return "lion";
-    case OptimizerKind::kAdafactor:
-      return "adafactor";
-    case OptimizerKind::kScheduleFree:
-      return "schedulefree";
-    case OptimizerKind::kLamb:
-      return "lamb";
-    case OptimizerKind::kSgd:
-      return "sgd";
-  }
-  return "?";
-}
-
-const char* name_of(Offload offload) {
-  switch (offload) {
-    case Offload::kNone:
-      return "none";
-    case Offload::kCpu:
-      return "cpu";
-    case Offload::kDisk:
-      return "disk";
-  }
-  return "?";
-}
-
-const char* name_of(BaseFormat format) {
-  switch (format) {
-    case BaseFormat::kFull:
-      return "none";
-    case BaseFormat::kNf4:
-      return "nf4";
-    case BaseFormat::kInt8:
-      return "int8";
-  }
-  return "?";
-}
-
 TrainOptions demo_options() {
   TrainOptions options;
   options.model.layers = 4;
@@ -431,6 +377,7 @@ std::optional<TrainOptions> parse_options(int argc, const char* const* argv, std
   options.offload_directory = given(values, "offload-directory") ? raw.offload_directory : options.out.string();
   if (given(values, "ranks")) options.ranks = raw.ranks;
   if (given(values, "warmup")) options.warmup = raw.warmup;
+  if (given(values, "report-every")) options.report_every = raw.report_every;
   if (given(values, "val-every")) options.val_every = raw.val_every;
   check_ranges(options);
   check_together(options, values);

@@ -77,12 +77,16 @@ struct TrainOptions {
   int64_t lora_rank = 0;  // of the adapters that are trained in the place of the weights; 0: none
   BaseFormat base = BaseFormat::kFull;
 
+  std::string tensorboard;              // a folder for TensorBoard's files, or empty
+  std::optional<int64_t> report_every;  // steps between reports of waits; 0: none
+
   int64_t sample = 400;
   std::string prompt;
   double temperature = 0.8;
   int64_t top_k = 20;
 
   int64_t warmup_steps() const { return warmup.value_or(steps / 20); }
+  int64_t report_interval() const { return report_every.value_or(tensorboard.empty() ? 0 : 10); }
   int64_t validation_interval() const { return val_every.value_or(std::max<int64_t>(1, steps / 10)); }
 };
 

@@ -83,6 +83,7 @@ class LineProgress final : public Progress {
 
   void show(const StepReport& report) override {
     figures_.update(report);
+    if (report.waits) out_ << figures_.step() << "  " << report.waits->text() << std::endl;
     const int64_t interval = (figures_.steps() + kLogLines - 1) / kLogLines;
     const bool last = report.step == figures_.steps();
     if (!std::exchange(is_first_, false) && !last && report.step % interval != 0 && !report.val_loss) return;
@@ -120,6 +121,10 @@ class TerminalProgress final : public Progress {
 
   void show(const StepReport& report) override {
     figures_.update(report);
+    if (report.waits && report.waits->waited_for()) {  // a line that stays, above those that are drawn again
+      finish();
+      out_ << figures_.step() << "  " << report.waits->text() << "\n";
+    }
     const auto now = Clock::now();
     if (report.step != figures_.steps() && now - drawn_ < kRedrawEvery) return;
     draw();

@@ -19,7 +19,9 @@
 #include "progress.h"
 #include "report.h"
 #include "sample.h"
+#include "tensorboard_log.h"
 #include "tessera/memory/container_limits.h"
+#include "tessera/memory/peak_memory.h"
 #include "trainer.h"
 #include "with_ema.h"
 
@@ -133,10 +135,11 @@ auto seeded(const TrainOptions& options, Draw draw) {
 class Recorder {
  public:
   // `first_step`: how many steps were done before; their metrics stay.
-  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
+  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step, const tessera::PeakMemory* memory)
       : plot_path_(options.out / kPlotFile),
         metrics_(options.out / kMetricsFile, first_step),
         progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
+    if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard, *memory);
     curves_.unigram_loss = unigram_loss;
     for (const auto& report : metrics_.kept()) add_to_curves(report);
   }
@@ -144,6 +147,7 @@ class Recorder {
   void record(const StepReport& report) {
     add_to_curves(report);
     metrics_.write(report);
+    if (tensorboard_) tensorboard_->write(report);
     progress_->show(report);
   }
 
@@ -174,19 +178,21 @@ class Recorder {
 
   std::filesystem::path plot_path_;
   MetricsLog metrics_;
+  std::optional<TensorboardLog> tensorboard_;
   std::unique_ptr<Progress> progress_;
   LossCurves curves_;
 };
 
 // Trains, and returns rank 0's result; an empty one on the others.
-RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
+RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows,
+                const tessera::PeakMemory* memory) {
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
   trainer.set_warmup(resumed.warmup);
   for (size_t i = 0; shows && i < resumed.notes.size(); ++i) std::cout << "  note        " << resumed.notes[i] << "\n";
   const auto start = Clock::now();
   std::optional<Recorder> recorder;
-  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
+  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step, memory);
   trainer.run(
       first_step, [&] { checkpoints.before_update(); },
       [&](const StepReport& report) {
@@ -239,6 +245,8 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   const int threads = threads_per_rank(options, comm->size());
   at::set_num_threads(threads);
 
+  std::optional<tessera::PeakMemory> tensors;  // before the first of them
+  if (shows && !options.tensorboard.empty()) tensors.emplace(comm->device());
   const bool adapts = options.lora_rank > 0;
   Gpt model = seeded(options, [&] { return Gpt(options.model); });
   model->to(comm->device());
@@ -266,7 +274,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  const auto result = train(trainer, checkpoints, options, shows);
+  const auto result = train(trainer, checkpoints, options, shows, tensors ? &*tensors : nullptr);
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
     std::cout << "\n";

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "tessera/comm/wait_report.h"
 #include "trainable.h"
 
 namespace train_gpt {
@@ -16,6 +17,8 @@ struct StepReport {
   double grad_norm = 0.0;          // before clipping
   std::optional<double> val_loss;  // after this step, where it was time for it
   MemoryUse memory;                // this rank's
+  // Since the last ones, where it was time for it.
+  std::optional<tessera::WaitReport> waits;
 };
 
 }  // namespace train_gpt

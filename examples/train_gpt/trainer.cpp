@@ -33,10 +33,12 @@ Trainer::Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Com
                 .steps = options.steps,
                 .is_constant = options.optimizer == OptimizerKind::kScheduleFree},
       validation_starts_(validation_starts(static_cast<int64_t>(corpus.validation().size()), context_,
-                                           options.val_batches * shape_.global())) {}
+                                           options.val_batches * shape_.global())),
+      report_interval_(options.report_interval()) {}
 
 void Trainer::run(int64_t first_step, const std::function<void()>& before_update,
                   const std::function<void(const StepReport&)>& on_step) {
+  if (report_interval_ > 0) waits_.emplace(comm_);
   for (int64_t step = first_step; step < steps_; ++step) {
     auto report = train_step(step, before_update);
     if (!std::isfinite(report.loss)) {
@@ -44,6 +46,7 @@ void Trainer::run(int64_t first_step, const std::function<void()>& before_update
                                " is not a finite number; a lower --lr or a --clip may help");
     }
     if (validates_after(report.step)) report.val_loss = validate();
+    if (waits_ && report.step % report_interval_ == 0) report.waits = waits_->report();
     on_step(report);
   }
 }

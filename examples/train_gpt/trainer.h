@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "corpus.h"
@@ -10,6 +11,7 @@
 #include "schedule.h"
 #include "step_report.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/wait_report.h"
 #include "trainable.h"
 
 namespace train_gpt {
@@ -58,6 +60,8 @@ class Trainer {
   WindowSampler sampler_;
   Schedule schedule_;
   std::vector<int64_t> validation_starts_;
+  int64_t report_interval_;
+  std::optional<tessera::WaitReporter> waits_;  // where there are such reports
   int64_t grad_bytes_ = 0;
 };
 

@@ -356,7 +356,8 @@ TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
 // was trained.
 TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
   const TemporaryFolder folder;
-  const auto base = (folder / "base").string(), first = (folder / "first").string(), again = (folder / "again").string();
+  const auto base = (folder / "base").string(), first = (folder / "first").string(),
+             again = (folder / "again").string();
   for (const auto& path : {base, first, again}) std::filesystem::create_directories(path);
   train("--wrapper local --batch 12 --val-batches 2 --sample 0 --export-gpt2 " + base);
   const std::string common = " --val-batches 2 --sample 0 --import-gpt2 " + base + " --lora 2 ";
@@ -386,6 +387,32 @@ TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
   // One more step begins where the adapters have ended, in full precision.
   const auto next = train("--wrapper local --batch 12 --val-batches 2 --sample 0 --lr 0 --import-gpt2 " + first);
   EXPECT_NEAR(next.back()["val_loss"].get<double>(), expected.back()["val_loss"].get<double>(), 1e-4);
+}
+
+// What TensorBoard makes of it: tests/interop/tensorboard_test.py.
+TEST(TrainGpt, WritesCurvesAndSaysWhoIsWaitedFor) {
+  const TemporaryFolder curves;
+  const auto metrics = train("--wrapper fsdp --ranks 2 --batch 4 --sample 0 --tensorboard " + curves.path().string());
+  EXPECT_EQ(metrics.size(), 8u);
+  const std::vector<std::filesystem::directory_entry> files{std::filesystem::directory_iterator(curves.path()), {}};
+  ASSERT_EQ(files.size(), 1u);  // of rank 0 alone
+  std::ifstream file(files.front().path(), std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const auto count = [&](const std::string& tag) {
+    int found = 0;
+    for (size_t at = 0; (at = bytes.find(tag, at)) != std::string::npos; ++at) ++found;
+    return found;
+  };
+  for (const char* tag : {"train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_s",
+                          "memory/state_MiB", "memory/held_MiB", "memory/peak_MiB"})
+    EXPECT_EQ(count(tag), 8) << tag;
+  EXPECT_EQ(count("val/loss"), 2);
+  EXPECT_EQ(count("wait/"), 0);  // every 10 steps, where nothing is said
+  const auto report = run(kTiny + std::string("--wrapper fsdp --ranks 2 --batch 4 --sample 0 --report-every 4 --out ") +
+                          (curves / "out").string());
+  EXPECT_EQ(report.exit_code, 0) << report.output;
+  EXPECT_NE(report.output.find("step 4/8  "), std::string::npos) << report.output;
+  EXPECT_NE(report.output.find(" waited for: "), std::string::npos) << report.output;
 }
 
 TEST(TrainGpt, TiedWeightsAndNoClipping) {
