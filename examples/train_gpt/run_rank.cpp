@@ -123,9 +123,9 @@ std::unique_ptr<Trainable> wrap(Gpt model, const TrainOptions& options, std::sha
 }
 
 // From torch's generator, which ranks share that are threads of one process.
+std::mutex drawing;
 template <class Draw>
 auto seeded(const TrainOptions& options, Draw draw) {
-  static std::mutex drawing;
   const std::lock_guard lock(drawing);
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   return draw();
