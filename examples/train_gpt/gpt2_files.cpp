@@ -180,6 +180,7 @@ void import_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
   check("layer_norm_epsilon", theirs.norm_epsilon, options.norm_epsilon);
   check("scale_attn_weights", theirs.scale_attention, options.scale_attention);
   check("scale_attn_by_inverse_layer_idx", theirs.scale_attention_by_layer, options.scale_attention_by_layer);
+  if (options.tie) check("tie_word_embeddings", theirs.tie, true);  // its head would be left out
   std::map<std::string, Translation> ours;
   for (const auto& [own, translation] : gpt2_names(options)) ours[translation.name] = {own, translation.transposed};
   // Files of the bare GPT2Model lack the prefix, old ones hold the causal mask, and a tied head is the embedding.

@@ -341,6 +341,10 @@ TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
     GptOptions usual = options;
     usual.norm_epsilon = 1e-5;
     EXPECT_THROW(import_gpt2(source, fsdp, usual), tessera::CheckpointError);
+    GptOptions tied = options;
+    tied.tie = true;  // and the head is the embedding's
+    tessera::FullyShardedDataParallel without_head(Gpt(tied), comm);
+    EXPECT_THROW(import_gpt2(source, without_head, tied), tessera::CheckpointError);
     import_gpt2(source, fsdp, read);
     const at::NoGradGuard no_grad;
     EXPECT_TRUE(at::allclose(fsdp(tokens), expected, 1e-4, 1e-4));
