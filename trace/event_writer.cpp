@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <boost/crc.hpp>
 #include <cerrno>
 #include <climits>
 #include <iostream>
@@ -56,11 +55,21 @@ std::string scalar_event(std::string_view tag, double value, int64_t step) {
   return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
 }
 
-// crc32c of the bytes, masked: checksums of data that has checksums in it are weak (TensorFlow's record_writer.h).
+// CRC-32C (Castagnoli), bit by bit: some hundred bytes a point. Boost.CRC has it, but what embeds Tessera's libraries
+// does without Boost, and zlib's and xxHash's checksums are others.
+uint32_t crc32c(std::string_view bytes) {
+  uint32_t crc = 0xFFFFFFFF;
+  for (const char byte : bytes) {
+    crc ^= static_cast<unsigned char>(byte);
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0x82F63B78 & (0 - (crc & 1)));
+  }
+  return ~crc;
+}
+
+// Masked, as checksums of data that has checksums in it are weak (TensorFlow's record_writer.h).
 uint32_t masked_checksum(std::string_view bytes) {
-  boost::crc_optimal<32, 0x1EDC6F41, 0xFFFFFFFF, 0xFFFFFFFF, true, true> crc;
-  crc.process_bytes(bytes.data(), bytes.size());
-  return std::rotr(static_cast<uint32_t>(crc.checksum()), 15) + 0xa282ead8U;
+  const uint32_t crc = crc32c(bytes);
+  return std::rotr(crc, 15) + 0xa282ead8U;
 }
 
 std::string record(const std::string& message) {
