@@ -147,22 +147,14 @@ at::Tensor Adafactor::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Adafactor");
-  std::vector<at::Tensor> parameters;
-  std::vector<const AdafactorOptions*> options;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) require_dense(parameter, "Adafactor");
-      parameters.push_back(parameter);
-      options.push_back(&options_of(group));
-    }
-  }
+  require_dense_gradients();
+  const auto [parameters, options] = all_parameters();
   const std::vector<bool> used = parts().have_gradients(parameters);
   std::vector<Work> all;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const at::Tensor& parameter = parameters[i];
     const NamedShard shape = parts().of(parameter);
-    int64_t numel = 1;
-    for (const int64_t size : shape.sizes) numel *= size;
+    const int64_t numel = c10::multiply_integers(shape.sizes);
     if (!used[i] || numel == 0) continue;
     AdafactorParamState& state = state_of(parameter);
     const auto fp32 = parameter.options().requires_grad(false).dtype(at::kFloat);

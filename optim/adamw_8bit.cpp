@@ -209,15 +209,8 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "AdamW8bit");
-  std::vector<at::Tensor> parameters;
-  std::vector<const AdamW8bitOptions*> options;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) require_dense(parameter, "AdamW8bit");
-      parameters.push_back(parameter);
-      options.push_back(&options_of(group));
-    }
-  }
+  require_dense_gradients();
+  const auto [parameters, options] = all_parameters();
   const std::vector<bool> used = parts().have_gradients(parameters);
   std::vector<Work> all;
   for (size_t i = 0; i < parameters.size(); ++i) all.push_back(work_of(parameters[i], *options[i], used[i]));

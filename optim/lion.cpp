@@ -15,9 +15,7 @@ at::Tensor Lion::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lion");
-  for (const auto& group : param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) require_dense(parameter, "Lion");
+  require_dense_gradients();
   for (const auto& group : param_groups()) {
     const LionOptions& options = options_of(group);
     std::vector<at::Tensor> parameters, gradients, averages;

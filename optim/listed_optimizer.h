@@ -13,6 +13,10 @@
 
 namespace tessera {
 
+// Throws std::invalid_argument unless the parameter, which has a gradient, is dense and of floating-point type, and
+// the gradient dense.
+void require_dense(const at::Tensor& parameter, const char* optimizer);
+
 // Whether an optimizer works on each element by itself, so that it may be given shards as they are.
 enum class Sees { kElements, kParameters };
 
@@ -63,6 +67,26 @@ class ListedOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*slot);
   }
   const ParameterParts& parts() const { return parts_; }
+  // Throws std::invalid_argument for a parameter with a gradient that require_dense() refuses; before anything is
+  // changed.
+  void require_dense_gradients() const {
+    for (const auto& group : param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (parameter.grad().defined()) require_dense(parameter, Options::kName);
+  }
+  // The parameters of all groups, with a gradient or not, and the options of each.
+  struct Parameters {
+    std::vector<at::Tensor> tensors;
+    std::vector<const Options*> options;
+  };
+  Parameters all_parameters() const {
+    Parameters all;
+    for (const auto& group : param_groups()) {
+      all.tensors.insert(all.tensors.end(), group.params().begin(), group.params().end());
+      all.options.resize(all.tensors.size(), &options_of(group));
+    }
+    return all;
+  }
 
  private:
   static Groups one_group(std::vector<at::Tensor> parameters) {
@@ -83,9 +107,5 @@ class ListedOptimizer : public torch::optim::Optimizer {
 
   ParameterParts parts_;
 };
-
-// Throws std::invalid_argument unless the parameter, which has a gradient, is dense and of floating-point type, and
-// the gradient dense.
-void require_dense(const at::Tensor& parameter, const char* optimizer);
 
 }  // namespace tessera

@@ -230,19 +230,19 @@ at::Tensor Muon::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Muon");
+  require_dense_gradients();
   std::vector<at::Tensor> candidates;
   std::vector<const MuonOptions*> options;
-  for (const auto& group : param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) require_dense(parameter, "Muon");
-      if (!options_of(group).use_muon()) continue;
-      if (parts().of(parameter).sizes.size() < 2)
-        throw std::invalid_argument(c10::str("Muon: a parameter of shape ", parts().of(parameter).sizes,
-                                             " is in a group with use_muon, expected 2 dimensions or more: put it in "
-                                             "a group of MuonOptions::adamw()"));
-      candidates.push_back(parameter);
-      options.push_back(&options_of(group));
-    }
+  const auto all = all_parameters();
+  for (size_t i = 0; i < all.tensors.size(); ++i) {
+    if (!all.options[i]->use_muon()) continue;
+    const std::vector<int64_t> sizes = parts().of(all.tensors[i]).sizes;
+    if (sizes.size() < 2)
+      throw std::invalid_argument(c10::str("Muon: a parameter of shape ", sizes,
+                                           " is in a group with use_muon, expected 2 dimensions or more: put it in "
+                                           "a group of MuonOptions::adamw()"));
+    candidates.push_back(all.tensors[i]);
+    options.push_back(all.options[i]);
   }
   const std::vector<bool> used = parts().have_gradients(candidates);
   step_others();

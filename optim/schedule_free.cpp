@@ -24,9 +24,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "ScheduleFreeAdamW");
-  for (const auto& group : param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined()) require_dense(parameter, "ScheduleFreeAdamW");
+  require_dense_gradients();
   for (const auto& group : param_groups()) {
     const ScheduleFreeOptions& options = options_of(group);
     for (const at::Tensor& y : group.params()) {
