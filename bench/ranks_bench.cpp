@@ -29,6 +29,16 @@ torch::nn::Sequential eight_layers() {
   return model;
 }
 
+// One step on the same rows for each rank, so that the mean over ranks is that of one of them.
+template <class Model>
+double train_step(Model& model, torch::optim::Optimizer& optimizer) {
+  auto loss = model.forward(torch::ones({4, 64})).square().mean();
+  loss.backward();
+  optimizer.step();
+  optimizer.zero_grad();
+  return loss.template item<double>();
+}
+
 struct Seconds {
   double start = 0, step = 0, save = 0, loss = 0;
 };
@@ -41,20 +51,12 @@ Seconds measure(int world, int steps, const std::filesystem::path& folder) {
     auto model = eight_layers();
     tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
     torch::optim::SGD optimizer(fsdp.parameters(), 0.01);
-    const auto input = torch::ones({4, 64});
-    const auto step = [&] {
-      auto loss = fsdp.forward(input).square().mean();
-      loss.backward();
-      optimizer.step();
-      optimizer.zero_grad();
-      return loss.item<double>();
-    };
-    step();
+    train_step(fsdp, optimizer);
     comm->barrier();
     if (comm->rank() == 0) seconds.start = seconds_since(begin);
     const auto first = Clock::now();
     double loss = 0;
-    for (int number = 0; number < steps; ++number) loss = step();
+    for (int number = 0; number < steps; ++number) loss = train_step(fsdp, optimizer);
     comm->barrier();
     if (comm->rank() == 0) {
       seconds.step = seconds_since(first) / steps;
@@ -68,19 +70,12 @@ Seconds measure(int world, int steps, const std::filesystem::path& folder) {
   return seconds;
 }
 
-// What one process computes: each rank has the same rows, so the mean is that of one of them.
+// What one process computes.
 double reference(int steps) {
   auto model = eight_layers();
   torch::optim::SGD optimizer(model->parameters(), 0.01);
-  const auto input = torch::ones({4, 64});
   double loss = 0;
-  for (int number = 0; number <= steps; ++number) {
-    auto value = model->forward(input).square().mean();
-    value.backward();
-    optimizer.step();
-    optimizer.zero_grad();
-    loss = value.item<double>();
-  }
+  for (int number = 0; number <= steps; ++number) loss = train_step(*model, optimizer);
   return loss;
 }
 

@@ -30,17 +30,13 @@ double median_without(const std::vector<WaitReport::Rank>& ranks, size_t left_ou
   return *middle;
 }
 
-size_t least(const std::vector<WaitReport::Rank>& ranks) {
-  const auto found =
-      std::min_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.wait_s < b.wait_s; });
-  return static_cast<size_t>(found - ranks.begin());
-}
+bool waits_less(const WaitReport::Rank& a, const WaitReport::Rank& b) { return a.wait_s < b.wait_s; }
 
 }  // namespace
 
 std::optional<int> WaitReport::waited_for(double least_share) const {
   if (ranks.size() < 2) return std::nullopt;
-  const size_t rank = least(ranks);
+  const auto rank = static_cast<size_t>(std::min_element(ranks.begin(), ranks.end(), waits_less) - ranks.begin());
   if (median_without(ranks, rank) - ranks[rank].wait_s < least_share * elapsed_s) return std::nullopt;
   return static_cast<int>(rank);
 }
@@ -50,8 +46,7 @@ std::string WaitReport::text() const {
   const auto percent = [&](double wait_s) { return elapsed_s > 0 ? 100 * wait_s / elapsed_s : 0; };
   std::ostringstream text;
   text << std::fixed << std::setprecision(0);
-  const auto [fewest, most] =
-      std::minmax_element(ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.wait_s < b.wait_s; });
+  const auto [fewest, most] = std::minmax_element(ranks.begin(), ranks.end(), waits_less);
   const auto rank = waited_for();
   if (!rank) {
     text << "no rank is waited for: ranks waited " << percent(fewest->wait_s) << "% to " << percent(most->wait_s)
