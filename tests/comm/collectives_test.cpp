@@ -6,6 +6,7 @@
 #include <csignal>
 
 #include "tessera/comm/backend_all_reduce.h"
+#include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
 
 namespace tessera::collectives_test {
@@ -354,24 +355,8 @@ TEST(CollectivesErrors, APeerThatDiesWhileItIsWrittenToIsNoSignal) {
 TEST(CollectivesErrors, AStuckRankEndsTheWaitWithinTheTimeout) {
   for (InitOptions options : transports()) {
     options.timeout = milliseconds(1500);
-    std::atomic<int> ended = 0;
-    const std::string thrown = error_of<CommError>([&] {
-      run_ranks(
-          3,
-          [&](std::shared_ptr<Communicator> comm) {
-            if (comm->rank() == 1) {  // stuck until the others have given up
-              while (ended < 2) std::this_thread::sleep_for(milliseconds(20));
-              return;
-            }
-            try {
-              comm->barrier("the end of the epoch");
-            } catch (const CommError&) {
-              ++ended;
-              throw;
-            }
-          },
-          options);
-    });
+    const std::string thrown =
+        error_beside_a_stuck_rank(options, [](Communicator& comm) { comm.barrier("the end of the epoch"); });
     expect_contains(thrown, "of the end of the epoch");
     expect_contains(thrown, "1.5 s");
     expect_contains(thrown, "rank 1");

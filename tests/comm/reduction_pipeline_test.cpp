@@ -13,6 +13,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/rank_order_sum.h"
+#include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
 
 namespace tessera::reduction_pipeline_test {
@@ -225,24 +226,8 @@ TEST(ReductionPipeline, OperationsOfAllKindsInFlight) {
 }
 
 TEST(ReductionPipeline, AStuckRankEndsTheWaitByNameWithinTheTimeout) {
-  std::atomic<int> ended = 0;
-  const std::string thrown = error_of<CommError>([&] {
-    run_ranks(
-        3,
-        [&](std::shared_ptr<Communicator> comm) {
-          if (comm->rank() == 1) {  // stuck until the others have given up
-            while (ended < 2) std::this_thread::sleep_for(milliseconds(20));
-            return;
-          }
-          at::Tensor tensor = torch::ones({9 * kChunkFloats});
-          try {
-            comm->all_reduce(tensor, ReduceOp::kSum, "unit 'blocks.3'").wait();
-          } catch (const CommError&) {
-            ++ended;
-            throw;
-          }
-        },
-        by_tcp(milliseconds(1500)));
+  const std::string thrown = error_beside_a_stuck_rank(by_tcp(milliseconds(1500)), [](Communicator& comm) {
+    comm.all_reduce(torch::ones({9 * kChunkFloats}), ReduceOp::kSum, "unit 'blocks.3'").wait();
   });
   expect_contains(thrown, "all-reduce of unit 'blocks.3'");
   expect_contains(thrown, "1.5 s");
