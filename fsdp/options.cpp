@@ -23,9 +23,11 @@ void check_least(const char* field, int64_t value, int64_t least) {
                                 std::to_string(least) + " or more");
 }
 
-// A batch norm, of whatever class: libtorch's, SyncBatchNorm, one that Python exported. Its operators want parameters
-// and statistics in one dtype, and running averages in 16 bit stop moving.
+// A batch norm, of whatever class: libtorch's, SyncBatchNorm, one that Python exported; not a user's module that keeps
+// such buffers above layers of its own. Its operators want parameters and statistics in one dtype, and running averages
+// in 16 bit stop moving.
 bool keeps_running_statistics(const torch::nn::Module& module) {
+  if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);
   const auto* mean = buffers.find("running_mean");
   return mean != nullptr && mean->defined() && buffers.contains("running_var");

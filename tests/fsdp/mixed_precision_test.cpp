@@ -283,36 +283,72 @@ struct BatchNormNetImpl : torch::nn::Module {
     register_module("norm", norm);
     register_module("out", out);
   }
-  at::Tensor forward(at::Tensor x) {
-    x = in(x);
-    return out(norm(x.to(norm->weight.scalar_type())).to(x.scalar_type()));
-  }
+  at::Tensor forward(const at::Tensor& x) { return out(norm(in(x))); }
   torch::nn::Linear in{8, 8}, out{8, 8};
   torch::nn::BatchNorm1d norm{torch::nn::BatchNormOptions(8).momentum(0.3)};
 };
 TORCH_MODULE(BatchNormNet);
 
-// Nobody has to name them: their operators refuse parameters of another dtype than their running statistics.
+// A loop that knows nothing of it: training, a validation after each step. By hand: fp32 weights that are cast where a
+// linear layer uses them, and the norm in fp32 between.
 TEST(MixedPrecision, BatchNormsComputeInFullPrecision) {
   const auto build_net = [] { return seeded(5, [] { return BatchNormNet(); }); };
+  const auto rows = [](int step) { return seeded(90 + step, [] { return torch::randn({6, 8}); }); };
   BatchNormNet by_hand = build_net();
-  by_hand->in->to(at::kBFloat16);
-  by_hand->out->to(at::kBFloat16);
-  const auto rows = seeded(9, [] { return torch::randn({6, 8}); });
-  const auto expected = by_hand(rows.to(at::kBFloat16));
-  expected.to(at::kFloat).square().sum().backward();
-  torch::optim::SGD(by_hand->norm->parameters(), 0.1).step();
+  const auto linear = [](torch::nn::Linear& layer, const at::Tensor& x) {
+    return torch::linear(x, layer->weight.to(at::kBFloat16), layer->bias.to(at::kBFloat16));
+  };
+  const auto forward_by_hand = [&](const at::Tensor& x) {
+    const at::Tensor inner = linear(by_hand->in, x.to(at::kBFloat16)).to(at::kFloat);
+    return linear(by_hand->out, by_hand->norm(inner).to(at::kBFloat16));
+  };
+  const auto train = [&](auto forward, torch::nn::Module& module, std::vector<at::Tensor> parameters) {
+    torch::optim::SGD sgd(std::move(parameters), torch::optim::SGDOptions(0.1).momentum(0.9));
+    std::vector<at::Tensor> outputs;
+    for (int step = 0; step < 3; ++step) {
+      module.train();
+      sgd.zero_grad();
+      outputs.push_back(forward(rows(step)));
+      outputs.back().to(at::kFloat).square().mean().backward();
+      sgd.step();
+      module.eval();
+      const at::NoGradGuard no_grad;
+      outputs.push_back(forward(rows(-1)));
+    }
+    return outputs;
+  };
+  const auto expected = train(forward_by_hand, *by_hand, by_hand->parameters());
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     BatchNormNet net = build_net();
     FullyShardedDataParallel fsdp(net, comm,
                                   {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
                                    .mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
-    const auto out = fsdp(rows);
-    EXPECT_TRUE(torch::equal(out, expected));
+    const auto outputs = train([&](const at::Tensor& x) { return fsdp(x); }, *net, fsdp.parameters());
+    for (size_t i = 0; i < outputs.size(); ++i) EXPECT_TRUE(torch::equal(outputs[i], expected[i])) << "output " << i;
     EXPECT_TRUE(torch::equal(net->norm->running_var, by_hand->norm->running_var));
-    out.to(at::kFloat).square().sum().backward();
-    torch::optim::SGD(fsdp.parameters(), 0.1).step();
     EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["norm.weight"], by_hand->norm->weight.detach()));
+  });
+}
+
+// A user's normaliser of inputs around layers of its own has the names of a batch norm's buffers, and is none.
+struct NormalisedImpl : torch::nn::Module {
+  NormalisedImpl() {
+    register_buffer("running_mean", torch::zeros({8}));
+    register_buffer("running_var", torch::ones({8}));
+    register_module("linear", linear);
+  }
+  at::Tensor forward(const at::Tensor& x) { return linear(x); }
+  torch::nn::Linear linear{8, 8};
+};
+TORCH_MODULE(Normalised);
+
+TEST(MixedPrecision, LayersBelowRunningStatisticsAreCast) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Normalised inner;
+    FullyShardedDataParallel fsdp(torch::nn::Sequential(inner), comm,
+                                  {.mixed_precision = {.param_dtype = at::kBFloat16}});
+    EXPECT_EQ(fsdp(torch::ones({2, 8})).scalar_type(), at::kBFloat16);
+    EXPECT_EQ(inner->linear->weight.scalar_type(), at::kBFloat16);
   });
 }
 
