@@ -28,6 +28,7 @@ struct WaitReport {
   // "no rank is waited for: ...".
   std::string text() const;
 
+  // Of an operation's name, in a report, so many at most.
   static constexpr size_t kOperationBytes = 88;
 };
 
@@ -43,6 +44,7 @@ struct WaitReport {
 // a value. One for a communicator, which outlives it; used by one thread at a time.
 class WaitReporter {
  public:
+  // The first report's time begins here. `comm` outlives it.
   explicit WaitReporter(Communicator& comm);
 
   // Of the time since the last report, or construction, in this group and those split from it. Collective: one

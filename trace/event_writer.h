@@ -22,6 +22,7 @@ namespace tessera {
 // also after a full disk and, but for the last record, after a kill. Thread-safe.
 class EventWriter {
  public:
+  // How the file is written.
   struct Options {
     // scalar() writes what has come together once the last write is as old: what a kill loses, at most.
     std::chrono::milliseconds flush_every{5000};
@@ -49,6 +50,7 @@ class EventWriter {
   // The points that were dropped.
   int64_t dropped() const;
 
+  // The file.
   const std::filesystem::path& path() const { return path_; }
 
   static constexpr size_t kMaxKeptBytes = size_t{4} << 20;  // some 70,000 points
