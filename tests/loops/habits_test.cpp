@@ -323,10 +323,14 @@ TEST_P(Habits, ParametersOfManyTypes) {
        });
 }
 
-// A second model copied from the first as clone() does.
+// A second model copied from the first as clone() does. clone() calls reset(), which draws nothing: other ranks draw
+// their rows from torch's one generator meanwhile.
 struct Copyable : torch::nn::Cloneable<Copyable> {
-  Copyable() { reset(); }
-  void reset() override { weight = register_parameter("weight", torch::randn({kFeatures, kFeatures}, at::kDouble)); }
+  Copyable() {
+    reset();
+    torch::nn::init::normal_(weight);
+  }
+  void reset() override { weight = register_parameter("weight", torch::empty({kFeatures, kFeatures}, at::kDouble)); }
   at::Tensor weight;
 };
 struct WithClone : Net {
