@@ -44,6 +44,11 @@ constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
 constexpr const char* kCauses[] = {
     "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
 
+std::string closed_text(int peer, const std::string& cause) {
+  return c10::str(peer < 0 ? "a connection" : c10::str("the connection to rank ", peer),
+                  " is closed, so that rank has ended or failed (", cause.substr(0, cause.find('\n')), ")");
+}
+
 class GlooCommunicator;
 
 struct Message {
@@ -53,6 +58,11 @@ struct Message {
   int peer;  // -1: gloo's own collective, with all of them
   bool is_send;
 };
+
+// Of a tag: which of two ranks' connections a message takes.
+int connection_bit(int rank, int peer, bool is_send) { return is_send == (rank < peer) ? 1 : 0; }
+// Of the tag of a message that nobody ever sends: no operation has so many steps.
+constexpr int kNoStep = 3;
 
 void keep_memory(const std::vector<Message>& messages, std::vector<at::Tensor>& keeper) {
   for (const Message& message : messages)
@@ -109,10 +119,13 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
         options_(std::move(options)),
         memory_(std::move(memory)),
         group_(std::move(group)),
-        watch_(store_, rank, size, [this] {
-          std::lock_guard lock(mutex_);
-          interrupt_locked();
-        }) {}
+        watch_(store_, rank, size,
+               {.interrupt =
+                    [this] {
+                      std::lock_guard lock(mutex_);
+                      interrupt_locked();
+                    },
+                .is_cut = [this] { return closed_connection(); }}) {}
 
   ~GlooCommunicator() override {
     pipelines_.stop();
@@ -167,6 +180,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   }
   c10::intrusive_ptr<c10d::Work> post(const at::Tensor& tensor, int peer, bool is_send, int tag);
   std::optional<MessageFailure> wait_for(const ReductionPipeline& pipeline, PipelineThread::Deadline until);
+  std::string closed_connection();
   bool interrupt_locked();
   void close_locked() noexcept;
   c10::intrusive_ptr<c10d::ProcessGroupGloo> connections();
@@ -237,9 +251,8 @@ GlooOperation::~GlooOperation() {
 // 14 bits of number keep operations apart that are in flight together, 2 of step, 14 of hash, and the last says which
 // way: see [Note: one way].
 int GlooOperation::tag(int peer, bool is_send, int step) const {
-  const bool is_upwards = is_send == (comm_->rank() < peer);
-  return static_cast<int>((sequence_ & 0x3fff) << 17 | (step & 0x3) << 15 | (fingerprint_ & 0x3fff) << 1 |
-                          static_cast<uint64_t>(is_upwards));
+  return static_cast<int>((sequence_ & 0x3fff) << 17 | (step & 0x3) << 15 | (fingerprint_ & 0x3fff) << 1) |
+         connection_bit(comm_->rank(), peer, is_send);
 }
 
 uint64_t GlooOperation::memory_tag() const {
@@ -304,12 +317,8 @@ void GlooOperation::reduce_in_background(const at::Tensor& own, const at::Tensor
       comm->count_sent(static_cast<int64_t>(chunk.nbytes()));
       return comm->post(chunk, peer, /*is_send=*/true, tags[peer]);
     };
-  try {
-    pipeline_ =
-        std::make_shared<ReductionPipeline>(comm_->rank(), comm_->size(), own, out, reduce, std::move(transport));
-  } catch (const std::exception& error) {
-    comm_->fail(*this, -1, /*is_send=*/false, error.what());
-  }
+  pipeline_ = std::make_shared<ReductionPipeline>(comm_->rank(), comm_->size(), own, out, reduce, std::move(transport));
+  if (const auto failure = pipeline_->announce()) comm_->fail(*this, failure->peer, failure->is_send, failure->cause);
 }
 
 void GlooOperation::start_pipeline() { comm_->pipelines_.add(pipeline_); }
@@ -425,6 +434,34 @@ void GlooCommunicator::end_waits() {
   waits_for_ = nullptr;
 }
 
+// Where a connection ends, gloo ends the waits for the messages that are announced on it, but not for the one that is
+// on its way (Pair::signalException): that wait would go on to its timeout. A further announcement does fail, so one is
+// made on behalf of a wait that takes long. What it announces never comes.
+std::string GlooCommunicator::closed_connection() {
+  int peer = -1;
+  bool is_send = false;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
+  {
+    std::lock_guard lock(mutex_);
+    group = group_;
+    if (waits_for_pipeline_) {
+      peer = pipelines_.waits_for();
+    } else if (waits_for_ != nullptr && waits_for_->work) {
+      peer = waits_for_->peer;
+      is_send = waits_for_->is_send;
+    }
+  }
+  if (!group || peer < 0) return "";
+  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  std::lock_guard lock(posting_);
+  try {
+    group->recv(nothing, peer, kNoStep << 15 | connection_bit(rank(), peer, is_send));
+    return "";
+  } catch (const std::exception& error) {
+    return closed_text(peer, error.what());
+  }
+}
+
 // Whether there was a wait to interrupt.
 bool GlooCommunicator::interrupt_locked() {
   if (waits_for_pipeline_) pipelines_.interrupt();
@@ -465,8 +502,7 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
     if (const std::string others = watch_.who_waits(); !others.empty()) text += "; " + others;
     is_timeout = true;
   } else if (!cause.empty()) {
-    text += c10::str(": ", peer < 0 ? "a connection" : c10::str("the connection to rank ", peer),
-                     " is closed, so that rank has ended or failed (", cause.substr(0, cause.find('\n')), ")");
+    text += ": " + closed_text(peer, cause);
   } else {
     std::lock_guard lock(mutex_);
     if (broken_) text += ": " + *broken_;

@@ -47,7 +47,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
         backends_(std::move(backends)),
         store_(std::move(store)),
         group_(std::move(group)),
-        watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size, [this] { end("", false); }) {
+        watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size,
+               {.interrupt = [this] { end("", false); }}) {
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 

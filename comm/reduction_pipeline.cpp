@@ -41,48 +41,60 @@ ReductionPipeline::ReductionPipeline(int rank, int world, const at::Tensor& own,
     places_.push_back(std::move(rows));
   }
   received_.assign(ahead, std::vector<Work>(world));
-  for (size_t chunk = 0; chunk < received_.size(); ++chunk) receive(chunk);
+}
+
+std::optional<MessageFailure> ReductionPipeline::announce() {
+  try {
+    for (size_t chunk = 0; chunk < ahead(); ++chunk) receive(chunk);
+    return std::nullopt;
+  } catch (const std::exception& error) {
+    return failure(error.what());
+  }
 }
 
 void ReductionPipeline::receive(size_t chunk) {
   const size_t place = chunk % ahead();
+  is_send_ = false;
   for (int step = 1; step < world_; ++step) {
-    const int peer = (rank_ - step + world_) % world_;
-    at::Tensor& tensor = places_[place][peer];
+    peer_ = (rank_ - step + world_) % world_;
+    at::Tensor& tensor = places_[place][peer_];
     if (tensor.numel() != own_[chunk].numel()) tensor = tensor.narrow(0, 0, own_[chunk].numel());
-    received_[place][peer] = transport_.receive(tensor, peer);
+    received_[place][peer_] = transport_.receive(tensor, peer_);
   }
 }
 
 std::optional<MessageFailure> ReductionPipeline::run(const Wait& wait) {
-  int peer = rank_;
-  bool is_send = false;
   std::fesetenv(&rounding_);
   try {
-    std::vector<at::Tensor> parts(world_);
-    for (size_t chunk = 0; chunk < own_.size(); ++chunk) {
-      const size_t place = chunk % ahead();
-      for (peer = 0; peer < world_; ++peer) {
-        if (peer == rank_) continue;
-        is_send = false;
-        if (!wait(received_[place][peer], peer)) return MessageFailure{peer, is_send, ""};
-        received_[place][peer].reset();
-        parts[peer] = places_[place][peer];
-      }
-      parts[rank_] = own_[chunk];
-      reduce_in_rank_order_here(out_[chunk], parts, op_);
-      for (int step = 1; transport_.publish && step < world_; ++step) {
-        peer = (rank_ + step) % world_;
-        is_send = true;
-        published_.push_back({transport_.publish(out_[chunk], peer), peer});
-      }
-      is_send = false;
-      if (chunk + ahead() < own_.size()) receive(chunk + ahead());
-    }
+    if (sum_up(wait)) return std::nullopt;
+    return failure("");
   } catch (const std::exception& error) {
-    return MessageFailure{peer, is_send, error.what()};
+    return failure(error.what());
   }
-  return std::nullopt;
+}
+
+// False where a wait was interrupted.
+bool ReductionPipeline::sum_up(const Wait& wait) {
+  std::vector<at::Tensor> parts(world_);
+  for (size_t chunk = 0; chunk < own_.size(); ++chunk) {
+    const size_t place = chunk % ahead();
+    is_send_ = false;
+    for (peer_ = 0; peer_ < world_; ++peer_) {
+      if (peer_ == rank_) continue;
+      if (!wait(received_[place][peer_], peer_)) return false;
+      received_[place][peer_].reset();
+      parts[peer_] = places_[place][peer_];
+    }
+    parts[rank_] = own_[chunk];
+    reduce_in_rank_order_here(out_[chunk], parts, op_);
+    is_send_ = true;
+    for (int step = 1; transport_.publish && step < world_; ++step) {
+      peer_ = (rank_ + step) % world_;
+      published_.push_back({transport_.publish(out_[chunk], peer_), peer_});
+    }
+    if (chunk + ahead() < own_.size()) receive(chunk + ahead());
+  }
+  return true;
 }
 
 void PipelineThread::add(const std::shared_ptr<ReductionPipeline>& pipeline) {
@@ -145,6 +157,11 @@ std::vector<ReductionPipeline::Published> PipelineThread::published(ReductionPip
 void PipelineThread::drop(ReductionPipeline& pipeline) noexcept {
   pipeline.published_.clear();
   pipeline.received_.clear();
+}
+
+int PipelineThread::waits_for() {
+  std::lock_guard lock(mutex_);
+  return waits_for_ ? peer_ : -1;
 }
 
 void PipelineThread::interrupt() noexcept {

@@ -55,15 +55,20 @@ class ReductionPipeline {
   };
 
   // `own` is what this rank has of its part, `out` where the sum comes (the same tensor, or apart): flat, contiguous,
-  // of one dtype. Announces the first chunks, so it throws what `receive` throws.
+  // of one dtype.
   ReductionPipeline(int rank, int world, const at::Tensor& own, const at::Tensor& out, ReduceOp op,
                     Transport transport);
+
+  // Announces the first chunks; or why that failed. Once, before it is run.
+  std::optional<MessageFailure> announce();
 
  private:
   friend class PipelineThread;
   using Wait = std::function<bool(const Work&, int peer)>;
   std::optional<MessageFailure> run(const Wait& wait);
+  bool sum_up(const Wait& wait);
   void receive(size_t chunk);
+  MessageFailure failure(std::string cause) const { return {peer_, is_send_, std::move(cause)}; }
   size_t ahead() const { return received_.size(); }
 
   const int rank_, world_;
@@ -74,6 +79,8 @@ class ReductionPipeline {
   std::vector<std::vector<at::Tensor>> places_;  // of it: by chunk modulo chunks ahead, and rank
   std::vector<std::vector<Work>> received_;      // the same; announced and not waited for yet
   std::vector<Published> published_;
+  int peer_ = -1;  // of the message that is started or waited for
+  bool is_send_ = false;
   std::fenv_t rounding_;  // the caller's modes, denormals among them: sums are the same on any thread
   bool is_over_ = false;  // PipelineThread's
 };
@@ -95,6 +102,9 @@ class PipelineThread {
   static std::vector<ReductionPipeline::Published> published(ReductionPipeline& pipeline);
   // Forgets the messages of a pipeline that is over, or was stopped.
   static void drop(ReductionPipeline& pipeline) noexcept;
+
+  // Whose message the thread waits for; -1: it does not wait. Any thread.
+  int waits_for();
 
   // Nothing is run any more; wait() returns. Any thread.
   void interrupt() noexcept;

@@ -63,8 +63,8 @@ auto in_time(Ask ask) -> std::optional<decltype(ask())> {
 }  // namespace
 
 struct StallWatch::State {
-  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, std::function<void()> callback)
-      : store(std::move(shared)), rank(own), size(ranks), interrupt(std::move(callback)) {}
+  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called)
+      : store(std::move(shared)), rank(own), size(ranks), callbacks(std::move(called)) {}
 
   void run();
 
@@ -87,11 +87,13 @@ struct StallWatch::State {
   std::deque<Started> recent;
   std::string explanation;
 
-  std::mutex interrupt_mutex;
-  std::function<void()> interrupt;  // null once the watch is gone
+  std::mutex calling;   // guards what follows
+  Callbacks callbacks;  // null once the watch is gone
 
  private:
-  void look();  // one look into the store, on behalf of a wait that takes long
+  void look();  // on behalf of a wait that takes long
+  std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
+  std::string find_cut();
   void end_looks();
   std::string divergence(const std::deque<Started>& own, const std::string& shown) const;
 
@@ -100,16 +102,16 @@ struct StallWatch::State {
   std::string shown_;  // by this rank, as kStarted
 };
 
-StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::function<void()> interrupt)
-    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(interrupt))) {
+StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
+    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks))) {
   if (size > 1) thread_ = std::thread([state = state_] { state->run(); });
 }
 
 StallWatch::~StallWatch() {
   if (!thread_.joinable()) return;
   {
-    std::lock_guard lock(state_->interrupt_mutex);
-    state_->interrupt = nullptr;
+    std::lock_guard lock(state_->calling);
+    state_->callbacks = {};
   }
   std::unique_lock lock(state_->mutex);
   state_->stops = true;
@@ -218,6 +220,32 @@ std::string StallWatch::State::divergence(const std::deque<Started>& own, const 
   return "";
 }
 
+std::string StallWatch::State::find_cut() {
+  std::lock_guard lock(calling);
+  return callbacks.is_cut ? callbacks.is_cut() : "";
+}
+
+// What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.
+std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool& is_consequence) {
+  std::ostringstream text;
+  text << rank << '\n';
+  for (const Started& started : own) text << started.sequence << ' ' << started.description << '\n';
+  const std::string log = text.str();
+  if (!std::exchange(said_that_it_waits_, true)) store->set(waiting_key(rank), "yes");
+  std::string shown = log;
+  if (shown_.empty()) {
+    const auto bytes =
+        store->compareSet(kStarted, std::vector<uint8_t>(), std::vector<uint8_t>(log.begin(), log.end()));
+    shown.assign(bytes.begin(), bytes.end());
+    if (shown == log) shown_ = log;
+  } else if (shown_ != log) {
+    store->set(kStarted, shown_ = log);
+  }
+  std::string found = failures(*store);
+  is_consequence = !found.empty();
+  return found.empty() && shown != log ? divergence(own, shown) : found;
+}
+
 void StallWatch::State::look() {
   std::deque<Started> own;
   std::string found;
@@ -227,31 +255,23 @@ void StallWatch::State::look() {
     found = explanation;
   }
   if (found.empty()) {
-    std::ostringstream text;
-    text << rank << '\n';
-    for (const Started& started : own) text << started.sequence << ' ' << started.description << '\n';
-    const std::string log = text.str();
-    if (!std::exchange(said_that_it_waits_, true)) store->set(waiting_key(rank), "yes");
-    std::string shown = log;
-    if (shown_.empty()) {
-      const auto bytes =
-          store->compareSet(kStarted, std::vector<uint8_t>(), std::vector<uint8_t>(log.begin(), log.end()));
-      shown.assign(bytes.begin(), bytes.end());
-      if (shown == log) shown_ = log;
-    } else if (shown_ != log) {
-      store->set(kStarted, shown_ = log);
+    const std::string cut = find_cut();  // first: where rank 0 has ended, so has the store
+    bool is_consequence = false;
+    try {
+      found = find_reason(own, is_consequence);
+    } catch (const std::exception&) {
+      // Rank 0's process, and the store with it, is going: so do the connections to it, and the wait ends by that.
+      if (cut.empty()) throw;
     }
-    found = failures(*store);
-    const bool is_consequence = !found.empty();
-    if (found.empty() && shown != log) found = divergence(own, shown);
+    if (found.empty()) found = cut;
     if (found.empty()) return;
     std::lock_guard lock(mutex);
     if (!waiting) return;
     explanation = found;
     failure_published |= is_consequence;
   }
-  std::lock_guard lock(interrupt_mutex);
-  if (interrupt) interrupt();  // again at the next look, should the wait have moved on to its next message just now
+  std::lock_guard lock(calling);
+  if (callbacks.interrupt) callbacks.interrupt();  // again at the next look, should the wait have moved on just now
 }
 
 void StallWatch::State::end_looks() {
@@ -268,7 +288,7 @@ void StallWatch::State::run() {
     try {
       stalled ? look() : end_looks();
     } catch (const std::exception&) {
-      // Rank 0's process, and the store with it, is going: so do the connections to it, and the wait ends by that.
+      // The store does not answer: the next look asks again.
     }
     lock.lock();
   }

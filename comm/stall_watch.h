@@ -17,7 +17,8 @@ namespace tessera {
 // compares that with its own: ranks that started different operations under the same number have diverged (one of them
 // left out a layer, say). A rank that failed has left its reason in the store. Either ends the wait long before the
 // timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
-// fact.) A rank that waits calls the store eight times a second, however many ranks there are.
+// fact.) A transport may know, too, that what is waited for cannot come. A rank that waits calls the store eight times
+// a second, however many ranks there are.
 //
 // The store is in rank 0's process, which may be stopped, and c10d's calls of it then have no timeout. So they are all
 // made by threads that can be left behind, and nothing here waits longer than kPatience for an answer. Thread-safe.
@@ -26,10 +27,15 @@ class StallWatch {
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
 
-  // `interrupt` is called from the watch's thread, every quarter of a second, while a wait goes on that has become
-  // pointless; explanation() then tells why. A world of one needs no thread.
-  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::function<void()> interrupt);
-  ~StallWatch();  // `interrupt` is not called any more
+  // What the watch's thread calls, every quarter of a second while a wait takes long.
+  struct Callbacks {
+    std::function<void()> interrupt;           // the wait has become pointless; explanation() tells why
+    std::function<std::string()> is_cut = {};  // why the transport will not bring what is waited for; "": it may
+  };
+
+  // A world of one needs no thread.
+  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks);
+  ~StallWatch();  // nothing is called any more
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
 

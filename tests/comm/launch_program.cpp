@@ -9,9 +9,11 @@
 //   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
 //   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
 //   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
+//   torn    ends in the middle of a large message, which it cannot read to its end
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
 #include <unistd.h>
@@ -24,6 +26,7 @@
 #include <thread>
 
 #include "tessera/comm/errors.h"
+#include "tessera/comm/reduction_pipeline.h"
 #include "tessera/launch/launch.h"
 
 namespace {
@@ -78,6 +81,17 @@ void end_badly(const std::string& mode) {
   }
 }
 
+constexpr int64_t kLargeNumel = int64_t{4} << 20;
+
+// The first chunk is readable for its first half: gloo's thread throws there.
+at::Tensor torn() {
+  void* memory =
+      ::mmap(nullptr, kLargeNumel * sizeof(float), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::runtime_error("mmap");
+  ::mprotect(static_cast<char*>(memory) + tessera::kChunkBytes / 2, ::sysconf(_SC_PAGESIZE), PROT_NONE);
+  return torch::from_blob(memory, {kLargeNumel}, torch::kFloat);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -115,8 +129,9 @@ int main(int argc, char** argv) {
   for (;;) {
     if (arguments.mode == "hang" || arguments.mode == "stubborn") {
       ::pause();
-    } else if (arguments.mode == "stop" || arguments.mode == "cut") {
-      auto tensor = torch::ones({int64_t{4} << 20});
+    } else if (arguments.mode == "stop" || arguments.mode == "cut" || arguments.mode == "torn") {
+      auto tensor = torch::ones({kLargeNumel});
+      if (arguments.mode == "torn" && comm->rank() == arguments.rank) tensor = torn();
       comm->all_reduce(tensor, tessera::ReduceOp::kSum, "a large tensor").wait();
     } else {
       sum_of_ranks(*comm);

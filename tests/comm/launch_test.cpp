@@ -343,6 +343,20 @@ TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
   EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
 }
 
+// gloo ends no wait for a message that is half through when its connection ends.
+TEST(Launchers, ARankThatEndsInTheMiddleOfAMessageEndsTheOthersByName) {
+  const auto port = free_port();
+  Processes processes;
+  for (int rank = 0; rank < 2; ++rank) {
+    auto environment = torchrun(rank, 2, port);
+    environment["TESSERA_PEER_MEMORY"] = "0";
+    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram, "torn", "1"}, environment));
+  }
+  EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGABRT) << outputs(processes);
+  EXPECT_EQ(processes[0]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
+  EXPECT_TRUE(contains(processes[0]->output(), "the connection to rank 1 is closed")) << outputs(processes);
+}
+
 TEST(Launchers, TorchrunsAgentServesTheStoreOverRestarts) {
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(std::stoi(free_port()));

@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include <array>
 #include <atomic>
 #include <future>
 #include <limits>
@@ -256,6 +258,22 @@ TEST(ReductionPipeline, ARankThatLeavesInTheMiddleEndsWaitsAndWhatIsUnderWay) {
         by_tcp(std::chrono::seconds(60)));
   });
   EXPECT_EQ(thrown, "the disk of rank 1 is on fire");
+}
+
+// A peer whose connection is closed is named also where the first announcement of a sum finds that out.
+TEST(ReductionPipeline, NamesThePeerThatAnAnnouncementFailsFor) {
+  const at::Tensor tensor = torch::ones({kChunkFloats});
+  ReductionPipeline pipeline(0, 4, tensor, tensor, ReduceOp::kSum,
+                             {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Work {
+                                if (peer == 2) throw std::runtime_error("closed");
+                                return nullptr;
+                              },
+                              .publish = nullptr});
+  const auto failure = pipeline.announce();
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->peer, 2);
+  EXPECT_FALSE(failure->is_send);
+  EXPECT_EQ(failure->cause, "closed");
 }
 
 // From another thread, while this rank's waits for a sum, and while it computes.

@@ -43,7 +43,7 @@ class CountingStore : public c10d::HashStore {
 
 struct Rank {
   Rank(const c10::intrusive_ptr<CountingStore>& store, int rank, int size)
-      : watch(store, rank, size, [this] { ++interrupts; }) {}
+      : watch(store, rank, size, {.interrupt = [this] { ++interrupts; }}) {}
   std::atomic<int> interrupts = 0;
   StallWatch watch;
 };
@@ -106,6 +106,21 @@ TEST(StallWatch, FindsWhoDiverged) {
     rank->watch.publish_failure(text);
   }
   for (const auto& rank : ranks) EXPECT_TRUE(soon([&] { return rank->interrupts > 0; }));
+}
+
+// What the transport knows ends the wait, the store being gone or not; what a rank that failed said of it comes first.
+TEST(StallWatch, AsksTheTransportFirst) {
+  for (const bool is_told : {false, true}) {
+    auto store = c10::make_intrusive<CountingStore>();
+    std::atomic<int> interrupts = 0;
+    StallWatch watch(
+        store, 0, 2,
+        {.interrupt = [&] { ++interrupts; }, .is_cut = [] { return "the connection to rank 1 is closed"; }});
+    if (is_told) store->set("tessera/failure/1", std::vector<uint8_t>{'w', 'h', 'y'});
+    watch.begin_wait();
+    EXPECT_TRUE(soon([&] { return interrupts > 0; }));
+    EXPECT_EQ(watch.explanation(), is_told ? "why" : "the connection to rank 1 is closed");
+  }
 }
 
 TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
