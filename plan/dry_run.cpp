@@ -22,32 +22,32 @@ int checked_steps(int steps) {
   return steps;
 }
 
-// Under deterministic algorithms libtorch fills the memory of new tensors, by a switch of the process; here that memory
-// is an address and no more.
-class UnfilledScope {
- public:
-  UnfilledScope() {
-    std::lock_guard lock(mutex);
-    if (alive++ == 0) before = at::globalContext().deterministicFillUninitializedMemory();
-    at::globalContext().setDeterministicFillUninitializedMemory(false);
-  }
-  ~UnfilledScope() {
-    std::lock_guard lock(mutex);
-    if (--alive == 0) at::globalContext().setDeterministicFillUninitializedMemory(before);
-  }
-  UnfilledScope(const UnfilledScope&) = delete;
-  UnfilledScope& operator=(const UnfilledScope&) = delete;
-
- private:
-  static inline std::mutex mutex;
-  static inline int alive = 0;
-  static inline bool before = false;
-};
-
 }  // namespace
 
 // Nothing moves, and random numbers go back to where they were.
 struct RunScope::Without {
+  // Under deterministic algorithms libtorch fills the memory of new tensors, by a switch of the process; here that
+  // memory is an address and no more.
+  class UnfilledScope {
+   public:
+    UnfilledScope() {
+      std::lock_guard lock(mutex);
+      if (alive++ == 0) before = at::globalContext().deterministicFillUninitializedMemory();
+      at::globalContext().setDeterministicFillUninitializedMemory(false);
+    }
+    ~UnfilledScope() {
+      std::lock_guard lock(mutex);
+      if (--alive == 0) at::globalContext().setDeterministicFillUninitializedMemory(before);
+    }
+    UnfilledScope(const UnfilledScope&) = delete;
+    UnfilledScope& operator=(const UnfilledScope&) = delete;
+
+   private:
+    static inline std::mutex mutex;
+    static inline int alive = 0;
+    static inline bool before = false;
+  };
+
   Without() {
     at::Generator generator = at::detail::getDefaultCPUGenerator();
     std::lock_guard lock(generator.mutex());
