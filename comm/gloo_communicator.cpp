@@ -458,7 +458,9 @@ std::string GlooCommunicator::closed_connection() {
     group->recv(nothing, peer, kNoStep << 15 | connection_bit(rank(), peer, is_send));
     return "";
   } catch (const std::exception& error) {
-    return closed_text(peer, error.what());
+    const std::string cause = error.what();
+    // The wait has just ended by itself, at its timeout, and says so.
+    return cause.find("Application timeout") != std::string::npos ? "" : closed_text(peer, cause);
   }
 }
 

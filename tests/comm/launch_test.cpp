@@ -354,7 +354,9 @@ TEST(Launchers, ARankThatEndsInTheMiddleOfAMessageEndsTheOthersByName) {
   }
   EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGABRT) << outputs(processes);
   EXPECT_EQ(processes[0]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
-  EXPECT_TRUE(contains(processes[0]->output(), "the connection to rank 1 is closed")) << outputs(processes);
+  // It may find out itself, and say so, that its tensor cannot be read.
+  const std::string told = processes[0]->output();
+  EXPECT_TRUE(contains(told, "the connection to rank 1 is closed") || contains(told, "rank 1 failed")) << told;
 }
 
 TEST(Launchers, TorchrunsAgentServesTheStoreOverRestarts) {
