@@ -64,11 +64,15 @@ class LockedFile {
 // Whether a trace may be written there: what is there, if anything, is one. (One of ours, by how it begins: nlohmann's
 // dump() has keys in their order, and a trace can have 100 MB.)
 bool may_be_replaced(const std::string& path) {
+  // Opened once: the process of another rank may remove it meanwhile. A pipe would block.
+  const int file = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  if (file < 0) return errno == ENOENT;
   struct stat status {};
-  if (::stat(path.c_str(), &status) != 0) return true;
-  if (!S_ISREG(status.st_mode)) return false;  // a pipe would not even open
   std::string text(kBegin.size(), '\0');
-  return status.st_size == 0 || (std::ifstream(path).read(text.data(), std::ssize(text)) && text == kBegin);
+  const bool is_file = ::fstat(file, &status) == 0 && S_ISREG(status.st_mode);
+  const ssize_t read_bytes = is_file ? ::pread(file, text.data(), text.size(), 0) : -1;
+  ::close(file);
+  return read_bytes == 0 || (read_bytes == std::ssize(text) && text == kBegin);
 }
 
 nlohmann::json name_event(const char* what, int rank, int line, const std::string& name) {
