@@ -104,10 +104,13 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
   // Rank 0 decides: others might see a folder that changes.
-  std::string names;
-  if (comm.rank() == 0)
-    for (const auto& path : complete_checkpoints(folder)) names = path.filename().string() + "\n" + names;
-  std::istringstream newest_first(gather_texts(comm, names, "the checkpoints of a folder")[0]);
+  const auto names = attempt([&] {
+    std::string lines;
+    if (comm.rank() == 0)
+      for (const auto& path : complete_checkpoints(folder)) lines = path.filename().string() + "\n" + lines;
+    return lines;
+  });
+  std::istringstream newest_first(settle(comm, names, "looking for checkpoints in " + folder.string())[0]);
   LoadedCheckpoint loaded;
   for (std::string name; std::getline(newest_first, name);) try {
       loaded.path = folder / name;
@@ -115,6 +118,8 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
       return loaded;
     } catch (const CheckpointMismatch&) {
       throw;
+    } catch (const StorageUnavailable&) {
+      throw;  // an older one would undo what the newest holds
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
     }

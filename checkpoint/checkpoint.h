@@ -110,7 +110,8 @@ struct LoadedCheckpoint {
 
 // Loads the newest complete checkpoint of a folder that is sound: one that is damaged, or cannot be read, is passed
 // over for the one before, and told of in the result. Nothing if the folder has none; CheckpointError with all their
-// errors if none is sound. One that does not fit is a CheckpointMismatch, as of load_checkpoint(). Collective.
+// errors if none is sound. One that does not fit is a CheckpointMismatch, as of load_checkpoint(), and an object store
+// that does not answer is StorageUnavailable: what it has may be sound. Collective.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,

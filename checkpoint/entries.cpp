@@ -25,8 +25,10 @@ constexpr const char* kDoing[] = {
 
 void throw_checkpoint_error(const FileFailure& failure) {
   const std::string doing = kDoing[static_cast<size_t>(failure.action)];
-  throw CheckpointError(failure.path.string() + ": " +
-                        (failure.problem.empty() ? doing + ": " + failure.reason() : failure.problem));
+  const std::string text =
+      failure.path.string() + ": " + (failure.problem.empty() ? doing + ": " + failure.reason() : failure.problem);
+  if (failure.is_unanswered) throw StorageUnavailable(text);
+  throw CheckpointError(text);
 }
 
 [[noreturn]] void fail_at(const fs::path& path, const std::string& action) {

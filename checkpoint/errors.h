@@ -17,4 +17,10 @@ class CheckpointMismatch : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
+// A storage elsewhere that gave no answer, after all attempts, or refused one: says nothing of the checkpoint.
+class StorageUnavailable : public CheckpointError {
+ public:
+  using CheckpointError::CheckpointError;
+};
+
 }  // namespace tessera

@@ -36,6 +36,8 @@ Outcome attempt(const std::function<std::string()>& part) {
     return {.kind = Outcome::kMisuse, .error = named(error.what())};
   } catch (const CheckpointMismatch& error) {
     return {.kind = Outcome::kMismatch, .error = named(error.what())};
+  } catch (const StorageUnavailable& error) {
+    return {.kind = Outcome::kUnavailable, .error = named(error.what())};
   } catch (const c10::Error& error) {
     return {.error = named(error.what_without_backtrace())};
   } catch (const std::exception& error) {
@@ -52,6 +54,7 @@ void throw_failures(const std::vector<Outcome>& outcomes, const std::string& wha
     message += " (and " + std::to_string(more) + (more == 1 ? " more rank)" : " more ranks)");
   if (first->kind == Outcome::kMisuse) throw std::invalid_argument(message);
   if (first->kind == Outcome::kMismatch) throw CheckpointMismatch(message);
+  if (first->kind == Outcome::kUnavailable) throw StorageUnavailable(message);
   throw CheckpointError(message);
 }
 

@@ -10,8 +10,8 @@ namespace tessera {
 
 // How one rank's part of a collective function went, as a text that can travel: "" if well.
 struct Outcome {
-  // What its error is thrown as: CheckpointError, CheckpointMismatch or std::invalid_argument.
-  enum Kind : char { kFailure = 'F', kMismatch = 'X', kMisuse = 'M' };
+  // What its error is thrown as: CheckpointError, CheckpointMismatch, StorageUnavailable or std::invalid_argument.
+  enum Kind : char { kFailure = 'F', kMismatch = 'X', kUnavailable = 'U', kMisuse = 'M' };
   Kind kind = kFailure;
   std::string error;
   std::string result;  // what the rank has to tell if all went well
@@ -24,8 +24,8 @@ struct Outcome {
 Outcome attempt(const std::function<std::string()>& part);
 
 // Tells every rank every rank's outcome. If any failed, throws on all ranks what the lowest that failed did, naming
-// that rank and the cause: std::invalid_argument, CheckpointMismatch, else CheckpointError. Otherwise returns the
-// results in rank order. Collective.
+// that rank and the cause: std::invalid_argument, CheckpointMismatch or StorageUnavailable, else CheckpointError.
+// Otherwise returns the results in rank order. Collective.
 std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what);
 
 // The same where nothing is to be told: a rank gathers texts only if one failed.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <functional>
@@ -36,13 +37,18 @@ class Removal {
   ~Removal() { join(); }
   void join() {
     const std::lock_guard lock(mutex_);
-    if (thread_.joinable()) thread_.join();
+    if (!thread_.joinable()) return;
+    if (::getpid() == process_)
+      thread_.join();
+    else
+      thread_.detach();  // of the process that this one was forked from: there is no such thread here
   }
   bool has_ended() const { return ended_; }
   // "" while it goes on, or if it went well.
   std::string failure() const { return ended_ ? failure_ : ""; }
 
  private:
+  const pid_t process_ = ::getpid();
   std::string failure_;
   std::atomic<bool> ended_ = false;
   std::mutex mutex_;  // of join()

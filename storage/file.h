@@ -11,8 +11,9 @@ enum class FileAction : uint8_t { kCreate, kOpen, kLookAt, kRead, kWrite, kSync,
 struct FileFailure {
   std::filesystem::path path;  // the file, or the folder of one without a name
   FileAction action;
-  int error_number = 0;  // errno's, if the system gave a reason
-  std::string problem;   // what is wrong, in words after the path, where errno's would not say it; else ""
+  int error_number = 0;        // errno's, if the system gave a reason
+  std::string problem;         // what is wrong, in words after the path, where errno's would not say it; else ""
+  bool is_unanswered = false;  // a storage elsewhere did not answer: this says nothing of the file
 
   std::string reason() const;  // errno's in words
 };

@@ -47,6 +47,12 @@ class S3Error : public std::runtime_error {
   const long status_;
 };
 
+// What says nothing of the object: it was not to be had now, and may be sound.
+class S3Unanswered : public S3Error {
+ public:
+  using S3Error::S3Error;
+};
+
 // Sends signed requests; keeps its connections. What may pass by itself (no connection, one that breaks or stalls, an
 // answer cut short, 408, 429, 5xx) is tried again, after a pause that doubles from 0.1 s to 20 s, less a random part;
 // AWS_MAX_ATTEMPTS times in all, or 10. Thread-safe.
@@ -58,7 +64,7 @@ class S3Client {
   S3Client(const S3Client&) = delete;
   S3Client& operator=(const S3Client&) = delete;
 
-  // Answers of the 200s, and 404; S3Error for others.
+  // Answers of the 200s, and 404; S3Unanswered for others, S3Error for a range outside of the object (416).
   S3Response send(const S3Request& request) const;
 
  private:

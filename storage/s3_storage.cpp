@@ -29,7 +29,7 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   try {
     return work();
   } catch (const S3Error& error) {
-    fail({path, action, 0, error.what()});
+    fail({path, action, 0, error.what(), dynamic_cast<const S3Unanswered*>(&error) != nullptr});
     throw std::logic_error(path.string() + ": a failure that was not thrown");
   }
 }

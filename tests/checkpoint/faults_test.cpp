@@ -5,11 +5,13 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <fstream>
+#include <future>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -17,6 +19,7 @@
 #include <thread>
 
 #include "tessera/checkpoint/offline.h"
+#include "tessera/checkpoint/save_underway.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -242,6 +245,24 @@ TEST(CheckpointFaults, OneJobAtATimeHasAFolder) {
   EXPECT_FALSE(is_of_ended_process(process_name()));
   EXPECT_FALSE(is_of_ended_process("process 999999999 on elsewhere"));
   EXPECT_FALSE(is_of_ended_process("{"));
+}
+
+// A data loader's process, say, forked while the parent still removes old checkpoints: that thread is not its own.
+TEST(CheckpointFaults, AForkedChildDoesNotWaitForTheParentsRemoval) {
+  std::promise<void> go_on;
+  Removal removal([gone = go_on.get_future().share()] { gone.wait(); }, nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);  // ends it by SIGALRM
+    removal.join();
+    ::_exit(7);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 7) << status;
+  go_on.set_value();
+  removal.join();
+  EXPECT_TRUE(removal.has_ended());
 }
 
 // A power cut takes what was written since the last sync, in any order: by then a checkpoint must have all of it behind

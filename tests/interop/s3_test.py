@@ -231,6 +231,20 @@ class S3(unittest.TestCase):
         self.run_words(COMMAND, "verify", "s3://bucket/commit/step-2")
         self.assertEqual(len({key.split("/")[2] for key in self.keys_of("commit/step-2/")}), 2)  # and the dead one is gone
 
+    def test_no_older_checkpoint_is_taken_for_one_that_does_not_answer(self):
+        self.train("s3://bucket/silent", 2, 3)
+        for hidden in ("step-2/tessera.json", "step-2/"):
+            # Its beginning tells when it was saved; its data do not come.
+            def choose(method, path, hidden=hidden):
+                is_hidden = hidden in path and path.endswith(".json") == hidden.endswith(".json")
+                return "503" if method == "GET" and is_hidden else None
+            _, endpoint = self.proxy(choose)
+            told = self.train("s3://bucket/silent", 2, 3, endpoint=endpoint, code=1, AWS_MAX_ATTEMPTS="2")
+            self.assertIn("after 2 attempts", told)
+            self.assertIn("503 SlowDown", told)
+            self.assertNotIn("loss", told)
+        self.assertIn("step 3: loss", self.train("s3://bucket/silent", 2, 1))
+
     def test_a_manifest_whose_answer_is_lost_is_there(self):
         lost = []
         def choose(method, path):
