@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
@@ -64,6 +65,11 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   // The same without waiting for a device to compute the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
 
+  // What the optimizer keeps of the parameters that this rank owns, by TensorImpl as every torch::optim::Optimizer's:
+  // its own, to look at and to clear. (A call through torch::optim::Optimizer finds an empty one.)
+  auto& state() noexcept { return local_->state(); }
+  const auto& state() const noexcept { return std::as_const(*local_).state(); }
+
   // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
   // Collective. Throws std::logic_error for any other optimizer.
   Scope swap_in_averages() override;
@@ -75,6 +81,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   bool has(const at::Tensor& parameter) const;
   // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's.
   int owner(const at::Tensor& parameter) const;
+  // Whether other ranks' copies of a parameter are its owner's values rounded (OssOptions::broadcast_dtype).
+  bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
   // The group that the optimizer was made with.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now. The
