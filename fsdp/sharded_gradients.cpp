@@ -150,6 +150,7 @@ void ShardedGradients::inspect(const Unit& unit) {
         throw std::logic_error(binding_.label(i) +
                                ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "
                                "makes no gradient for it: register it on the module's own parameter");
+      take_gradient_by_hand(i);
       if (!elsewhere_->is_in(i, parameter)) {
         // Not told of: the user still holds the guard that was there.
         if (!std::exchange(place.is_cleared, false)) clear(i);
@@ -160,11 +161,29 @@ void ShardedGradients::inspect(const Unit& unit) {
   }
 }
 
+// What the user has put in the guard's place: zeros are a zero_grad(). Others would do nothing, unlike for an optimizer
+// of one process.
+void ShardedGradients::take_gradient_by_hand(size_t i) {
+  const at::Tensor& parameter = binding_.tensor(i);
+  if (!parameter.grad().defined() || elsewhere_->is_in(i, parameter)) return;
+  if (parameter.grad().count_nonzero().item<int64_t>() > 0)
+    throw std::logic_error(binding_.label(i) +
+                           " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no "
+                           "step would take: gradients are in fsdp.parameters(), by backward(), as averages over the "
+                           "ranks");
+  clear(i);
+  Place& place = places_[i];
+  if (place.shard.requires_grad()) place.shard.mutable_grad() = at::zeros_like(place.shard.detach());
+  place.is_cleared = false;
+  elsewhere_->put(i, binding_.label(i), parameter);
+}
+
 // ---- passes -------------------------------------------------------------------------------------
 
 void ShardedGradients::begin() {
   for (size_t i = 0; i < places_.size(); ++i) {
     Place& place = places_[i];
+    take_gradient_by_hand(i);
     if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(place.is_cleared, false)) clear(i);
     if (not_ready_->is_in(i, place.shard)) {
       if (place.is_lost) continue;  // refused when a gradient for it comes

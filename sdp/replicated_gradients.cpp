@@ -32,6 +32,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       options_(options),
       binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
       reducer_(binding_.parameters(), mesh_, log_, options.reducer),
+      copies_(binding_, options.copies_are_equal),
       states_(binding_.parameters().size()) {}
 
 // What refers to the shared object.
@@ -57,7 +58,10 @@ void ReplicatedGradients::install() {
     return self ? self->take(parameter, gradient) : gradient;
   });
   keeper_.emplace([locked] {
-    if (const auto self = locked()) self->require_averages();
+    if (const auto self = locked()) {
+      self->require_averages();
+      self->copies_.step_begins();
+    }
   });
   refresh_trainable();
 }
@@ -163,7 +167,9 @@ void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
     const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
-  if (adds) state.holds = Holds::kOwnSum;
+  if (!adds) return;
+  state.holds = Holds::kOwnSum;
+  if (mesh_.world->size() > 1) copies_.note_once(CopyWatch::Since::kOwnSums);
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -171,6 +177,7 @@ void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return;  // a checkpointed part is computed again
+  const bool trains = c10::GradMode::is_enabled();
   Quiet quiet;
   recover();
   binding_.require_nothing_new();
@@ -178,6 +185,7 @@ void ReplicatedGradients::begin_forward() {
     binding_.require_same_kind(i);
     keeper_->keep(binding_.tensor(i));
   }
+  if (trains) copies_.require_alike(*mesh_.world);
   if (options_.must_use_all && any_backward_) require_all_used();
   any_backward_ = false;
   refresh_trainable();
@@ -234,6 +242,12 @@ void ReplicatedGradients::end() {
     any_used = states_[i].used = true;
     if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
   }
+  if (mesh_.world->size() > 1) {
+    if (!any_used)
+      copies_.note(CopyWatch::Since::kNoGradient);
+    else
+      owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
+  }
   if (!order_agreed_ && any_used) agree_on_order();
   if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
@@ -288,6 +302,7 @@ void ReplicatedGradients::require_averages() const {
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "
                              "outside it");
   }
+  copies_.require_no_gradient_by_hand();
 }
 
 void ReplicatedGradients::report(MemoryReport& report) const {

@@ -15,6 +15,7 @@
 #include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/gradient_reducer.h"
 #include "tessera/flat/memory_report.h"
+#include "tessera/sdp/copy_watch.h"
 
 namespace tessera {
 
@@ -24,6 +25,7 @@ struct ReplicatedOptions {
   WireFormat wire = WireFormat::kDtype;      // with owners
   bool gradients_are_views = true;           // of buckets
   bool must_use_all = false;                 // a parameter that no backward of an iteration used is an error
+  bool copies_are_equal = true;              // ranks have the same bits of parameters
   ReducerOptions reducer;
 };
 
@@ -88,6 +90,7 @@ class ReplicatedGradients : public BackwardPass {
   Binding binding_;
   OrderLog log_;
   GradientReducer reducer_;
+  CopyWatch copies_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;
   std::shared_ptr<GradientGuard> guard_;

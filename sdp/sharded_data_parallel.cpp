@@ -2,6 +2,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 
@@ -52,6 +53,8 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   replicated.limits.bucket_numel = options.reduce_buffer_size;
   replicated.wire_dtype = options.reduce_dtype;
   replicated.wire = options.wire;
+  replicated.copies_are_equal =
+      std::none_of(optimizers_.begin(), optimizers_.end(), [](const auto* one) { return one->rounds_copies(); });
   reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
 }
 

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/binding.h"
+
+namespace tessera {
+
+// Ranks that hold whole parameters hold the same ones, as long as steps take averages. Some do not, past the wrapper:
+// after torch::autograd::grad(), or a backward under no_sync(), each rank has the gradients of its own rows, and under
+// ShardedDataParallel an average is at its owner alone. (PyTorch's DistributedDataParallel says that it does not work
+// with autograd.grad.) All of that may be right, for gradients of inputs, say; so it is noted, and where parameters
+// change before the next average the ranks compare them.
+class CopyWatch {
+ public:
+  enum class Since {
+    kNoGradient,    // a backward pass from the wrapper's outputs gave no parameter of any rank a gradient
+    kOwnSums,       // gradients were made under no_sync()
+    kOwnersAverage  // averages came to their owners
+  };
+
+  // `copies_are_equal`: all ranks have the same bits, as long as nobody does this; else nothing is compared.
+  CopyWatch(const Binding& binding, bool copies_are_equal) : binding_(binding), copies_are_equal_(copies_are_equal) {}
+
+  // The same on all ranks. Parameters and gradients are remembered as they are.
+  void note(Since since);
+  // The same, unless that is what was noted last.
+  void note_once(Since since) {
+    if (seen_.empty() || since_ != since) note(since);
+  }
+  // Every rank has the average.
+  void forget() { seen_.clear(); }
+  // Of an optimizer that knows who owns a parameter: its owner's values will be everybody's.
+  void step_begins() {
+    if (since_ == Since::kOwnersAverage) forget();
+  }
+
+  // For a step of an optimizer that knows the wrapper. Throws std::logic_error, naming the parameter, for a gradient
+  // that was put there after a pass that gave none.
+  void require_no_gradient_by_hand() const;
+
+  // For a forward that is trained with. Where parameters have changed since, it is collective: throws std::logic_error on
+  // all ranks, naming the first that differs.
+  void require_alike(Communicator& comm);
+
+ private:
+  struct Seen {
+    int64_t version;  // of the parameter
+    // One of its values, on CPUs: libtorch's SGD and whoever writes through .data() leave the version as it is.
+    uint64_t sample;
+    const c10::TensorImpl* gradient;  // null: none
+    int64_t gradient_version;
+  };
+  Seen look(size_t parameter) const;
+  bool has_changed(size_t parameter) const;
+
+  const Binding& binding_;
+  const bool copies_are_equal_;
+  Since since_ = Since::kNoGradient;
+  std::vector<Seen> seen_;  // empty: nothing is noted
+};
+
+}  // namespace tessera

@@ -1,0 +1,302 @@
+// libtorch's own layers that have several weights or keep them in ways of their own, and what people do with models
+// between steps.
+#include "tests/loops/loops.h"
+
+namespace tessera::loops {
+namespace {
+
+TESSERA_LOOPS(Layers, all_setups);
+
+template <class Module>
+Model seeded_model(uint64_t seed) {
+  return seeded(seed, []() -> Model {
+    auto model = std::make_shared<Module>();
+    model->to(at::kDouble);
+    return model;
+  });
+}
+
+void three_steps(Trainer& run) {
+  for (int step = 0; step < 3; ++step) run.train(step);
+}
+
+// Keeps its weights in a list of its own as well.
+struct Recurrent : Net {
+  Recurrent() { register_module("lstm", lstm), register_module("gru", gru), register_module("out", out); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor sequence = x.view({x.size(0), 4, kFeatures / 4});
+    const auto [hidden, state] = lstm(sequence);
+    return out(std::get<0>(gru(hidden)).select(1, 3));
+  }
+  torch::nn::LSTM lstm{torch::nn::LSTMOptions(kFeatures / 4, 6).num_layers(2).batch_first(true)};
+  torch::nn::GRU gru{torch::nn::GRUOptions(6, 5).batch_first(true).bidirectional(true)};
+  torch::nn::Linear out{10, kFeatures};
+};
+
+TEST_P(Layers, RecurrentOnes) {
+  play(GetParam(), {.model = [] { return seeded_model<Recurrent>(21); }}, three_steps);
+}
+
+// What comes out of one step goes into the next.
+TEST_P(Layers, TruncatedBackpropagationThroughTime) {
+  play(GetParam(), {.model = [] { return seeded_model<Recurrent>(22); }}, [](Trainer& run) {
+    at::Tensor hidden = torch::zeros({}, at::kDouble);
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor out = run(run.x(step) + hidden);
+      const at::Tensor loss = torch::mse_loss(out, run.y(step));
+      run.note(loss);
+      loss.backward();
+      run.optimizer().step();
+      hidden = out.detach().tanh();
+    }
+  });
+}
+
+struct Attentive : Net {
+  Attentive() { register_module("attention", attention), register_module("layer", layer); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor sequence = x.view({x.size(0), 2, kFeatures / 2}).transpose(0, 1);
+    const at::Tensor seen = std::get<0>(attention(sequence, sequence, sequence));
+    return layer(seen).transpose(0, 1).reshape({x.size(0), kFeatures});
+  }
+  torch::nn::MultiheadAttention attention{torch::nn::MultiheadAttentionOptions(kFeatures / 2, 2)};
+  torch::nn::TransformerEncoderLayer layer{
+      torch::nn::TransformerEncoderLayerOptions(kFeatures / 2, 2).dim_feedforward(6).dropout(0)};
+};
+
+TEST_P(Layers, AttentionAndATransformersLayer) {
+  play(GetParam(), {.model = [] { return seeded_model<Attentive>(23); }}, three_steps);
+}
+
+struct Words : Net {
+  explicit Words(bool is_sparse)
+      : words(torch::nn::EmbeddingOptions(16, kFeatures).sparse(is_sparse)),
+        bags(torch::nn::EmbeddingBagOptions(16, kFeatures).mode(torch::kMean).sparse(is_sparse)) {
+    register_module("words", words), register_module("bags", bags), register_module("out", out);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor ids = (x.detach().abs() * 100).to(at::kLong).remainder(16);
+    return out(words(ids.select(1, 0)) + bags(ids));
+  }
+  torch::nn::Embedding words;
+  torch::nn::EmbeddingBag bags;
+  torch::nn::Linear out{kFeatures, kFeatures};
+};
+struct DenseWords : Words {
+  DenseWords() : Words(false) {}
+};
+struct SparseWords : Words {
+  SparseWords() : Words(true) {}
+};
+
+TEST_P(Layers, Embeddings) {
+  play(GetParam(), {.model = [] { return seeded_model<DenseWords>(24); }}, three_steps);
+}
+
+TEST_P(Layers, SparseGradients) {
+  play(GetParam(),
+       {.expect = Expect::kEither, .model = [] { return seeded_model<SparseWords>(24); }, .optimizers = {Optim::kSgd}},
+       three_steps);
+}
+
+struct Lists : Net {
+  Lists() {
+    register_module("scales", scales), register_module("shifts", shifts), register_module("layers", layers);
+    for (int i = 0; i < 3; ++i) {
+      scales->append(torch::rand({kFeatures}) + 0.5);
+      shifts->insert("shift_" + std::to_string(i), torch::randn({kFeatures}));
+      layers->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = x;
+    for (int i = 0; i < 3; ++i)
+      h = (layers[i]->as<torch::nn::Linear>()->forward(h) * (*scales)[i] + (*shifts)["shift_" + std::to_string(i)])
+              .tanh();
+    return h;
+  }
+  torch::nn::ParameterList scales;
+  torch::nn::ParameterDict shifts;
+  torch::nn::ModuleList layers;
+};
+
+TEST_P(Layers, ParametersAndModulesInLists) {
+  play(GetParam(), {.model = [] { return seeded_model<Lists>(25); }}, three_steps);
+}
+
+// A member is not what is registered: fc3's own weight is left without a gradient, as by one process.
+TEST_P(Layers, AMemberThatIsReplacedAndNotRegistered) {
+  const auto model = [] {
+    Model made = mlp();
+    mlp_of(*made).fc3->weight = mlp_of(*made).fc1->weight;
+    return made;
+  };
+  play(GetParam(), {.expect = Expect::kEither, .model = model, .unused = true}, three_steps);
+}
+
+TEST_P(Layers, OneLayerTwiceInAForward) {
+  struct Twice : Mlp {
+    at::Tensor forward(const at::Tensor& x) override { return fc2(fc1(fc2(fc1(x).tanh()).tanh())); }
+  };
+  play(GetParam(), {.model = [] { return seeded_model<Twice>(26); }, .unused = true}, three_steps);
+}
+
+struct Lazy : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    if (!late.defined()) late = register_parameter("extra", torch::full({kFeatures}, 0.5, at::kDouble));
+    return Mlp::forward(x) * late;
+  }
+  at::Tensor late;
+};
+
+TEST_P(Layers, AParameterMadeByTheFirstForward) {
+  play(GetParam(), {.expect = Expect::kEither, .model = [] { return seeded_model<Lazy>(27); }}, three_steps);
+}
+
+TEST_P(Layers, GradientsAskedForByTensor) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      const auto parameters = run.model->parameters();
+      const auto gradients = torch::autograd::grad({loss}, parameters);
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].sub_(0.1 * gradients[i]);
+    }
+  });
+}
+
+TEST_P(Layers, GradientsAskedForByTensorAndPutThereByHand) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      auto parameters = run.model->parameters();
+      const auto gradients = torch::autograd::grad({loss}, parameters);
+      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Layers, BackwardIntoSomeParametersOnly) {
+  play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      const auto wanted = mlp_of(*run.model).fc2->parameters();
+      loss.backward({}, /*retain_graph=*/std::nullopt, /*create_graph=*/false, wanted);
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Layers, ValuesInitialisedAfterWrapping) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.model->apply([](torch::nn::Module& module) {
+      const torch::NoGradGuard no_grad;
+      if (auto* linear = module.as<torch::nn::Linear>()) {
+        torch::nn::init::constant_(linear->weight, 0.1);
+        torch::nn::init::zeros_(linear->bias);
+      }
+    });
+    three_steps(run);
+  });
+}
+
+TEST_P(Layers, TheBestValuesArePutBack) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    std::vector<at::Tensor> best;
+    for (const auto& parameter : run.model->parameters()) best.push_back(parameter.detach().clone());
+    run.train(1);
+    run.train(2);
+    {
+      const torch::NoGradGuard no_grad;
+      size_t i = 0;
+      for (auto& parameter : run.model->parameters()) parameter.copy_(best[i++]);
+    }
+    run.train(3);
+  });
+}
+
+TEST_P(Layers, NormsOfValuesAreLookedAt) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      for (const auto& entry : run.model->named_parameters()) run.note(entry.value().norm());
+    }
+  });
+}
+
+TEST_P(Layers, AGroupIsAddedWhenItsLayerIsThawed) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().add_param_group(torch::optim::OptimizerParamGroup({torch::zeros({2}, at::kDouble)}));
+    run.train(1);
+  });
+}
+
+TEST_P(Layers, GradientsThroughTheOptimizersGroups) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      loss.backward();
+      for (auto& group : run.optimizer().param_groups())
+        for (auto& parameter : group.params())
+          if (parameter.grad().defined()) parameter.mutable_grad().mul_(0.5);
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Layers, TrainingAndEvaluatingInTurn) {
+  struct Dropped : Mlp {
+    at::Tensor forward(const at::Tensor& x) override { return is_training() ? Mlp::forward(x) : Mlp::forward(x * 0.5); }
+  };
+  play(GetParam(), {.model = [] { return seeded_model<Dropped>(28); }}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.model->train();
+      run.train(step);
+      run.model->eval();
+      const torch::NoGradGuard no_grad;
+      run.note(run.loss(step + 10));
+    }
+  });
+}
+
+// The sum of losses of several forwards, one backward.
+TEST_P(Layers, LossesAddedUpOverMicroBatches) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      at::Tensor sum = torch::zeros({}, at::kDouble);
+      for (int micro = 0; micro < 3; ++micro) sum = sum + run.loss(3 * step + micro) / 3;
+      run.note(sum);
+      sum.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Layers, ALossOfGradientsBySecondBackward) {
+  play(GetParam(), {.expect = Expect::kEither, .same_data = true}, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      at::Tensor penalty = torch::zeros({}, at::kDouble);
+      for (const auto& gradient : torch::autograd::grad({loss}, run.model->parameters(), {}, true, true))
+        penalty = penalty + gradient.square().sum();
+      (loss + 0.1 * penalty).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::loops
