@@ -34,9 +34,7 @@ uint64_t sample_of(const at::Tensor& tensor) {
 
 uint64_t fingerprint_of(const at::Tensor& tensor) {
   const at::Tensor bytes = tensor.detach().cpu().contiguous();
-  return Fingerprint()
-      .add(std::string_view(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes()))
-      .value();
+  return Fingerprint().add(std::string_view(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes())).value();
 }
 
 }  // namespace

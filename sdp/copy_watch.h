@@ -41,8 +41,8 @@ class CopyWatch {
   // that was put there after a pass that gave none.
   void require_no_gradient_by_hand() const;
 
-  // For a forward that is trained with. Where parameters have changed since, it is collective: throws std::logic_error on
-  // all ranks, naming the first that differs.
+  // For a forward that is trained with. Where parameters have changed since, it is collective: throws std::logic_error
+  // on all ranks, naming the first that differs.
   void require_alike(Communicator& comm);
 
  private:

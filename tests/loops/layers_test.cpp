@@ -2,6 +2,8 @@
 // between steps.
 #include "tests/loops/loops.h"
 
+#include <sstream>
+
 namespace tessera::loops {
 namespace {
 
@@ -295,6 +297,159 @@ TEST_P(Layers, ALossOfGradientsBySecondBackward) {
       (loss + 0.1 * penalty).backward();
       run.optimizer().step();
     }
+  });
+}
+
+// ---- what forward does with weights
+
+// Gives the first layer no gradient, in two ways.
+template <bool kDetaches>
+struct Stopped : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    if (kDetaches) return fc3(fc2(fc1(x).tanh().detach()).tanh());
+    at::Tensor features;
+    {
+      const torch::NoGradGuard no_grad;
+      features = fc1(x).tanh();
+    }
+    return fc3(fc2(features).tanh());
+  }
+};
+
+TEST_P(Layers, APartUnderNoGradInsideForward) {
+  play(GetParam(), {.model = [] { return seeded_model<Stopped<false>>(31); }, .unused = true}, three_steps);
+}
+
+TEST_P(Layers, APartThatIsDetached) {
+  play(GetParam(), {.model = [] { return seeded_model<Stopped<true>>(32); }, .unused = true}, three_steps);
+}
+
+// A user's own operator: what backward needs is saved as variables, or as it is.
+template <bool kAsVariables>
+struct OwnLinear : torch::autograd::Function<OwnLinear<kAsVariables>> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+    if (kAsVariables) {
+      context->save_for_backward({x, weight});
+    } else {
+      context->saved_data["x"] = x;
+      context->saved_data["weight"] = weight;
+    }
+    return x.matmul(weight.t());
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    at::Tensor x, weight;
+    if (kAsVariables) {
+      const auto saved = context->get_saved_variables();
+      x = saved[0], weight = saved[1];
+    } else {
+      x = context->saved_data["x"].toTensor(), weight = context->saved_data["weight"].toTensor();
+    }
+    return {gradients[0].matmul(weight), gradients[0].t().matmul(x)};
+  }
+};
+
+template <bool kAsVariables>
+struct WithOwnLinear : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    return fc3(OwnLinear<kAsVariables>::apply(fc1(x).tanh(), fc2->weight) + fc2->bias);
+  }
+};
+
+TEST_P(Layers, AFunctionThatSavesAWeight) {
+  play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<true>>(33); }}, three_steps);
+}
+
+TEST_P(Layers, AFunctionThatKeepsAWeight) {
+  play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<false>>(34); }}, three_steps);
+}
+
+// A hook on an activation that needs a weight, through a view of it taken in forward.
+struct HookWithWeight : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = fc1(x).tanh();
+    const at::Tensor seen = fc2->weight.detach().t();
+    if (h.requires_grad()) h.register_hook([seen](const at::Tensor& gradient) { return gradient + 0.01 * seen.sum(); });
+    return fc3(fc2(h).tanh());
+  }
+};
+
+TEST_P(Layers, AHookThatUsesAWeight) {
+  play(GetParam(), {.model = [] { return seeded_model<HookWithWeight>(35); }, .same_data = true}, three_steps);
+}
+
+struct Convolutional : Net {
+  Convolutional() { register_module("layers", layers), register_module("out", out); }
+  at::Tensor forward(const at::Tensor& x) override {
+    return out(layers->forward(x.view({x.size(0), 2, 2, kFeatures / 4})).flatten(1));
+  }
+  torch::nn::Sequential layers{torch::nn::Conv2d(torch::nn::Conv2dOptions(2, 4, 3).padding(1).groups(2)),
+                               torch::nn::GroupNorm(torch::nn::GroupNormOptions(2, 4)),
+                               torch::nn::Functional(torch::relu),
+                               torch::nn::ConvTranspose2d(torch::nn::ConvTranspose2dOptions(4, 3, 2)),
+                               torch::nn::PReLU(),
+                               torch::nn::InstanceNorm2d(torch::nn::InstanceNorm2dOptions(3).affine(true)),
+                               torch::nn::Flatten()};
+  torch::nn::Linear out{27, kFeatures};
+};
+
+TEST_P(Layers, ConvolutionsAndNorms) {
+  play(GetParam(), {.model = [] { return seeded_model<Convolutional>(36); }}, three_steps);
+}
+
+// Sequences of several lengths.
+struct Packed : Net {
+  Packed() { register_module("lstm", lstm), register_module("out", out); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor lengths = torch::arange(x.size(0)).remainder(3) + 2;
+    const auto packed = torch::nn::utils::rnn::pack_padded_sequence(x.view({x.size(0), 4, 2}), lengths, true, false);
+    return out(std::get<1>(std::get<1>(lstm->forward_with_packed_input(packed)))[0]);
+  }
+  torch::nn::LSTM lstm{torch::nn::LSTMOptions(2, 5).batch_first(true)};
+  torch::nn::Linear out{5, kFeatures};
+};
+
+TEST_P(Layers, SequencesOfSeveralLengths) {
+  play(GetParam(), {.model = [] { return seeded_model<Packed>(37); }, .same_data = true}, three_steps);
+}
+
+// ---- values and rates
+
+TEST_P(Layers, ValuesClampedAfterEachStep) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) parameter.clamp_(-0.2, 0.2);
+    }
+  });
+}
+
+TEST_P(Layers, RatesBySchedulers) {
+  play(GetParam(), {}, [](Trainer& run) {
+    torch::optim::StepLR by_steps(run.optimizer(), /*step_size=*/1, /*gamma=*/0.5);
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      by_steps.step();
+    }
+  });
+}
+
+// A summary before training, as it is printed.
+TEST_P(Layers, ParametersAreCountedAndPrinted) {
+  play(GetParam(), {}, [](Trainer& run) {
+    int64_t numel = 0;
+    std::ostringstream text;
+    for (const auto& entry : run.model->named_parameters()) {
+      numel += entry.value().numel();
+      text << entry.key() << " " << entry.value().sizes() << " " << entry.value().dtype() << "\n";
+    }
+    text << *run.model << "\n";
+    run.note(torch::tensor(static_cast<double>(numel)));
+    run.train(0);
+    for (const auto& entry : run.model->named_parameters()) text << entry.value() << "\n";
+    run.note(torch::tensor(static_cast<double>(text.str().size())));
+    run.train(1);
   });
 }
 
