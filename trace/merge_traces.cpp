@@ -28,7 +28,7 @@ using nlohmann::ordered_json;
 constexpr std::string_view kMergedBegin = R"({"displayTimeUnit":"ms","otherData":{"merged by":"tessera trace merge")";
 
 template <class... Parts>
-[[noreturn]] void fail(const Parts&... why) {
+[[noreturn]] void refuse(const Parts&... why) {
   throw std::runtime_error(c10::str(why...));
 }
 
@@ -69,7 +69,7 @@ int64_t nanoseconds_of(const ordered_json& ts) { return std::llround(ts.get<doub
 // Goes through the events of a file, of which the last may be a part. True if it is.
 bool for_each_event(const fs::path& path, const std::function<void(ordered_json&)>& visit) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) fail("cannot read ", path.string());
+  if (!file) refuse("cannot read ", path.string());
   int64_t number = 0;
   for (std::string line; std::getline(file, line);) {
     if (file.eof()) return true;  // no end of line: a process was killed while it wrote this
@@ -77,21 +77,22 @@ bool for_each_event(const fs::path& path, const std::function<void(ordered_json&
     const char expected = number == 1 ? '[' : ',';
     auto event = ordered_json::parse(line.empty() ? "" : line.substr(1), nullptr, /*allow_exceptions=*/false);
     if (line.empty() || line[0] != expected || !event.is_object())
-      fail(path.string(), ", line ", number, ": expected '", expected, "' and an event, got '", line.substr(0, 40),
-           line.size() > 40 ? "...'" : "'");
+      refuse(path.string(), ", line ", number, ": expected '", expected, "' and an event, got '", line.substr(0, 40),
+             line.size() > 40 ? "...'" : "'");
     try {
       visit(event);
     } catch (const std::exception& error) {
-      fail(path.string(), ", line ", number, ": ", error.what());
+      refuse(path.string(), ", line ", number, ": ", error.what());
     }
   }
-  if (file.bad()) fail("cannot read ", path.string());
+  if (file.bad()) refuse("cannot read ", path.string());
   return false;
 }
 
 const Source& source_for(const Input& input, const ordered_json& event) {
   const auto found = input.sources.find(event.at("pid").get<int64_t>());
-  if (found == input.sources.end()) fail("process ", event.at("pid").dump(), " has no tessera_trace before this event");
+  if (found == input.sources.end())
+    refuse("process ", event.at("pid").dump(), " has no tessera_trace before this event");
   return found->second;
 }
 
@@ -127,17 +128,17 @@ class Merge {
   // Who is in the file, and whether all of it can be read.
   void read(Input& input) {
     const std::string path = input.path.string();
-    if (!fs::is_regular_file(input.path)) fail("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
+    if (!fs::is_regular_file(input.path)) refuse("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
     if (begin_of(input.path, kMergedBegin.size()) == kMergedBegin)
-      fail(path, " is a merged trace; give the traces that it was made of");
+      refuse(path, " is a merged trace; give the traces that it was made of");
     if (begin_of(input.path, kTraceBegin.size()) != kTraceBegin)
-      fail(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
+      refuse(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
         const auto source = source_of(event);
         // Ranks of a run that share a file write one such line each.
         const auto [holder, is_new] = holders_.try_emplace({source.run, source.rank}, path);
-        if (!is_new) fail("rank ", source.rank, " of the same run is in ", holder->second, " already");
+        if (!is_new) refuse("rank ", source.rank, " of the same run is in ", holder->second, " already");
         input.sources[event.at("pid").get<int64_t>()] = source;
       }
       source_for(input, event);
@@ -219,13 +220,13 @@ class Merge {
 
 MergedTrace merge_traces(const fs::path& out, const std::vector<fs::path>& in) {
   if (fs::exists(out) && (!fs::is_regular_file(out) || begin_of(out, kMergedBegin.size()) != kMergedBegin))
-    fail(out.string(), " exists and is no merged trace; it is left as it is");
+    refuse(out.string(), " exists and is no merged trace; it is left as it is");
   Merge merge(in);
   const std::string unfinished = c10::str(out.string(), ".", ::getpid(), ".tmp");
   try {
     std::ofstream file(unfinished, std::ios::binary);
     merge.write(file);
-    if (!file.flush()) fail("cannot write ", unfinished);
+    if (!file.flush()) refuse("cannot write ", unfinished);
     file.close();
     fs::rename(unfinished, out);
   } catch (const std::exception&) {
