@@ -91,8 +91,9 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   if (options.cache_memory) cache_memory();
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
-  Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1"};
+  Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
+  if (found.traced_run) Trace::active()->join(*found.traced_run);
   if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
   if (nccl)
     return make_nccl_communicator(found.store, rank, size, device, {options.timeout, options.registered_memory});

@@ -15,6 +15,7 @@
 
 #include "tessera/comm/errors.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/launch/clock_exchange.h"
 #include "tessera/launch/local_address.h"
 
 namespace tessera {
@@ -51,15 +52,16 @@ std::string name_ranks(const std::vector<int>& ranks) {
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
 
-// What a rank tells the others: "<world size> <address>".
+// What a rank tells the others: "<world size> <address> <clock>", the last only if it is traced.
 struct Arrival {
   int world_size = 0;
   std::string address;
+  std::string clock;
 };
 
 Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   Arrival arrival;
-  std::istringstream(std::string(bytes.begin(), bytes.end())) >> arrival.world_size >> arrival.address;
+  std::istringstream(std::string(bytes.begin(), bytes.end())) >> arrival.world_size >> arrival.address >> arrival.clock;
   return arrival;
 }
 
@@ -73,15 +75,18 @@ class Joining {
     StorePtr store = open_store();
     const std::string address = fixed_address.empty() ? first_address() : fixed_address;
     std::vector<Arrival> arrivals;
+    std::optional<Trace::Run> run;
     try {
       check_token(store);
       store = c10::make_intrusive<c10d::PrefixStore>(environment_.token, store);
       check_in(store, address);
       arrivals = await_all(store);
+      run = compare_clocks(store, arrivals);
     } catch (const c10::Error& error) {
       fail("the store was lost, perhaps since rank 0 ended: ", reason_of(error));
     }
-    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, arrivals)};
+    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, arrivals),
+            std::move(run)};
   }
 
  private:
@@ -176,7 +181,8 @@ class Joining {
     const int rank = environment_.rank;
     if (store->add(c10::str("arrivals/", rank), 1) > 1)
       fail("another process, or an earlier init() of this one, has already come as rank ", rank);
-    store->set(rank_key(rank), c10::str(environment_.world_size, " ", address));
+    const std::string clock = Trace::active() == nullptr ? "" : " " + Trace::clock_id();
+    store->set(rank_key(rank), c10::str(environment_.world_size, " ", address, clock));
     // All compare with the first to come, so that a rank of a smaller world, which would wait for
     // fewer, cannot go on without noticing.
     const auto own = std::to_string(environment_.world_size);
@@ -215,6 +221,14 @@ class Joining {
       if (const int other = arrivals[rank].world_size; other != environment_.world_size)
         fail("the world size of rank ", rank, " is ", other, "; expected ", environment_.world_size);
     return arrivals;
+  }
+
+  // Costs those that are not traced nothing: who is has come with the arrivals.
+  std::optional<Trace::Run> compare_clocks(const StorePtr& store, const std::vector<Arrival>& arrivals) const {
+    std::vector<std::string> clocks;
+    for (const Arrival& arrival : arrivals) clocks.push_back(arrival.clock);
+    if (clocks[static_cast<size_t>(environment_.rank)].empty()) return std::nullopt;
+    return agree_on_traced_run(*store, environment_.rank, clocks);
   }
 
   static std::vector<int> missing_ranks(const StorePtr& store, const std::vector<std::string>& keys) {

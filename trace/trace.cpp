@@ -2,29 +2,34 @@
 
 #include <c10/util/StringUtil.h>
 #include <c10/util/env.h>
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cerrno>
+#include <climits>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <iomanip>
 #include <iostream>
-#include <map>
+#include <iterator>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
+#include <random>
+#include <sstream>
 #include <system_error>
 #include <utility>
+
+#include "tessera/trace/trace_file.h"
 
 namespace tessera {
 namespace {
 
-constexpr std::string_view kBegin = R"({"displayTimeUnit":"ms",)";  // of every trace of ours
-constexpr size_t kMaxSpans = size_t{1} << 20;                       // about 100 MB
+using nlohmann::ordered_json;
+
+constexpr size_t kMaxSpans = size_t{1} << 20;  // about 100 MB
+constexpr std::chrono::seconds kWriteEvery{1};
 constexpr std::array<const char*, 5> kCategories = {"compute", "gather", "reduce", "wait", "optimizer"};
 
 std::atomic<int> rank_of_process = 0;
@@ -46,58 +51,124 @@ double microseconds(Trace::Clock::duration duration) {
   return std::chrono::duration<double, std::micro>(duration).count();
 }
 
-// The lock is held as long as the object lives, by one process of the host.
-class LockedFile {
- public:
-  explicit LockedFile(const std::string& path) : fd_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644)) {
-    if (fd_ < 0 || ::flock(fd_, LOCK_EX) != 0)
-      throw std::runtime_error("TESSERA_TRACE: cannot write " + path + ": " + std::generic_category().message(errno));
-  }
-  ~LockedFile() { ::close(fd_); }
-  LockedFile(const LockedFile&) = delete;
-  LockedFile& operator=(const LockedFile&) = delete;
-
- private:
-  int fd_;
-};
-
-// Whether a trace may be written there: what is there, if anything, is one. (One of ours, by how it begins: nlohmann's
-// dump() has keys in their order, and a trace can have 100 MB.)
-bool may_be_replaced(const std::string& path) {
-  // Opened once: the process of another rank may remove it meanwhile. A pipe would block.
-  const int file = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  if (file < 0) return errno == ENOENT;
-  struct stat status {};
-  std::string text(kBegin.size(), '\0');
-  const bool is_file = ::fstat(file, &status) == 0 && S_ISREG(status.st_mode);
-  const ssize_t read_bytes = is_file ? ::pread(file, text.data(), text.size(), 0) : -1;
-  ::close(file);
-  return read_bytes == 0 || (read_bytes == std::ssize(text) && text == kBegin);
+ordered_json name_event(const char* what, int64_t pid, int line, const std::string& name) {
+  return {{"name", what}, {"ph", "M"}, {"pid", pid}, {"tid", line}, {"args", {{"name", name}}}};
 }
 
-nlohmann::json name_event(const char* what, int rank, int line, const std::string& name) {
-  return {{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", line}, {"args", {{"name", name}}}};
+// A mark on a rank's line, of now.
+ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
+  const double ts = microseconds(Trace::Clock::now().time_since_epoch());
+  return {{"name", name}, {"cat", "tessera"}, {"ph", "i"}, {"s", "p"},
+          {"ts", ts},     {"pid", pid},       {"tid", 0},  {"args", std::move(args)}};
+}
+
+std::string host_name() {
+  std::array<char, HOST_NAME_MAX + 1> host{};
+  return ::gethostname(host.data(), host.size() - 1) == 0 ? host.data() : "";
+}
+
+std::string line_of(const ordered_json& event) {
+  // A name may have any bytes.
+  std::string line = ",";
+  line += event.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+  return line += '\n';
+}
+
+// The event that stands before a rank's first one: whose clock that is, and what it shows at a moment of all clocks'.
+ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
+  const auto unix_time = std::chrono::system_clock::now().time_since_epoch();
+  return mark("tessera_trace", pid,
+              {{"run", run.id},
+               {"rank", rank},
+               {"host", host_name()},
+               {"process", ::getpid()},
+               {"clock", Trace::clock_id()},
+               {"offset_ns", run.offset_ns},
+               {"error_ns", run.error_ns},
+               {"unix_ns", std::chrono::nanoseconds(unix_time).count()},
+               {"steady_ns", std::chrono::nanoseconds(Trace::Clock::now().time_since_epoch()).count()}});
+}
+
+std::string make_clock_id() {
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);
+  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // not known to be anybody else's
+  // A container may be given a steady clock of its own.
+  std::error_code error;
+  const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);
+  return boot + "/" + (error ? "" : space.string());
 }
 
 }  // namespace
 
+const std::string& Trace::clock_id() {
+  static const auto* const id = new std::string(make_clock_id());  // is read after statics have gone
+  return *id;
+}
+
+std::string Trace::new_run_id() {
+  std::random_device random;
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  for (int word = 0; word < 4; ++word) text << std::setw(8) << random();
+  return text.str();
+}
+
+Trace::Trace(std::string path) : path_(std::move(path)), process_(::getpid()), run_{new_run_id()} {
+  // A program's signals are for its own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  writer_ = std::thread([this] { write_every_second(); });
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
 Trace* Trace::make() noexcept {
   const auto path = c10::utils::get_env("TESSERA_TRACE").value_or("");
   if (path.empty()) return nullptr;
-  if (!may_be_replaced(path)) {
-    std::cerr << "TESSERA_TRACE: " << path << " is not a trace; it is left as it is, and none is written\n";
+  try {
+    if (!may_hold_trace(path)) {
+      std::cerr << "TESSERA_TRACE: " << path << " is not a trace; it is left as it is, and none is written\n";
+      return nullptr;
+    }
+    static auto* const trace = new Trace(path);  // lives as long as the process: destructors of others may still add
+    std::atexit([] { trace->finish(); });
+    return trace;
+  } catch (const std::exception& error) {
+    std::cerr << "TESSERA_TRACE: no trace is written: " << error.what() << "\n";
     return nullptr;
   }
-  static auto* const trace = new Trace(path);  // lives as long as the process: destructors of others may still add
-  ::unlink(path.c_str());                      // an earlier run's
-  std::atexit([] {
-    try {
-      trace->write();
-    } catch (const std::exception& error) {
-      std::cerr << error.what() << "\n";
+}
+
+void Trace::write_every_second() noexcept {
+  bool fails = false;
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      if (ends_.wait_for(lock, kWriteEvery, [this] { return has_ended_; })) return;
     }
-  });
-  return trace;
+    try {
+      write();
+      fails = false;
+    } catch (const std::exception& error) {
+      if (!std::exchange(fails, true)) std::cerr << error.what() << "; it is tried again\n";
+    }
+  }
+}
+
+void Trace::finish() noexcept {
+  if (::getpid() != process_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    has_ended_ = true;
+  }
+  ends_.notify_all();
+  try {
+    writer_.join();
+    write();
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+  }
 }
 
 void Trace::set_rank_of_thread(int rank) noexcept { rank_of_thread = rank; }
@@ -105,6 +176,11 @@ void Trace::set_rank_of_thread(int rank) noexcept { rank_of_thread = rank; }
 void Trace::set_rank_of_process(int rank) noexcept {
   rank_of_process = rank;
   active();
+}
+
+void Trace::join(Run run) {
+  const std::lock_guard lock(mutex_);
+  run_ = std::move(run);
 }
 
 void Trace::add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin,
@@ -118,49 +194,68 @@ void Trace::add(SpanKind kind, std::string_view name, const char* operation, Clo
   spans_.push_back({kind, rank, std::string(name), operation, begin, end});
 }
 
-void Trace::write() {
-  std::lock_guard lock(mutex_);
-  if (spans_.empty()) return;
-  std::stable_sort(spans_.begin(), spans_.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-  nlohmann::json events = nlohmann::json::array();
-  std::map<std::pair<int, int>, Clock::time_point> lines;  // by rank and line: when it is free again
-  for (const Span& span : spans_) {
+std::string Trace::text_of(const std::vector<Span>& spans, int64_t dropped, const Run& run, Written& written) const {
+  const int64_t first_pid = written.run_number * kPidsOfRun;
+  std::string text;
+  for (const Span& span : spans) {
+    const int64_t pid = first_pid + span.rank;
+    if (written.ranks.insert(span.rank).second) {
+      text += line_of(rank_event(span.rank, pid, run));
+      const std::string of_run = written.run_number == 0 ? "" : c10::str("run ", written.run_number + 1, ", ");
+      text += line_of(name_event("process_name", pid, 0, c10::str(of_run, "rank ", span.rank)));
+    }
     int line = 0;
+    // Earlier calls may have given a line to what began later: such a line is taken.
     if (is_in_flight(span.kind)) {
       line = span.kind == SpanKind::kGather ? kGatherLines : kReduceLines;
-      while (lines[{span.rank, line}] > span.begin) ++line;
+      for (auto used = written.lines.find({span.rank, line}); used != written.lines.end() && used->second > span.begin;)
+        used = written.lines.find({span.rank, ++line});
     }
-    lines[{span.rank, line}] = span.end;
-    events.push_back({{"ph", "X"},
-                      {"name", span.name},
-                      {"cat", kCategories.at(static_cast<size_t>(span.kind))},
-                      {"pid", span.rank},
-                      {"tid", line},
-                      {"ts", microseconds(span.begin.time_since_epoch())},
-                      {"dur", microseconds(span.end - span.begin)}});
-    if (span.operation != nullptr) events.back()["args"] = {{"operation", span.operation}};
+    if (written.lines.insert_or_assign({span.rank, line}, span.end).second)
+      text += line_of(name_event("thread_name", pid, line, name_of_line(line)));
+    ordered_json event = {{"name", span.name},
+                          {"cat", kCategories.at(static_cast<size_t>(span.kind))},
+                          {"ph", "X"},
+                          {"pid", pid},
+                          {"tid", line},
+                          {"ts", microseconds(span.begin.time_since_epoch())},
+                          {"dur", microseconds(span.end - span.begin)}};
+    if (span.operation != nullptr) event["args"] = {{"operation", span.operation}};
+    text += line_of(event);
   }
-  for (const auto& [key, end] : lines) {
-    const auto [rank, line] = key;
-    if (line == 0) events.push_back(name_event("process_name", rank, 0, c10::str("rank ", rank)));
-    events.push_back(name_event("thread_name", rank, line, name_of_line(line)));
-  }
+  if (dropped > 0) text += line_of(mark("spans dropped", first_pid + spans.front().rank, {{"spans", dropped}}));
+  return text;
+}
 
-  const LockedFile lock_of_file(path_);
-  nlohmann::json document = {{"displayTimeUnit", "ms"}, {"traceEvents", nlohmann::json::array()}};
-  if (std::ifstream earlier(path_); earlier && earlier.peek() != std::ifstream::traits_type::eof()) {
-    document = nlohmann::json::parse(earlier, nullptr, /*allow_exceptions=*/false);
-    if (!document.is_object() || !document["traceEvents"].is_array())
-      throw std::runtime_error("TESSERA_TRACE: " + path_ + " is not a trace; nothing was written");
+void Trace::write() {
+  const std::lock_guard lock_of_state(file_mutex_);
+  std::vector<Span> spans;
+  int64_t dropped = 0;
+  Run run;
+  {
+    const std::lock_guard lock(mutex_);
+    if (spans_.empty()) return;
+    spans.swap(spans_);
+    dropped = std::exchange(dropped_, 0);
+    run = run_;
   }
-  auto& all = document["traceEvents"];
-  all.insert(all.end(), events.begin(), events.end());
-  if (dropped_ > 0) document["otherData"][c10::str("spans dropped by rank ", spans_.front().rank)] = dropped_;
-  std::ofstream file(path_);
-  file << document.dump() << "\n";
-  if (!file.flush()) throw std::runtime_error("TESSERA_TRACE: cannot write " + path_);
-  spans_.clear();
-  dropped_ = 0;
+  try {
+    // What is within another span comes behind it.
+    std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
+      return std::pair(a.begin, b.end) < std::pair(b.begin, a.end);
+    });
+    TraceAppender file(path_);
+    Written written = file.is_empty() || run.id != written_run_ ? Written() : written_;
+    if (written.run_number < 0) written.run_number = file.number_of(run.id);
+    file.append(text_of(spans, dropped, run, written));
+    written_ = std::move(written);
+    written_run_ = run.id;
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    spans_.insert(spans_.begin(), std::make_move_iterator(spans.begin()), std::make_move_iterator(spans.end()));
+    dropped_ += dropped;
+    throw;
+  }
 }
 
 }  // namespace tessera

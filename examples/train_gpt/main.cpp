@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "options.h"
+#include "plan.h"
 #include "run_rank.h"
 #include "tessera/comm/notes.h"
 #include "tessera/tessera.h"
@@ -39,12 +40,20 @@ int run_launched(const train_gpt::TrainOptions& options) {
   return 0;
 }
 
+int print_plan(const train_gpt::TrainOptions& options) {
+  if (tessera::launched())
+    throw train_gpt::OptionsError("--plan is one process for all ranks: expected no launcher, and --ranks N");
+  train_gpt::print_plan(std::cout, train_gpt::prepare(options));
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
     const auto options = train_gpt::parse_options(argc, argv, std::cout);
     if (!options) return 0;
+    if (options->plan) return print_plan(*options);
     if (options->ranks.value_or(1) > 1 && !tessera::launched()) return start_ranks(*options, argc, argv);
     return run_launched(*options);
   } catch (const train_gpt::OptionsError& error) {

@@ -176,7 +176,9 @@ po::options_description describe_sample(TrainOptions& options) {
 po::options_description describe(TrainOptions& options, RawOptions& raw) {
   auto all = section("General");
   all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
-      "demo", "other defaults: a model that two cores train in about two minutes");
+      "demo", "other defaults: a model that two cores train in about two minutes")(
+      "plan", po::bool_switch(&options.plan),
+      "print what memory each of --ranks would take, by kind, as a dry run tells it, and end");
   all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
   all.add(describe_training(options, raw)).add(describe_checkpoints(options));
   all.add(describe_adapters(options, raw)).add(describe_sample(options));

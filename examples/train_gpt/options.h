@@ -41,6 +41,7 @@ struct TrainOptions {
   std::filesystem::path data;  // examples/data
   std::filesystem::path out = "out/train_gpt";
   std::optional<int> ranks;  // not given: the launcher's, or one
+  bool plan = false;         // say what memory the ranks would take, and do not train
 
   Wrapper wrapper = Wrapper::kFsdp;
   int prefetch = 1;

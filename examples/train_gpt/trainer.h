@@ -32,6 +32,9 @@ class Trainer {
   void run(int64_t first_step, const std::function<void()>& before_update,
            const std::function<void(const StepReport&)>& on_step);
 
+  // One step, the first being 0.
+  StepReport train_step(int64_t step, const std::function<void()>& before_update);
+
   // The loss on the windows that validate: the mean over all ranks.
   double validate();
 
@@ -45,7 +48,6 @@ class Trainer {
   MemoryUse memory() const;
 
  private:
-  StepReport train_step(int64_t step, const std::function<void()>& before_update);
   bool validates_after(int64_t step) const;
   std::vector<double> mean_over_ranks(const std::vector<double>& values);
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -12,6 +11,7 @@
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/matrix.h"
+#include "tests/support/trace_events.h"
 
 namespace {
 
@@ -157,16 +157,13 @@ INSTANTIATE_TEST_SUITE_P(Wrappers, Traced, ::testing::Values("ddp", "oss", "sdp"
 TEST_P(Traced, EveryRankHasSpansOfEveryKindRightlyNested) {
   char path[] = "/tmp/tessera-trace-XXXXXX";
   ::close(::mkstemp(path));
-  std::ofstream(path)
-      << R"({"displayTimeUnit":"ms","traceEvents":[{"ph":"X","pid":7}]})";  // of an earlier run: to be replaced
   run({"--model", "deep", "--count", "4", "--width", "16", "--wrapper", GetParam(), "--ranks", "3"},
       {{"TESSERA_TRACE", path}});
-  std::ifstream file(path);
-  const json trace = json::parse(file);
+  const json events = tessera::testing_support::trace_events(path);
   ::unlink(path);
   std::map<int, std::set<std::string>> categories, units;
   std::map<std::pair<int, int>, std::vector<Span>> lines;
-  for (const json& event : trace["traceEvents"]) {
+  for (const json& event : events) {
     if (event["ph"] != "X") continue;
     const int rank = event["pid"];
     categories[rank].insert(event["cat"]);

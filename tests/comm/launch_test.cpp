@@ -13,15 +13,21 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tessera/trace/trace.h"
+#include "tessera/trace/trace_file.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/trace_events.h"
 
 namespace tessera::launch_test {
 namespace {
@@ -258,13 +264,82 @@ TEST(Trace, LeavesWhatIsNoTrace) {
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_EQ(run(pipe, 1), 1);
   EXPECT_TRUE(std::filesystem::is_fifo(pipe));
+  const auto earlier = folder.write("earlier.json", R"({"displayTimeUnit":"ms","traceEvents":[]})");  // of old versions
+  EXPECT_EQ(run(earlier, 1), 1);
+  EXPECT_EQ(text_of(earlier), R"({"displayTimeUnit":"ms","traceEvents":[]})");
+}
 
+// Of each run in the file, by its place there: what its ranks call it.
+std::map<int64_t, std::set<std::string>> runs_of(const nlohmann::json& events) {
+  std::map<int64_t, std::set<std::string>> runs;
+  for (const auto& event : events)
+    if (event["name"] == "tessera_trace")
+      runs[event["pid"].get<int64_t>() / kPidsOfRun].insert(event["args"]["run"].get<std::string>());
+  return runs;
+}
+
+TEST(Trace, RunsAreAddedAndAKillLeavesWhatWasThere) {
+  const testing_support::TemporaryFolder folder;
   const auto trace = folder.write("trace.json", "");
-  EXPECT_EQ(run(trace, 2), 0);
-  const auto first = text_of(trace);
-  EXPECT_TRUE(first.starts_with(R"({"displayTimeUnit":"ms",)")) << first;
-  EXPECT_EQ(run(trace, 2), 0);
-  EXPECT_LT(text_of(trace).size(), first.size() * 3 / 2);  // in the place of the first, not behind it
+  const ChildProcess::Environment environment = {{"TESSERA_TRACE", trace}};
+  const auto text = [&] {
+    std::ifstream file(trace);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  const auto run_well = [&] {
+    ChildProcess program({kProgram, "--spawn", "2"}, environment);
+    EXPECT_EQ(program.wait(), 0) << program.output();
+  };
+  run_well();
+  const auto first = text();
+  ASSERT_EQ(runs_of(testing_support::trace_events(trace)).size(), 1u);
+  {
+    ChildProcess program({kProgram, "--spawn", "3", "hang"}, environment);
+    ASSERT_TRUE(program.await("hangs", 3)) << program.output();
+    for (int tries = 0; tries < 600 && text().size() == first.size(); ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ::kill(program.pid(), SIGKILL);
+    EXPECT_EQ(program.wait(), 128 + SIGKILL);
+    EXPECT_TRUE(all_gone(program.output(), 3));
+  }
+  const auto second = text();
+  EXPECT_GT(second.size(), first.size()) << "what was recorded before the kill";
+  EXPECT_TRUE(second.starts_with(first)) << second;
+  EXPECT_EQ(runs_of(testing_support::trace_events(trace)).size(), 2u);
+
+  std::filesystem::resize_file(trace, second.size() - 7);  // as a kill in the middle of writing leaves it
+  EXPECT_THROW(testing_support::trace_events(trace), nlohmann::json::exception);
+  run_well();
+  const auto events = testing_support::trace_events(trace);
+  for (const auto& event : events) {
+    if (event["name"] != "tessera_trace") continue;
+    EXPECT_EQ(event["args"]["clock"], Trace::clock_id());
+  }
+  const auto runs = runs_of(events);
+  EXPECT_EQ(runs.size(), 3u);
+  std::set<std::string> ids;
+  for (const auto& [number, of_run] : runs) {
+    EXPECT_EQ(of_run.size(), 1u) << "ranks of run " << number << " know it by one id";
+    ids.insert(of_run.begin(), of_run.end());
+  }
+  EXPECT_EQ(ids.size(), 3u);
+}
+
+// A rank of three is not traced: the others must not wait for it.
+TEST(Trace, SomeRanksMayBeWithout) {
+  const testing_support::TemporaryFolder folder;
+  const auto trace = folder.write("trace.json", "");
+  const auto port = free_port();
+  std::vector<std::unique_ptr<ChildProcess>> processes;
+  for (const int rank : {0, 1, 2}) {
+    auto environment = torchrun(rank, 3, port);
+    environment["TESSERA_TRACE"] = rank == 0 ? "" : trace.string();
+    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram}, environment));
+  }
+  for (auto& process : processes) EXPECT_EQ(process->wait(), 0) << process->output();
+  const auto events = testing_support::trace_events(trace);
+  EXPECT_EQ(runs_of(events).size(), 1u);
+  for (const auto& event : events) EXPECT_NE(event["pid"], 0);
 }
 
 // Starts a process per environment and expects all to end well with the sum of the ranks.

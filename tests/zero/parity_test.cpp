@@ -52,15 +52,15 @@ std::vector<int> worlds() {
   return std::getenv("TESSERA_TEST_TREES") != nullptr ? std::vector{1, 3} : std::vector{1, 2, 3, 4, 5};
 }
 
-class Stages : public testing::TestWithParam<std::tuple<int, int>> {};
+class Stages : public ::testing::TestWithParam<std::tuple<int, int>> {};
 INSTANTIATE_TEST_SUITE_P(WorldsAndStages, Stages,
-                         testing::Combine(testing::ValuesIn(worlds()), testing::Values(0, 1, 2, 3)));
+                         ::testing::Combine(::testing::ValuesIn(worlds()), ::testing::Values(0, 1, 2, 3)));
 
 // Stages 0 and 1 keep averages on every rank, to which the next backward adds before it averages again:
 // equal, but only to rounding.
 class StagesWithShardedGradients : public Stages {};
 INSTANTIATE_TEST_SUITE_P(WorldsAndStages, StagesWithShardedGradients,
-                         testing::Combine(testing::ValuesIn(worlds()), testing::Values(2, 3)));
+                         ::testing::Combine(::testing::ValuesIn(worlds()), ::testing::Values(2, 3)));
 
 // How a step's gradients come together.
 enum class Accumulation { kNone, kNoSync, kReduceEach };
@@ -155,7 +155,7 @@ void expect_parity(int world, int stage, Accumulation accumulation, const std::v
         check(zero(model, kAdam, comm, options(stage, kind)));
       else
         check(zero(model, kSgd, comm, options(stage, kind)));
-      if (testing::Test::HasFailure()) return;
+      if (::testing::Test::HasFailure()) return;
     }
   });
 }

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-// The subcommands, all but plan of checkpoints. Each prints to standard output and returns the exit code: 0, or 1 where
-// it found damage or differences. Errors are thrown.
+// The subcommands, all but plan and `trace merge` of checkpoints. Each prints to standard output and returns the exit
+// code: 0, or 1 where it found damage or differences. Errors are thrown.
 
 struct Arguments {
   std::vector<std::filesystem::path> paths;
@@ -29,3 +29,4 @@ int consolidate(const Arguments& arguments);
 int reshard(const Arguments& arguments);
 int diff(const Arguments& arguments);
 int plan(const Arguments& arguments);
+int merge_trace_files(const Arguments& arguments);

@@ -1,4 +1,4 @@
-// The `tessera` command: looks at checkpoints, makes others of them, and plans the memory of a training.
+// The `tessera` command: looks at checkpoints, makes others of them, plans the memory of a training, and merges traces.
 
 #include <algorithm>
 #include <boost/program_options.hpp>
@@ -16,10 +16,10 @@ namespace {
 namespace po = boost::program_options;
 
 struct Command {
-  std::string name;
+  std::string name;  // one word or two
   std::string arguments;
   std::string what;
-  size_t paths;
+  size_t paths;                      // at least, where its arguments end in "..."
   std::vector<std::string> options;  // its own, beside those of all
   int (*run)(const Arguments&);
 
@@ -51,6 +51,12 @@ const std::vector<Command>& commands() {
        0,
        {"model", "gpus", "memory", "sequence", "batch"},
        plan},
+      {"trace merge",
+       "OUT IN...",
+       "one trace, for Perfetto and chrome://tracing, of those of several hosts, on one clock",
+       2,
+       {},
+       merge_trace_files},
   };
   return all;
 }
@@ -59,6 +65,19 @@ const Command& command_of(const std::string& name) {
   for (const auto& command : commands())
     if (command.name == name) return command;
   throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
+}
+
+// Takes the command off the words.
+std::string take_command(std::vector<std::string>& words) {
+  std::string name = words[0];
+  words.erase(words.begin());
+  const bool has_two_words = std::any_of(commands().begin(), commands().end(),
+                                         [&](const Command& each) { return each.name.starts_with(name + " "); });
+  if (has_two_words && !words.empty()) {
+    name += " " + words[0];
+    words.erase(words.begin());
+  }
+  return name;
 }
 
 bool is_for_all(const std::string& option) {
@@ -91,7 +110,9 @@ void print_help(const std::string& name, const po::options_description& options)
 int run_command(const std::string& name, const po::variables_map& values, const std::vector<std::string>& paths,
                 Arguments arguments) {
   const Command& command = command_of(name);
-  if (paths.size() != command.paths) throw po::error("expected: tessera " + name + " " + command.arguments);
+  const bool takes_more = command.arguments.ends_with("...");
+  if (takes_more ? paths.size() < command.paths : paths.size() != command.paths)
+    throw po::error("expected: tessera " + name + " " + command.arguments);
   for (const auto& other : commands())
     for (const auto& option : other.options)
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
@@ -142,11 +163,10 @@ int run(int argc, char** argv) {
   const bool asks_for_help = values.count("help") > 0 || (!words.empty() && words[0] == "help");
   if (!words.empty() && words[0] == "help") words.erase(words.begin());
   if (asks_for_help || words.empty()) {
-    print_help(words.empty() ? "" : words[0], options);
+    print_help(words.empty() ? "" : take_command(words), options);
     return asks_for_help ? 0 : 2;
   }
-  const std::string name = words[0];
-  words.erase(words.begin());
+  const std::string name = take_command(words);
   return run_command(name, values, words, arguments);
 }
 

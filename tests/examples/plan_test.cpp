@@ -1,0 +1,89 @@
+// train_gpt --plan: what it says is what a training with data takes.
+#include "plan.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <iterator>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "options.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/tessera.h"
+#include "tests/support/built.h"
+#include "tests/support/child_process.h"
+#include "tests/support/temporary_folder.h"
+
+namespace train_gpt {
+namespace {
+
+using tessera::MemoryKind;
+
+Job job_of(const std::string& arguments) {
+  std::istringstream line("train_gpt --layers 2 --width 24 --heads 3 --context 16 --val-batches 1 " + arguments);
+  const std::vector<std::string> words{std::istream_iterator<std::string>(line), {}};
+  std::vector<const char*> argv;
+  for (const auto& word : words) argv.push_back(word.c_str());
+  std::ostringstream help;
+  return prepare(parse_options(static_cast<int>(argv.size()), argv.data(), help).value());
+}
+
+TEST(TrainGptPlan, SaysWhatATrainingTakes) {
+  for (const std::string arguments :
+       {"--ranks 3", "--ranks 3 --accumulate 2 --ema 0.9", "--ranks 2 --wrapper sdp --optimizer lion",
+        "--ranks 2 --wrapper oss", "--ranks 2 --wrapper sdp --optimizer muon",
+        "--ranks 2 --wrapper oss --optimizer muon", "--ranks 2 --wrapper ddp --clip 0", "--wrapper local"}) {
+    const Job job = job_of(arguments);
+    const int world = job.options.ranks.value_or(1);
+    std::vector<tessera::RunRecord> real(static_cast<size_t>(world));
+    tessera::run_ranks(world, [&](std::shared_ptr<tessera::Communicator> comm) {
+      const auto rank = static_cast<size_t>(comm->rank());
+      real[rank] = tessera::record_run([&](auto of_rank) { return std::make_unique<Rehearsal>(job, of_rank); },
+                                       [](auto& training) { training->step(); }, comm, Rehearsal::kSteps);
+    });
+    for (int rank = 0; rank < world; ++rank) {
+      const auto planned = plan_of(job, rank);
+      const auto& peak = real[static_cast<size_t>(rank)].peak;
+      EXPECT_GT(planned.peak[MemoryKind::kOptimizer], 0);
+      for (size_t i = 0; i < tessera::kMemoryKinds; ++i) {
+        const auto kind = static_cast<MemoryKind>(i);
+        if (kind == MemoryKind::kScratch || kind == MemoryKind::kTransport) continue;
+        EXPECT_EQ(planned.peak[kind], peak[kind]) << arguments << ", rank " << rank << ": " << tessera::name_of(kind);
+      }
+    }
+  }
+}
+
+TEST(TrainGptPlan, PrintsRanksAndTrainsNothing) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto out = (folder / "out").string();
+  const auto run = [&](std::vector<std::string> arguments,
+                       const tessera::testing::ChildProcess::Environment& environment = {}) {
+    arguments.insert(arguments.begin(),
+                     {tessera::testing_support::built(TRAIN_GPT_EXECUTABLE), "--plan", "--demo", "--out", out});
+    tessera::testing::ChildProcess child(arguments, environment);
+    const int code = child.wait();
+    return std::pair(code, child.output());
+  };
+  const auto [code, text] = run({"--ranks", "64"});
+  EXPECT_EQ(code, 0) << text;
+  for (const char* part : {"fsdp on 64 ranks", "parameters", "optimizer", "\n0  ", "\n6  ", "\n...\n63 ", "peak is in"})
+    EXPECT_NE(text.find(part), std::string::npos) << part << " in\n" << text;
+  EXPECT_EQ(text.find("\n7  "), std::string::npos) << text;
+  for (const auto& [option, value] : {std::pair("--offload", "disk"), {"--optimizer", "muon"}}) {
+    const auto [error_code, error] = run({"--ranks", "2", option, value});
+    EXPECT_EQ(error_code, 2);
+    EXPECT_NE(error.find(std::string("--plan is not for ") + option), std::string::npos) << error;
+  }
+  const auto [rank_code, rank] = run(
+      {},
+      {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "1"}});
+  EXPECT_EQ(rank_code, 2);
+  EXPECT_NE(rank.find("--plan is one process for all ranks"), std::string::npos) << rank;
+  EXPECT_FALSE(std::filesystem::exists(out));
+}
+
+}  // namespace
+}  // namespace train_gpt

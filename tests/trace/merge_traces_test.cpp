@@ -1,0 +1,203 @@
+// Traces of several hosts made one: by the function, and by `tessera trace merge`.
+#include "tessera/trace/merge_traces.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tessera/trace/trace_file.h"
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+#ifdef TESSERA_COMMAND
+#include "tests/support/built.h"
+#include "tests/support/child_process.h"
+#endif
+
+namespace tessera::merge_traces_test {
+namespace {
+
+using namespace testing_support;
+using nlohmann::ordered_json;
+
+// What a rank writes first. Unix time is steady time and `boot_s`.
+struct Rank {
+  std::string run;
+  int rank;
+  std::string host;
+  int64_t offset_ns = 0, error_ns = 0;
+  double boot_s = 0;
+};
+
+std::string lines_of(const Rank& rank, int64_t pid, const std::vector<std::pair<std::string, double>>& spans) {
+  const auto line = [](const ordered_json& event) { return "," + event.dump() + "\n"; };
+  const double begin = spans.at(0).second;
+  std::string lines = line({{"name", "tessera_trace"},
+                            {"ph", "i"},
+                            {"pid", pid},
+                            {"tid", 0},
+                            {"ts", begin},
+                            {"args",
+                             {{"run", rank.run},
+                              {"rank", rank.rank},
+                              {"host", rank.host},
+                              {"clock", rank.host},
+                              {"offset_ns", rank.offset_ns},
+                              {"error_ns", rank.error_ns},
+                              {"unix_ns", static_cast<int64_t>(begin * 1e3 + rank.boot_s * 1e9)},
+                              {"steady_ns", static_cast<int64_t>(begin * 1e3)}}}});
+  lines += line({{"name", "process_name"}, {"ph", "M"}, {"pid", pid}, {"tid", 0}, {"args", {{"name", "?"}}}});
+  for (const auto& [name, ts] : spans)
+    lines += line({{"name", name}, {"ph", "X"}, {"pid", pid}, {"tid", 0}, {"ts", ts}, {"dur", 1.5}});
+  return lines;
+}
+
+ordered_json json_in(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  return ordered_json::parse(file);
+}
+
+std::vector<std::string> names_in_order(const ordered_json& merged) {
+  std::vector<std::pair<double, std::string>> spans;
+  for (const auto& event : merged["traceEvents"])
+    if (event["ph"] == "X") spans.emplace_back(event["ts"], event["name"]);
+  std::sort(spans.begin(), spans.end());
+  std::vector<std::string> names;
+  for (const auto& [ts, name] : spans) names.push_back(name);
+  return names;
+}
+
+class MergeTraces : public ::testing::Test {
+ protected:
+  MergeTraces() {
+    // b's clock is an hour behind a's: what came second has the smallest times.
+    TraceAppender(a_).append(lines_of({"one", 0, "a", 0, 0, 100}, 0, {{"first", 4e9}, {"third", 4e9 + 20}}));
+    TraceAppender(b_).append(
+        lines_of({"one", 1, "b", 3'600'000'000'000, 2'500, 3'700}, 1, {{"second", 4e8 + 10}, {"fourth", 4e8 + 30.25}}));
+  }
+  std::filesystem::path at(const std::string& name) const { return folder_ / name; }
+  void expect_error(const std::vector<std::filesystem::path>& in, const std::vector<std::string>& parts,
+                    const std::string& out = "out.json") const {
+    try {
+      merge_traces(at(out), in);
+      ADD_FAILURE() << "was merged; expected " << parts[0];
+    } catch (const std::runtime_error& error) {
+      for (const auto& part : parts) expect_contains(error.what(), part);
+    }
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder_.path()), {}), files_) << "left something";
+  }
+  const TemporaryFolder folder_;
+  const std::string a_ = at("a.json"), b_ = at("b.json");
+  int files_ = 2;
+};
+
+TEST_F(MergeTraces, PutsHostsOnOneClock) {
+  const auto merged = merge_traces(at("out.json"), {b_, a_});
+  EXPECT_EQ(merged.events, 6);
+  ASSERT_EQ(merged.clocks.size(), 2u);
+  EXPECT_EQ(merged.clocks[0].host, "b");
+  EXPECT_EQ(merged.clocks[0].error_ns, 2'500);
+  const auto trace = json_in(at("out.json"));
+  EXPECT_EQ(names_in_order(trace), (std::vector<std::string>{"first", "second", "third", "fourth"}));
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] == "first") {
+      EXPECT_EQ(event["ts"], 0);
+    }
+    if (event["name"] == "fourth") {
+      EXPECT_EQ(event["ts"], 30.25);
+    }
+    if (event["name"] == "process_name") {
+      EXPECT_EQ(event["args"]["name"], event["pid"] == 0 ? "rank 0" : "rank 1");
+    }
+  }
+  merge_traces(at("out.json"), {a_});  // a merged trace may be replaced
+  EXPECT_EQ(names_in_order(json_in(at("out.json"))), (std::vector<std::string>{"first", "third"}));
+}
+
+TEST_F(MergeTraces, RunsFollowEachOtherAsUnixTimeHasIt) {
+  // A later run of both ranks, after a boot of a: its steady clock began again, and it is the second in b's file.
+  TraceAppender(at("c.json")).append(lines_of({"two", 0, "a", 0, 0, 9'000}, 0, {{"fifth", 2e6}}));
+  {
+    TraceAppender b(b_);
+    EXPECT_EQ(b.number_of("one"), 0);
+    ASSERT_EQ(b.number_of("two"), 1);
+    b.append(lines_of({"two", 1, "b", -5'298'000'000'000, 1'000, 3'700}, kPidsOfRun + 1, {{"sixth", 5.3e9 + 5}}));
+    EXPECT_EQ(b.number_of("two"), 1);
+  }
+  merge_traces(at("out.json"), {at("c.json"), b_, a_});
+  const auto trace = json_in(at("out.json"));
+  EXPECT_EQ(names_in_order(trace), (std::vector<std::string>{"first", "second", "third", "fourth", "fifth", "sixth"}));
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["name"] == "sixth") {
+      EXPECT_EQ(event["pid"], kPidsOfRun + 1);
+    }
+    if (event["name"] == "process_name" && event["pid"] == kPidsOfRun) {
+      EXPECT_EQ(event["args"]["name"], "run 2, rank 0");
+    }
+  }
+}
+
+TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
+  const auto text = [&] {
+    std::ifstream file(a_);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  }();
+  expect_error({a_, at("none.json")}, {"none.json"});
+  expect_error({a_, a_}, {"rank 0 of the same run is in", "a.json already"});
+  expect_error({a_}, {"b.json exists and is no merged trace"}, "b.json");
+  ++files_;
+  folder_.write("broken.json", "{}");
+  expect_error({a_, at("broken.json")}, {"broken.json is not a trace"});
+  folder_.write("broken.json", "");
+  expect_error({at("broken.json")}, {"broken.json is not a trace"});
+  folder_.write("broken.json", text + ",{\"name\":\n");
+  expect_error({at("broken.json")}, {"broken.json, line 5", "expected ',' and an event"});
+  folder_.write("broken.json", text + ",{\"name\":\"x\",\"ph\":\"X\",\"pid\":9,\"ts\":1}\n");
+  expect_error({at("broken.json")}, {"broken.json, line 5", "process 9 has no tessera_trace"});
+  folder_.write("broken.json", text + ",{\"name\":\"x\",\"ph\":\"X\",\"pid\":0}\n");
+  expect_error({at("broken.json")}, {"broken.json, line 5", "'ts' not found"});
+
+  folder_.write("broken.json", text.substr(0, text.size() - 9));  // a kill's
+  const auto merged = merge_traces(at("out.json"), {at("broken.json"), b_});
+  ASSERT_EQ(merged.notes.size(), 1u);
+  expect_contains(merged.notes[0], "broken.json: ends in a part of an event");
+  EXPECT_EQ(names_in_order(json_in(at("out.json"))), (std::vector<std::string>{"first", "second", "fourth"}));
+  files_ += 1;
+  expect_error({at("out.json")}, {"out.json is a merged trace"}, "other.json");
+}
+
+#ifdef TESSERA_COMMAND
+TEST_F(MergeTraces, IsACommand) {
+  const auto run = [](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), {built(TESSERA_COMMAND), "trace"});
+    tessera::testing::ChildProcess child(arguments);
+    const int code = child.wait();
+    return std::pair(code, child.output());
+  };
+  const auto out = at("out.json").string();
+  const auto [code, text] = run({"merge", out, a_, b_});
+  EXPECT_EQ(code, 0) << text;
+  expect_contains(text, "out.json: 6 events");
+  expect_contains(text, "rank 1 on b: clock moved by 3600000000.0 us, right within 2.5 us");
+  const auto printed = ordered_json::parse(run({"merge", out, a_, b_, "--json"}).second);
+  EXPECT_EQ(printed["clocks"][1]["error_us"], 2.5);
+  const std::pair<std::vector<std::string>, const char*> wrong[] = {
+      {{"merge", out}, "expected: tessera trace merge OUT IN..."},
+      {{"merge", out, at("none.json")}, "none.json"},
+      {{"join", out, a_}, "no command 'trace join'"},
+      {{}, "no command 'trace'"},
+  };
+  for (const auto& [arguments, message] : wrong) {
+    const auto [error_code, error] = run(arguments);
+    EXPECT_EQ(error_code, 2) << error;
+    expect_contains(error, message);
+  }
+  expect_contains(run({"merge", "--help"}).second, "tessera trace merge OUT IN...");
+}
+#endif
+
+}  // namespace
+}  // namespace tessera::merge_traces_test
