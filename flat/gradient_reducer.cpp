@@ -116,7 +116,6 @@ void GradientReducer::collect(size_t parameter, const at::Tensor& gradient) {
 }
 
 void GradientReducer::collect(Content& content, size_t bucket, size_t member, const at::Tensor& gradient) {
-  const GradientBucket& plan = buckets_[bucket];
   const bool is_first = !content.filled[member];
   content.filled[member] = true;
   if (is_first && !content.flat.defined()) {

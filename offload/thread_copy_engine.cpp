@@ -15,7 +15,7 @@ thread_local const SimulatedLink* current_link = nullptr;
 
 class ThreadEnd : public CopyEnd {
  public:
-  explicit ThreadEnd(std::shared_future<void> future) : future(std::move(future)) {}
+  explicit ThreadEnd(std::shared_future<void> end) : future(std::move(end)) {}
   bool is_over() override { return future.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
   void wait() override { future.wait(); }
   const std::shared_future<void> future;

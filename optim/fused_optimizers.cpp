@@ -35,13 +35,13 @@ void fused_step(torch::optim::SGD& optimizer) {
   for (const auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params())
       if (parameter.grad().defined()) require_dense(parameter, kName);
-  struct Batch {
+  struct SgdBatch {
     std::vector<at::Tensor> parameters, gradients, momenta;
   };
   for (const auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
     // A first momentum is the gradient, which the kernel is told for all parameters of a call.
-    std::map<std::tuple<at::ScalarType, std::string, bool>, Batch> batches;
+    std::map<std::tuple<at::ScalarType, std::string, bool>, SgdBatch> batches;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.numel() == 0) continue;
       at::Tensor momentum;
@@ -54,7 +54,7 @@ void fused_step(torch::optim::SGD& optimizer) {
         state.momentum_buffer(momentum = is_first ? at::empty_like(parameter)
                                                   : laid_out_as(state.momentum_buffer(), parameter));
       }
-      Batch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first}];
+      SgdBatch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first}];
       batch.parameters.push_back(parameter);
       batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
       if (momentum.defined()) batch.momenta.push_back(momentum);

@@ -208,7 +208,7 @@ TEST(NcclCommunicator, RefusesWhatNcclHasNoTypeFor) {
   const Simulation simulation;
   on_devices(2, [&](std::shared_ptr<Communicator> comm) {
     at::Tensor x = torch::ones({4}, comm->device()).to(at::kShort);
-    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(x); }), "int16");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(x).wait(); }), "int16");
     at::Tensor moved = torch::ones({4}, comm->device()).to(at::kShort) * comm->rank();
     comm->broadcast(moved, 1).wait();
     EXPECT_EQ(moved.sum().item<int64_t>(), 4);

@@ -108,15 +108,20 @@ Said ask(Model& model) {
   return said;
 }
 void expect_as_said(const Case& each, const RunRecord& dry, const Said& said, const std::string& where) {
-  if (each.world > 1) EXPECT_EQ(static_cast<int64_t>(dry.collectives.size()), said.collectives) << where;
-  if (each.zero.stage == 0) EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
+  if (each.world > 1) {
+    EXPECT_EQ(static_cast<int64_t>(dry.collectives.size()), said.collectives) << where;
+  }
+  if (each.zero.stage == 0) {
+    EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
+  }
   if (each.zero.stage != 3) return;
   EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kGathered], said.memory.peak_gathered_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kBuckets], said.memory.peak_bucket_bytes) << where;
   EXPECT_EQ(dry.end[MemoryKind::kGradients], said.memory.grad_bytes) << where;
-  if (each.model != "conv")
+  if (each.model != "conv") {
     EXPECT_EQ(dry.end[MemoryKind::kParameters], said.memory.shard_bytes) << where;  // no buffers
+  }
 }
 
 ZeroOptions fsdp(FsdpOptions options) {
