@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz build setup docs packages newest ccache-check clean format check-format tidy
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz build setup docs packages newest ccache-check plan-page clean format check-format tidy
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -110,6 +110,12 @@ packages: build
 # Against the newest libtorch as well: compiles, and trains to the same losses.
 newest:
 	@tools/newest_torch.sh
+
+# The page of `tessera plan --html`, in chromium.
+plan-page: setup
+	@$(configure) >/dev/null
+	@$(compile) tessera_command
+	@tools/check_plan_page.sh $(BUILD)
 
 # Does a clean build in another clone get its objects from ccache?
 ccache-check: setup

@@ -35,6 +35,7 @@
 #include "tessera/plan/dry_run.h"
 #include "tessera/plan/memory_plan.h"
 #include "tessera/plan/run_record.h"
+#include "tessera/plan/timeline_page.h"
 #include "tessera/quantized/quantize_linears.h"
 #include "tessera/recompute/activation_offload.h"
 #include "tessera/recompute/checkpointed.h"

@@ -44,8 +44,8 @@ std::vector<TrainingChoice> training_choices() {
   return choices;
 }
 
-PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
-  const RunRecord record = dry_run(
+RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
+  return dry_run(
       [&](std::shared_ptr<Communicator> comm) {
         const auto build = [&] { return Decoder(model, choice.checkpointed); };
         return zero<AdamW>(choice.stage == 3 ? deferred(build) : build(), torch::optim::AdamWOptions(1e-3),
@@ -59,6 +59,10 @@ PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice&
         training.step();
       },
       {.world_size = world_size});
+}
+
+PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
+  const RunRecord record = record_of(model, choice, world_size);
   return {choice, record.peak, record.collective_bytes(2), record.flop};
 }
 

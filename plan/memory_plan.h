@@ -28,7 +28,9 @@ struct PlannedTraining {
   int64_t collective_bytes = 0;  // of a step, by full tensors
   int64_t flop = 0;              // of a step, with what is computed again
 };
-// A dry run as rank 0, which throws as dry_run() does.
+// A dry run of two steps as rank 0, which throws as dry_run() does.
+RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, int world_size);
+// What of it a plan compares.
 PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size);
 
 // Of those of which the peak is at most kUsable of `memory_bytes`, the one that computes least again, then exchanges

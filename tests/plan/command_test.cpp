@@ -1,9 +1,13 @@
 // `tessera plan`, run as a user does.
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
+
+#include "tests/plan/page.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_command_test {
 namespace {
@@ -33,6 +37,31 @@ TEST(PlanCommand, PrintsWhatFits) {
   EXPECT_GT(all[0]["bytes"]["optimizer"].get<int64_t>(), 3 * all[1]["bytes"]["optimizer"].get<int64_t>());
   EXPECT_EQ(plan({"--model", "model.pt2", "--gpus", "4", "--memory", "1GB"}).first, 2);
   expect_contains(plan({"--model", model, "--memory", "1GB"}).second, "--gpus is missing");
+}
+
+// Opened in a browser by `make plan-page`.
+TEST(PlanCommand, DrawsAPage) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "page.html").string();
+  const std::vector<std::string> words = {
+      "--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "4", "--memory", "64MiB", "--json",
+      "--html"};
+  auto with = [&](const std::string& file) {
+    auto all = words;
+    all.push_back(file);
+    return plan(all);
+  };
+  const json choices = json::parse(with(path).second);
+  const auto best = std::find_if(choices.begin(), choices.end(), [](const json& one) { return one["recommended"]; });
+  ASSERT_NE(best, choices.end());
+  const json data = data_of_page(read_file(path));
+  EXPECT_EQ(data["peak"]["total"], (*best)["peak_bytes"]);
+  EXPECT_EQ(data["options"], (*best)["options"]);
+  EXPECT_EQ(data["memory"], 64 << 20);
+  EXPECT_EQ(data["steps"].size(), 3U);
+  const auto [code, text] = with((folder / "none/page.html").string());
+  EXPECT_EQ(code, 2);
+  expect_contains(text, "none/page.html: No such file or directory");
 }
 
 }  // namespace

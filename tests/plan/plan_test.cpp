@@ -1,10 +1,13 @@
 // What a dry run is for: figures of the literature, worlds of any size, plans, and what it refuses.
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 
 #include "tessera/plan/counting_communicator.h"
 #include "tessera/plan/memory_plan.h"
+#include "tessera/plan/timeline_page.h"
 #include "tests/plan/models.h"
+#include "tests/plan/page.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
@@ -187,6 +190,41 @@ TEST(PlanErrors, ATrainingAfterARunThatThrewIsAsEver) {
     expect_contains(error_of<std::runtime_error>([&] { dry_run([](auto) { return 0; }, failing); }), "a user's");
     EXPECT_TRUE(torch::equal(trained(), before));
   }
+}
+
+// Any text may be a name, and the peak is there however many operators there are.
+TEST(PlanPage, HoldsWhatTheRecordHasAsText) {
+  RunRecord record;
+  record.units = {"", "unit '</script><img src=x onerror=alert(1)>\xff'"};
+  for (int i = 0; i < 9000; ++i) {
+    record.operators.push_back({.name = "aten::mm", .unit = 1, .step = i < 4000 ? 0 : 1, .in_backward = i > 6000});
+    record.operators.back().live[MemoryKind::kActivations] = i % 100;
+  }
+  record.peak_at = 6543;
+  record.peak[MemoryKind::kActivations] = 700;
+  record.peak[MemoryKind::kGradients] = 77;
+  record.most = record.peak;
+  record.collectives.push_back(
+      {.operation = "all-gather", .what = record.units[1], .ranks = 4, .bytes = 12, .step = 1});
+  const std::string page = timeline_page(record, {.title = "a < b & c", .options = "<i>", .notes = "</pre>"});
+  EXPECT_EQ(page.find("<img"), std::string::npos);
+  EXPECT_EQ(page.find("<i>"), std::string::npos);
+  for (const char* attribute : {"src=\"", "href=", "@import", "url(", "fetch("})
+    EXPECT_EQ(page.find(attribute), std::string::npos) << attribute;
+
+  const auto data = data_of_page(page);
+  EXPECT_EQ(data["title"], "a < b & c");
+  EXPECT_EQ(data["peak"]["where"],
+            "in step 1, in backward, at aten::mm of unit '</script><img src=x onerror=alert(1)>\uFFFD'");
+  EXPECT_EQ(data["peak"]["total"], 777);
+  EXPECT_EQ(data["kinds"], (std::vector<std::string>{"gradients", "activations"}));
+  EXPECT_EQ(data["steps"][1]["begin"], 4000);
+  EXPECT_LE(data["points"].size(), 2000U);
+  const auto& points = data["points"];
+  const auto peak = std::find_if(points.begin(), points.end(), [](const auto& one) { return one["at"] == 6543; });
+  ASSERT_NE(peak, points.end());
+  EXPECT_EQ((*peak)["bytes"], (std::vector<int>{77, 700}));
+  EXPECT_NO_THROW(data_of_page(timeline_page({}, {})));
 }
 
 TEST(PlanModels, FromTextAndHuggingFace) {

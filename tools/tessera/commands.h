@@ -21,6 +21,7 @@ struct Arguments {
   std::string memory;          // plan: of each
   int64_t sequence = 0;        // plan: of a file's model; 0: its whole context
   int64_t batch = 1;           // plan: of a file's model
+  std::string html;            // plan: the file of a page
 };
 
 int inspect(const Arguments& arguments);

@@ -46,10 +46,10 @@ const std::vector<Command>& commands() {
        {"tolerance", "parameters"},
        diff},
       {"plan",
-       "--model gpt:layers=80,width=8192,heads=64 | config.json --gpus N --memory 80GiB",
+       "--model gpt:layers=80,width=8192,heads=64 | config.json --gpus N --memory 80GiB [--html FILE]",
        "what each stage and option takes of every rank's memory, which fit, and the options to take",
        0,
-       {"model", "gpus", "memory", "sequence", "batch"},
+       {"model", "gpus", "memory", "sequence", "batch", "html"},
        plan},
       {"trace merge",
        "OUT IN...",
@@ -146,6 +146,7 @@ int run(int argc, char** argv) {
   add("sequence", po::value(&arguments.sequence),
       "plan: tokens of an item, of config.json; without: the whole context");
   add("batch", po::value(&arguments.batch), "plan: items a rank and step, of config.json; without: 1");
+  add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
   add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;
   all.add(options).add_options()("word", po::value(&words));

@@ -1,9 +1,14 @@
+#include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <system_error>
 
 #include "commands.h"
 #include "tessera/plan/memory_plan.h"
+#include "tessera/plan/timeline_page.h"
 
 using namespace tessera;
 
@@ -37,6 +42,20 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
   return result;
 }
 
+// The choice that a page is of: the recommended one, or else the one that takes least.
+const PlannedTraining& shown(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
+  if (const int best = recommended(plans, memory_bytes); best >= 0) return plans[static_cast<size_t>(best)];
+  return *std::min_element(plans.begin(), plans.end(), [](const PlannedTraining& a, const PlannedTraining& b) {
+    return a.peak.tensors() < b.peak.tensors();
+  });
+}
+
+void write_page(const std::string& path, const std::string& page) {
+  std::ofstream file(path, std::ios::binary);
+  if (!file.write(page.data(), std::ssize(page)).flush())
+    throw std::runtime_error("cannot write " + path + ": " + std::generic_category().message(errno));
+}
+
 }  // namespace
 
 int plan(const Arguments& arguments) {
@@ -46,6 +65,15 @@ int plan(const Arguments& arguments) {
     throw std::invalid_argument("--gpus is " + std::to_string(arguments.gpus) + ", expected 1 or more");
   std::vector<PlannedTraining> plans;
   for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(model, choice, arguments.gpus));
+  if (!arguments.html.empty()) {
+    const TrainingChoice& choice = shown(plans, memory_bytes).choice;
+    write_page(arguments.html,
+               timeline_page(record_of(model, choice, arguments.gpus),
+                             {.title = arguments.model + " on " + std::to_string(arguments.gpus) + " ranks",
+                              .options = options_text(choice),
+                              .notes = plan_text(plans, arguments.gpus, memory_bytes),
+                              .memory_bytes = memory_bytes}));
+  }
   if (!arguments.json) {
     std::printf("%s", plan_text(plans, arguments.gpus, memory_bytes).c_str());
     return 0;

@@ -1,0 +1,299 @@
+#include "tessera/plan/timeline_page.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+using nlohmann::json;
+
+constexpr size_t kMostPoints = 2000;
+constexpr size_t kMostCollectives = 2000;
+constexpr std::string_view kDataPlace = "TIMELINE_DATA";
+
+// All text comes from the data, as text: none of it is markup.
+constexpr std::string_view kPage = R"html(<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Memory of a training step</title>
+<style>
+:root { color-scheme: light dark; --ink: #1c2430; --faint: #6b7685; --line: #d9dee5; --paper: #ffffff; --card: #f5f7fa;
+  --red: #c62f3b; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e9f0; --faint: #93a0b1; --line: #333d4a; --paper: #14191f; --card: #1d242d; --red: #ff7a80; }
+}
+body { margin: 2rem auto; max-width: 76rem; padding: 0 1.25rem; background: var(--paper); color: var(--ink);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+#options { overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 12.5px; }
+.faint, text { color: var(--faint); fill: var(--faint); }
+.facts { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1rem 0; }
+.facts div { background: var(--card); border-radius: .5rem; padding: .5rem .9rem; }
+.facts b { display: block; font-size: 1.2rem; font-variant-numeric: tabular-nums; }
+#legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; }
+#legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
+svg { width: 100%; height: auto; display: block; }
+svg text { font: 13px system-ui, sans-serif; }
+pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x: auto; font-size: 12.5px; }
+#told { position: fixed; pointer-events: none; display: none; background: var(--paper); border: 1px solid var(--line);
+  border-radius: .5rem; padding: .5rem .7rem; font-size: 13px; max-width: 26rem; box-shadow: 0 3px 14px #0003;
+  font-variant-numeric: tabular-nums; white-space: pre-line; }
+</style>
+</head>
+<body>
+<h1 id="title"></h1>
+<div class="faint" id="options"></div>
+<div class="faint" id="where"></div>
+<div class="facts" id="facts"></div>
+<div id="legend"></div>
+<svg id="picture" viewBox="0 0 1180 560" role="img" aria-label="bytes by kind over the operators of a run"></svg>
+<pre id="notes"></pre>
+<div id="told"></div>
+<script type="application/json" id="data">TIMELINE_DATA</script>
+<script>
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+// In the order of MemoryKind.
+const colors = ["#b9c3cf", "#8d99ae", "#3f6fd8", "#58b0e8", "#e0a030", "#d9603b", "#7a5bc7", "#3a9d6e", "#c97fb1",
+  "#98703c"];
+const box = { left: 92, right: 1165, top: 28, bottom: 400, lane: 430 };
+const [unit, unitName] = data.peak.total >= 2 ** 30 ? [2 ** 30, "GiB"]
+  : data.peak.total >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+function bytes(n) {
+  const power = n >= 2 ** 30 ? 3 : n >= 2 ** 20 ? 2 : n >= 2 ** 10 ? 1 : 0;
+  const value = n / 2 ** (10 * power);
+  return value.toFixed(power === 0 ? 0 : value < 10 ? 2 : 1) + " " + ["bytes", "KiB", "MiB", "GiB"][power];
+}
+const byId = id => document.getElementById(id);
+function svg(name, attributes, text) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const key in attributes) made.setAttribute(key, attributes[key]);
+  if (text !== undefined) made.textContent = text;
+  return byId("picture").appendChild(made);
+}
+function html(parent, name, text) {
+  const made = document.createElement(name);
+  if (text !== undefined) made.textContent = text;
+  return parent.appendChild(made);
+}
+document.title = data.title;
+byId("title").textContent = data.title;
+byId("options").textContent = data.options;
+byId("where").textContent = "Peak " + data.peak.where + ".";
+byId("notes").textContent = data.notes;
+byId("notes").hidden = !data.notes;
+for (const [value, name] of [[bytes(data.peak.total), "at the peak"],
+  ...(data.memory ? [[bytes(data.memory), "of a rank"]] : []), [data.tflop + " TFLOP", "a step"],
+  [String(data.operators), "operators in all"]]) {
+  const fact = html(byId("facts"), "div");
+  html(fact, "b", value);
+  html(fact, "span", name).className = "faint";
+}
+const totals = data.points.map(point => point.bytes.reduce((sum, n) => sum + n, 0));
+const highest = Math.max(data.peak.total, ...totals);
+const top_ = data.memory && data.memory < 4 * highest ? Math.max(highest, data.memory) * 1.05 : highest * 1.08;
+const x = at => box.left + (box.right - box.left) * at / Math.max(1, data.operators - 1);
+const y = n => box.bottom - (box.bottom - box.top) * n / top_;
+// Scales.
+const step = [1, 2, 2.5, 5, 10].map(n => n * 10 ** Math.floor(Math.log10(top_ / unit / 5)))
+  .find(n => top_ / unit / n <= 6);
+for (let at = 0; at * unit <= top_; at += step) {
+  svg("line", { x1: box.left, x2: box.right, y1: y(at * unit), y2: y(at * unit), stroke: "var(--line)" });
+  svg("text", { x: box.left - 8, y: y(at * unit) + 4, "text-anchor": "end" },
+    at.toFixed(step < 0.1 ? 2 : step % 1 ? 1 : 0));
+}
+svg("text", { x: box.left - 8, y: box.top - 12, "text-anchor": "end" }, unitName);
+data.steps.forEach((part, index) => {
+  if (index % 2) svg("rect", { x: x(part.begin), y: box.top, width: x(part.end) - x(part.begin),
+    height: box.bottom - box.top, fill: "var(--card)" });
+  svg("line", { x1: x(part.begin), x2: x(part.begin), y1: box.top, y2: 540, stroke: "var(--line)" });
+  if (x(part.end) - x(part.begin) > 40) svg("text", { x: x(part.begin) + 5, y: box.bottom + 17 }, part.name);
+});
+// Kinds, one upon the other.
+const below = data.points.map(() => 0);
+data.kinds.forEach((kind, index) => {
+  const lower = [], upper = [];
+  data.points.forEach((point, i) => {
+    lower.push(x(point.at).toFixed(1) + "," + y(below[i]).toFixed(1));
+    below[i] += point.bytes[index];
+    upper.push(x(point.at).toFixed(1) + "," + y(below[i]).toFixed(1));
+  });
+  svg("polygon", { points: upper.concat(lower.reverse()).join(" "), fill: colors[data.colors[index]],
+    "fill-opacity": 0.85 });
+  const entry = html(byId("legend"), "span");
+  html(entry, "i").style.background = colors[data.colors[index]];
+  entry.append(kind + " ");
+  html(entry, "span", bytes(data.peak.bytes[index]) + " at the peak").className = "faint";
+});
+if (data.memory && data.memory <= top_) {
+  svg("line", { x1: box.left, x2: box.right, y1: y(data.memory), y2: y(data.memory), stroke: "var(--red)",
+    "stroke-dasharray": "6 4" });
+  svg("text", { x: box.right, y: y(data.memory) - 5, "text-anchor": "end" }, "a rank's memory, " + bytes(data.memory));
+}
+const peakX = x(data.peak.at);
+svg("circle", { cx: peakX, cy: y(data.peak.total), r: 4.5, fill: "var(--red)" });
+svg("text", { id: "peak", x: peakX + (peakX > 900 ? -9 : 9), y: y(data.peak.total) - 7,
+  "text-anchor": peakX > 900 ? "end" : "start", style: "fill: var(--ink); font-weight: 600" }, bytes(data.peak.total));
+// Collectives, a line for each operation.
+const lanes = [...new Set(data.collectives.map(one => one.operation))];
+lanes.forEach((operation, lane) => {
+  const at = box.lane + 8 + 24 * lane;
+  svg("text", { x: box.left - 8, y: at + 12, "text-anchor": "end", style: "font-size: 10.5px" }, operation);
+  svg("line", { x1: box.left, x2: box.right, y1: at + 16, y2: at + 16, stroke: "var(--line)" });
+});
+const largest = Math.max(1, ...data.collectives.map(one => one.bytes));
+for (const one of data.collectives) {
+  const at = box.lane + 8 + 24 * lanes.indexOf(one.operation), height = 2 + 14 * one.bytes / largest;
+  svg("rect", { x: x(one.at) - 1, y: at + 16 - height, width: 2, height, fill: "var(--ink)", "fill-opacity": 0.65 });
+}
+byId("picture").setAttribute("viewBox", "0 0 1180 " + (box.lane + 24 * lanes.length + 24));
+// What is under the pointer.
+const cursor = svg("line", { y1: box.top, y2: box.lane + 8 + 24 * lanes.length, stroke: "var(--ink)",
+  "stroke-opacity": 0.45, visibility: "hidden" });
+function nearest(list, at) {
+  let best = 0;
+  list.forEach((one, i) => { if (Math.abs(one.at - at) < Math.abs(list[best].at - at)) best = i; });
+  return list[best];
+}
+byId("picture").addEventListener("pointermove", event => {
+  const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(byId("picture").getScreenCTM().inverse());
+  if (point.x < box.left || point.x > box.right || !data.points.length) return hide();
+  const at = (point.x - box.left) / (box.right - box.left) * (data.operators - 1);
+  let text;
+  if (point.y > box.lane && data.collectives.length) {
+    const inLane = data.collectives.filter(
+      one => one.operation === lanes[Math.min(lanes.length - 1, Math.floor((point.y - box.lane - 4) / 24))]);
+    const one = nearest(inLane.length ? inLane : data.collectives, at);
+    cursor.setAttribute("x1", x(one.at)), cursor.setAttribute("x2", x(one.at));
+    text = one.operation + " of " + one.what + "\n" + bytes(one.bytes) + " over " + one.ranks + " ranks";
+  } else {
+    const one = nearest(data.points, at);
+    cursor.setAttribute("x1", x(one.at)), cursor.setAttribute("x2", x(one.at));
+    text = data.names[one.name] + (one.unit ? "\n" + data.units[one.unit] : "") + (one.backward ? "\nin backward" : "")
+      + "\n" + bytes(one.bytes.reduce((sum, n) => sum + n, 0)) + " in all";
+    data.kinds.forEach((kind, i) => { if (one.bytes[i]) text += "\n" + kind + " " + bytes(one.bytes[i]); });
+  }
+  cursor.setAttribute("visibility", "visible");
+  const told = byId("told");
+  told.textContent = text;
+  told.style.display = "block";
+  told.style.left = Math.min(event.clientX + 16, innerWidth - told.offsetWidth - 8) + "px";
+  told.style.top = Math.min(event.clientY + 16, innerHeight - told.offsetHeight - 8) + "px";
+});
+function hide() { byId("told").style.display = "none"; cursor.setAttribute("visibility", "hidden"); }
+byId("picture").addEventListener("pointerleave", hide);
+</script>
+</body>
+</html>
+)html";
+
+const BytesByKind& live_at(const RunRecord& record, size_t at) {
+  return at == record.peak_at ? record.peak : record.operators[at].live;
+}
+
+// Of each stretch of operators the one with the most bytes.
+std::vector<size_t> points_of(const RunRecord& record) {
+  const size_t count = record.operators.size(), stretch = (count + kMostPoints - 1) / kMostPoints;
+  std::vector<size_t> points;
+  for (size_t begin = 0; begin < count; begin += stretch) {
+    size_t most = begin;
+    for (size_t at = begin; at < std::min(begin + stretch, count); ++at)
+      if (live_at(record, at).tensors() > live_at(record, most).tensors()) most = at;
+    points.push_back(most);
+  }
+  return points;
+}
+
+// Those that have any bytes, but for what tensors() leaves out.
+std::vector<size_t> kinds_of(const RunRecord& record) {
+  std::vector<size_t> kinds;
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+    const auto which = static_cast<MemoryKind>(kind);
+    if (which == MemoryKind::kScratch || which == MemoryKind::kTransport) continue;
+    if (record.most.bytes[kind] > 0 || record.peak.bytes[kind] > 0) kinds.push_back(kind);
+  }
+  return kinds;
+}
+
+std::string place_of_step(int step) { return step == 0 ? "constructor" : "step " + std::to_string(step); }
+
+json steps_of(const RunRecord& record) {
+  json steps = json::array();
+  for (size_t at = 0; at < record.operators.size(); ++at) {
+    const int step = record.operators[at].step;
+    if (at == 0 || step != record.operators[at - 1].step)
+      steps.push_back({{"name", place_of_step(step)}, {"begin", at}, {"end", at}});
+    steps.back()["end"] = at;
+  }
+  return steps;
+}
+
+json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
+  json peak = {{"at", record.peak_at}, {"total", record.peak_bytes()}, {"where", "before any operator"}};
+  for (const size_t kind : kinds) peak["bytes"].push_back(record.peak.bytes[kind]);
+  if (record.operators.empty()) return peak;
+  const RecordedOperator& at = record.operators[record.peak_at];
+  peak["where"] = "in " + std::string(at.step == 0 ? "the " : "") + place_of_step(at.step) +
+                  (at.in_backward ? ", in backward" : "") + ", at " + at.name +
+                  (at.unit == 0 ? "" : " of " + record.units[static_cast<size_t>(at.unit)]);
+  return peak;
+}
+
+json collectives_of(const RunRecord& record) {
+  json collectives = json::array();
+  // Of more than can be told apart, every so many.
+  const size_t stride = (record.collectives.size() + kMostCollectives - 1) / kMostCollectives;
+  for (size_t i = 0; i < record.collectives.size(); i += stride) {
+    const RecordedCollective& one = record.collectives[i];
+    collectives.push_back({{"operation", one.operation},
+                           {"what", one.what},
+                           {"ranks", one.ranks},
+                           {"bytes", one.bytes},
+                           {"at", one.operators}});
+  }
+  return collectives;
+}
+
+}  // namespace
+
+std::string timeline_page(const RunRecord& record, const TimelinePageText& text) {
+  const std::vector<size_t> kinds = kinds_of(record);
+  std::map<std::string, size_t> names;
+  json points = json::array(), kind_names = json::array();
+  for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
+  for (const size_t at : points_of(record)) {
+    const RecordedOperator& one = record.operators[at];
+    json bytes = json::array();
+    for (const size_t kind : kinds) bytes.push_back(live_at(record, at).bytes[kind]);
+    points.push_back({{"at", at},
+                      {"name", names.emplace(one.name, names.size()).first->second},
+                      {"unit", one.unit},
+                      {"backward", one.in_backward},
+                      {"bytes", std::move(bytes)}});
+  }
+  json all_names = std::vector<std::string>(names.size());
+  for (const auto& [name, index] : names) all_names[index] = name;
+  char tflop[32];
+  std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
+  const json data = {{"title", text.title},       {"options", text.options}, {"colors", kinds},       {"notes", text.notes},
+                     {"memory", text.memory_bytes}, {"operators", record.operators.size()},
+                     {"tflop", tflop},            {"units", record.units},
+                     {"names", all_names},        {"kinds", kind_names},
+                     {"peak", peak_of(record, kinds)}, {"steps", steps_of(record)},
+                     {"points", points},          {"collectives", collectives_of(record)}};
+  std::string written = data.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  // Where a script stands nothing may look like its end.
+  for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at)) written.replace(at, 1, "\\u003c");
+  std::string page(kPage);
+  page.replace(page.find(kDataPlace, page.find("id=\"data\"")), kDataPlace.size(), written);
+  return page;
+}
+
+}  // namespace tessera

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+
+namespace tessera::testing_support {
+
+inline std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// What a timeline page is drawn from.
+inline nlohmann::json data_of_page(const std::string& page) {
+  const std::string begin = "id=\"data\">";
+  const size_t at = page.find(begin);
+  if (at == std::string::npos) throw std::runtime_error("the page has no data");
+  return nlohmann::json::parse(page.substr(at + begin.size(), page.find("</script>", at) - at - begin.size()));
+}
+
+}  // namespace tessera::testing_support
