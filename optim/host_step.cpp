@@ -43,7 +43,9 @@ HostStep::~HostStep() = default;
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
   size_t count = 0;
   for (const auto& group : optimizer.param_groups()) count += group.params().size();
-  if (host_optimizer_ && count == host_copies_.size()) {
+  // A rank may own nothing of a group that has come.
+  if (host_optimizer_ && count == host_copies_.size() &&
+      host_optimizer_->param_groups().size() == optimizer.param_groups().size()) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i)
       host_optimizer_->param_groups()[i].set_options(optimizer.param_groups()[i].options().clone());
     return;
@@ -70,11 +72,20 @@ HostStep::HostCopy HostStep::copy_of(const at::Tensor& parameter) {
   at::Tensor host = parameter.is_non_overlapping_and_dense() ? memory.as_strided(parameter.sizes(), parameter.strides())
                                                              : memory.view(parameter.sizes());
   host.copy_(parameter.detach());
-  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version())};
+  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version()), parameter.const_data_ptr()};
+}
+
+void HostStep::renew(HostCopy& copy) {
+  const at::Tensor& parameter = copy.parameter;
+  if (parameter._version() == copy.seen_version && parameter.const_data_ptr() == copy.seen_memory &&
+      !parameter.is_cpu())
+    return;
+  copy.host.copy_(parameter.detach());
+  copy.seen_memory = parameter.const_data_ptr();
 }
 
 void HostStep::start_gradient(HostCopy& copy) {
-  if (copy.parameter._version() != copy.seen_version) copy.host.copy_(copy.parameter.detach());
+  renew(copy);
   const at::Tensor gradient = copy.parameter.grad();
   if (gradient.layout() != at::kStrided || gradient.strides() != copy.host.strides() || !flat(copy.host).defined()) {
     copy.host.mutable_grad() = gradient.cpu().clone();

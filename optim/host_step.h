@@ -19,8 +19,9 @@ struct HostStepOptions {
 };
 
 // Takes an optimizer's step in host memory for parameters that stay on their device. Each has a copy in host memory,
-// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter. That
-// one has the states for the time of a step: between steps they are where state dictionaries and checkpoints look.
+// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter (past
+// its version, through .data(), that is seen on CPUs alone). That one has the states for the time of a step: between
+// steps they are where state dictionaries and checkpoints look.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -37,14 +38,16 @@ class HostStep {
  private:
   struct HostCopy {
     at::Tensor parameter;
-    at::Tensor host;            // of its sizes and strides
-    uint32_t seen_version = 0;  // of the parameter, when both were the same
-    Copy arriving;              // the gradient
-    Copy leaving;               // the new values
+    at::Tensor host;                    // of its sizes and strides
+    uint32_t seen_version = 0;          // of the parameter, when both were the same
+    const void* seen_memory = nullptr;  // the same
+    Copy arriving;                      // the gradient
+    Copy leaving;                       // the new values
   };
 
   void rebuild(torch::optim::Optimizer& optimizer);
   HostCopy copy_of(const at::Tensor& parameter);
+  void renew(HostCopy& copy);
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);

@@ -37,6 +37,7 @@ void ParameterBuckets::plan(int64_t bucket_bytes) {
   }
   for (auto& members : plan_buckets(items, order, {.bucket_bytes = bucket_bytes}))
     buckets_.push_back(make_bucket(std::move(members)));
+  note_trained();
 }
 
 ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> members) const {
@@ -80,14 +81,16 @@ bool ParameterBuckets::is_adopted(const Bucket& bucket) const {
                      [&](size_t index) { return parameters_[index].storage().is_alias_of(bucket.flat.storage()); });
 }
 
-bool ParameterBuckets::is_published(const Bucket& bucket) const {
-  return std::any_of(bucket.members.begin(), bucket.members.end(),
-                     [&](size_t index) { return parameters_[index].requires_grad(); });
+void ParameterBuckets::note_trained() {
+  for (Bucket& bucket : buckets_)
+    bucket.has_trained =
+        bucket.has_trained || std::any_of(bucket.members.begin(), bucket.members.end(),
+                                          [&](size_t index) { return parameters_[index].requires_grad(); });
 }
 
 void ParameterBuckets::require_unconverted() const {
   for (const Bucket& bucket : buckets_) {
-    if (!is_published(bucket)) continue;
+    if (!bucket.has_trained) continue;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const at::Tensor& parameter = parameters_[bucket.members[member]];
       const at::IntArrayRef sizes = bucket.geometries[member].sizes;
@@ -139,8 +142,9 @@ void ParameterBuckets::finish(Flight& flight) {
 std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
+  note_trained();
   for (Bucket& bucket : buckets_) {
-    if (!is_published(bucket)) continue;
+    if (!bucket.has_trained) continue;
     log.add("all-gather", bucket.name, bucket.layout.full_numel());
     flights.push_back(start(bucket));
   }

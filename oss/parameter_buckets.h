@@ -45,12 +45,15 @@ class ParameterBuckets {
     FlatLayout layout;
     at::ScalarType dtype;
     at::Tensor flat;  // undefined: the only member's own memory
+    // A member has required a gradient, at construction or in a step: it is published. Also where it is frozen now,
+    // since it may have been frozen between a backward and this step.
+    bool has_trained = false;
   };
   void plan(int64_t bucket_bytes);
   Bucket make_bucket(std::vector<size_t> members) const;
   void adopt(Bucket& bucket);  // (again) makes the members views of the bucket's memory
   bool is_adopted(const Bucket& bucket) const;
-  bool is_published(const Bucket& bucket) const;  // some member requires a gradient
+  void note_trained();
   Flight start(Bucket& bucket);
   void finish(Flight& flight);
 

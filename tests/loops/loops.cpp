@@ -14,8 +14,6 @@
 
 #include "tests/support/matrix.h"
 
-#include "tests/support/matrix.h"
-
 namespace tessera::loops {
 namespace {
 
@@ -27,11 +25,11 @@ std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector
 }
 
 std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::Tensor> parameters,
-                                                    std::shared_ptr<Communicator> comm) {
+                                                    std::shared_ptr<Communicator> comm, OssOptions options = {}) {
   using torch::optim::Adam, torch::optim::AdamOptions, torch::optim::SGD, torch::optim::SGDOptions;
-  if (kind == Optim::kAdam) return std::make_unique<OSS<Adam>>(std::move(parameters), AdamOptions(1e-2), comm);
+  if (kind == Optim::kAdam) return std::make_unique<OSS<Adam>>(std::move(parameters), AdamOptions(1e-2), comm, options);
   const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
-  return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm);
+  return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm, options);
 }
 
 class OneProcess final : public Trainer {
@@ -106,18 +104,13 @@ using Sdp = ShardedDataParallel<Model>;
 using Fsdp = FullyShardedDataParallel<Model>;
 using Comm = std::shared_ptr<Communicator>;
 
-std::unique_ptr<Trainer> make_ddp(Model model, Comm comm, Optim kind, const Play& play) {
-  auto ddp = std::make_unique<Ddp>(model, comm, DdpOptions{.find_unused_parameters = play.unused});
-  auto optimizer = whole_optimizer(kind, ddp->parameters());
-  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
-}
-
-// Gradients are no views of buckets, which optimizers that detach gradients in place do not take.
-std::unique_ptr<Trainer> make_ddp_copies(Model model, Comm comm, Optim kind, const Play& play) {
-  const DdpOptions options{.find_unused_parameters = play.unused, .gradient_as_bucket_view = false};
-  auto ddp = std::make_unique<Ddp>(model, comm, options);
-  auto optimizer = whole_optimizer(kind, ddp->parameters());
-  return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+auto make_ddp_with(DdpOptions options) {
+  return [options](Model model, Comm comm, Optim kind, const Play& play) mutable -> std::unique_ptr<Trainer> {
+    options.find_unused_parameters = play.unused;
+    auto ddp = std::make_unique<Ddp>(model, comm, options);
+    auto optimizer = whole_optimizer(kind, ddp->parameters());
+    return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
+  };
 }
 
 std::unique_ptr<Trainer> make_ddp_oss(Model model, Comm comm, Optim kind, const Play& play) {
@@ -126,10 +119,12 @@ std::unique_ptr<Trainer> make_ddp_oss(Model model, Comm comm, Optim kind, const 
   return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
 }
 
-std::unique_ptr<Trainer> make_oss_sdp(Model model, Comm comm, Optim kind, const Play&) {
-  auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm);
-  auto sdp = std::make_unique<Sdp>(model, *optimizer, comm);
-  return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
+auto make_oss_sdp(OssOptions oss, SdpOptions options) {
+  return [oss, options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
+    auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm, oss);
+    auto sdp = std::make_unique<Sdp>(model, *optimizer, comm, options);
+    return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
+  };
 }
 
 auto make_fsdp(FsdpOptions options) {
@@ -345,7 +340,7 @@ static void on_ranks_of_choice(int world, const std::function<void(std::shared_p
 std::vector<Setup> fsdp_setups() {
   const WrapPolicy linears = wrap_modules<torch::nn::LinearImpl>();
   const std::vector<int> worlds = worlds_to_play();
-  return {
+  std::vector<Setup> setups = {
       {"fsdp", 3, worlds, kHasDivideFactor<Fsdp>, make_fsdp({})},
       {"fsdp_keep", 3, worlds, kHasDivideFactor<Fsdp>,
        make_fsdp({.auto_wrap = linears, .reshard_after_forward = false})},
@@ -358,16 +353,39 @@ std::vector<Setup> fsdp_setups() {
        kHasDivideFactor<Fsdp>,
        make_fsdp({.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2}})},
   };
+  if (!has_full_matrix()) return setups;
+  const auto more = [&](const char* name, const FsdpOptions& options, const std::vector<int>& at) {
+    setups.push_back({name, 3, at, kHasDivideFactor<Fsdp>, make_fsdp(options)});
+  };
+  more("fsdp_alone", {.auto_wrap = linears, .prefetch = 0, .keep_recent = 1}, worlds);
+  more("fsdp_ahead", {.auto_wrap = linears, .prefetch = 3, .keep_recent = 5, .check_finite = true}, worlds);
+  more("fsdp_keep_offload",
+       {.auto_wrap = linears, .reshard_after_forward = false, .offload = {.params = true, .grads = true}}, worlds);
+  more("fsdp_offload_params", {.auto_wrap = linears, .offload = {.params = true}}, worlds);
+  more("fsdp_reduce_dtype", {.auto_wrap = linears, .mixed_precision = {.reduce_dtype = at::kDouble}}, worlds);
+  more("fsdp_hybrid_keep", {.auto_wrap = linears, .reshard_after_forward = false, .hybrid = {.ranks_per_copy = 2}},
+       {4});
+  return setups;
 }
 
 std::vector<Setup> replicated_setups() {
   const std::vector<int> worlds = worlds_to_play();
-  return {
-      {"ddp", 0, worlds, kHasDivideFactor<Ddp>, make_ddp},
-      {"ddp_copies", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_copies},
+  // Parameters travel one by one.
+  const OssOptions host{.broadcast_bucket_bytes = 100, .offload = {.params = true}};
+  std::vector<Setup> setups = {
+      {"ddp", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_with({})},
+      // Gradients are no views of buckets, which optimizers that detach gradients in place do not take.
+      {"ddp_copies", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_with({.gradient_as_bucket_view = false})},
       {"ddp_oss", 1, worlds, kHasDivideFactor<Ddp>, make_ddp_oss},
-      {"oss_sdp", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp},
+      {"oss_sdp", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp({}, {})},
+      {"oss_sdp_offload", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp(host, {})},
   };
+  if (!has_full_matrix()) return setups;
+  const DdpOptions small{.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5};
+  setups.push_back({"ddp_buckets", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_with(small)});
+  setups.push_back({"ddp_backend", 0, worlds, kHasDivideFactor<Ddp>, make_ddp_with({.backend_all_reduce = true})});
+  setups.push_back({"oss_sdp_buckets", 2, worlds, kHasDivideFactor<Sdp>, make_oss_sdp({}, {.reduce_buffer_size = 0})});
+  return setups;
 }
 
 std::vector<Setup> all_setups() {
