@@ -101,7 +101,11 @@ const highest = Math.max(data.peak.total, ...totals);
 const top_ = data.memory && data.memory < 4 * highest ? Math.max(highest, data.memory) * 1.05 : highest * 1.08;
 const x = at => box.left + (box.right - box.left) * at / Math.max(1, data.operators - 1);
 const y = n => box.bottom - (box.bottom - box.top) * n / top_;
-// Scales.
+// Scales, upon the steps.
+data.steps.forEach((part, index) => {
+  if (index % 2) svg("rect", { x: x(part.begin), y: box.top, width: x(part.end) - x(part.begin),
+    height: box.bottom - box.top, fill: "var(--card)" });
+});
 const step = [1, 2, 2.5, 5, 10].map(n => n * 10 ** Math.floor(Math.log10(top_ / unit / 5)))
   .find(n => top_ / unit / n <= 6);
 for (let at = 0; at * unit <= top_; at += step) {
@@ -110,9 +114,7 @@ for (let at = 0; at * unit <= top_; at += step) {
     at.toFixed(step < 0.1 ? 2 : step % 1 ? 1 : 0));
 }
 svg("text", { x: box.left - 8, y: box.top - 12, "text-anchor": "end" }, unitName);
-data.steps.forEach((part, index) => {
-  if (index % 2) svg("rect", { x: x(part.begin), y: box.top, width: x(part.end) - x(part.begin),
-    height: box.bottom - box.top, fill: "var(--card)" });
+data.steps.forEach(part => {
   svg("line", { x1: x(part.begin), x2: x(part.begin), y1: box.top, y2: 540, stroke: "var(--line)" });
   if (x(part.end) - x(part.begin) > 40) svg("text", { x: x(part.begin) + 5, y: box.bottom + 17 }, part.name);
 });
@@ -248,15 +250,19 @@ json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
 
 json collectives_of(const RunRecord& record) {
   json collectives = json::array();
-  // Of more than can be told apart, every so many.
-  const size_t stride = (record.collectives.size() + kMostCollectives - 1) / kMostCollectives;
-  for (size_t i = 0; i < record.collectives.size(); i += stride) {
-    const RecordedCollective& one = record.collectives[i];
-    collectives.push_back({{"operation", one.operation},
-                           {"what", one.what},
-                           {"ranks", one.ranks},
-                           {"bytes", one.bytes},
-                           {"at", one.operators}});
+  // Of more than can be told apart, the largest of each stretch.
+  const auto& all = record.collectives;
+  const auto stretch = static_cast<std::ptrdiff_t>((all.size() + kMostCollectives - 1) / kMostCollectives);
+  for (auto begin = all.begin(); begin != all.end();) {
+    const auto end = begin + std::min(stretch, all.end() - begin);
+    const auto one = std::max_element(
+        begin, end, [](const RecordedCollective& a, const RecordedCollective& b) { return a.bytes < b.bytes; });
+    collectives.push_back({{"operation", one->operation},
+                           {"what", one->what},
+                           {"ranks", one->ranks},
+                           {"bytes", one->bytes},
+                           {"at", one->operators}});
+    begin = end;
   }
   return collectives;
 }
@@ -282,15 +288,24 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   for (const auto& [name, index] : names) all_names[index] = name;
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
-  const json data = {{"title", text.title},       {"options", text.options}, {"colors", kinds},       {"notes", text.notes},
-                     {"memory", text.memory_bytes}, {"operators", record.operators.size()},
-                     {"tflop", tflop},            {"units", record.units},
-                     {"names", all_names},        {"kinds", kind_names},
-                     {"peak", peak_of(record, kinds)}, {"steps", steps_of(record)},
-                     {"points", points},          {"collectives", collectives_of(record)}};
+  const json data = {{"title", text.title},
+                     {"options", text.options},
+                     {"colors", kinds},
+                     {"notes", text.notes},
+                     {"memory", text.memory_bytes},
+                     {"operators", record.operators.size()},
+                     {"tflop", tflop},
+                     {"units", record.units},
+                     {"names", all_names},
+                     {"kinds", kind_names},
+                     {"peak", peak_of(record, kinds)},
+                     {"steps", steps_of(record)},
+                     {"points", points},
+                     {"collectives", collectives_of(record)}};
   std::string written = data.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
   // Where a script stands nothing may look like its end.
-  for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at)) written.replace(at, 1, "\\u003c");
+  for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at))
+    written.replace(at, 1, "\\u003c");
   std::string page(kPage);
   page.replace(page.find(kDataPlace, page.find("id=\"data\"")), kDataPlace.size(), written);
   return page;

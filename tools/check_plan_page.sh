@@ -13,7 +13,10 @@ if [ -z "$browser" ]; then
   exit 2
 fi
 
-plan() { "$build/tools/tessera/tessera" plan --model gpt:layers=6,width=256,heads=4,vocab=5000,sequence=128 --gpus 4 --memory 1GiB "$@"; }
+plan() {
+  "$build/tools/tessera/tessera" plan --model gpt:layers=6,width=256,heads=4,vocab=5000,sequence=128 --gpus 4 \
+    --memory 1GiB "$@"
+}
 plan --html "$work/page.html" >/dev/null
 peak=$(plan --json | python3 -c '
 import json, sys
@@ -36,6 +39,9 @@ expect "<text id=\"peak\"[^>]*>$peak</text>" "peak of $peak"
 expect '<polygon points="[0-9., -]{1000,}"' "areas"
 expect "<div id=\"told\"[^>]*>aten::" "text for the pointer"
 # The message comes over several lines.
-tr '\n' ' ' <"$work/dom" | grep -qE "<div id=\"told\"[^>]*>[^<]*$peak in all" || { echo "check_plan_page: the pointer is not told $peak" >&2; exit 1; }
+if ! tr '\n' ' ' <"$work/dom" | grep -qE "<div id=\"told\"[^>]*>[^<]*$peak in all"; then
+  echo "check_plan_page: the pointer is not told $peak" >&2
+  exit 1
+fi
 if grep -E "CONSOLE|ERR_NAME_NOT_RESOLVED" "$work/log" >&2; then exit 1; fi
 echo "check_plan_page: ok, peak $peak"
