@@ -105,9 +105,10 @@ using Fsdp = FullyShardedDataParallel<Model>;
 using Comm = std::shared_ptr<Communicator>;
 
 auto make_ddp_with(DdpOptions options) {
-  return [options](Model model, Comm comm, Optim kind, const Play& play) mutable -> std::unique_ptr<Trainer> {
-    options.find_unused_parameters = play.unused;
-    auto ddp = std::make_unique<Ddp>(model, comm, options);
+  return [options](Model model, Comm comm, Optim kind, const Play& play) -> std::unique_ptr<Trainer> {
+    DdpOptions of_play = options;
+    of_play.find_unused_parameters = play.unused;
+    auto ddp = std::make_unique<Ddp>(model, comm, of_play);
     auto optimizer = whole_optimizer(kind, ddp->parameters());
     return std::make_unique<Rank<Ddp>>(model, std::move(ddp), std::move(optimizer));
   };
