@@ -28,7 +28,7 @@ using nlohmann::ordered_json;
 constexpr std::string_view kMergedBegin = R"({"displayTimeUnit":"ms","otherData":{"merged by":"tessera trace merge")";
 
 template <class... Parts>
-[[noreturn]] void refuse(const Parts&... why) {
+[[noreturn]] void refuse_trace(const Parts&... why) {
   throw std::runtime_error(c10::str(why...));
 }
 
@@ -41,7 +41,7 @@ std::string begin_of(const fs::path& path, size_t bytes) {
 }
 
 // One rank of one run, as its "tessera_trace" tells.
-struct Source {
+struct TracedRank {
   std::string run, host, clock;
   int rank = 0;
   int64_t offset_ns = 0, error_ns = 0;
@@ -50,10 +50,10 @@ struct Source {
 
 struct Input {
   fs::path path;
-  std::map<int64_t, Source> sources;  // by pid
+  std::map<int64_t, TracedRank> sources;  // by pid
 };
 
-Source source_of(const ordered_json& event) {
+TracedRank source_of(const ordered_json& event) {
   const auto& args = event.at("args");
   return {args.at("run").get<std::string>(),
           args.at("host").get<std::string>(),
@@ -69,7 +69,7 @@ int64_t nanoseconds_of(const ordered_json& ts) { return std::llround(ts.get<doub
 // Goes through the events of a file, of which the last may be a part. True if it is.
 bool for_each_event(const fs::path& path, const std::function<void(ordered_json&)>& visit) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) refuse("cannot read ", path.string());
+  if (!file) refuse_trace("cannot read ", path.string());
   int64_t number = 0;
   for (std::string line; std::getline(file, line);) {
     if (file.eof()) return true;  // no end of line: a process was killed while it wrote this
@@ -77,22 +77,22 @@ bool for_each_event(const fs::path& path, const std::function<void(ordered_json&
     const char expected = number == 1 ? '[' : ',';
     auto event = ordered_json::parse(line.empty() ? "" : line.substr(1), nullptr, /*allow_exceptions=*/false);
     if (line.empty() || line[0] != expected || !event.is_object())
-      refuse(path.string(), ", line ", number, ": expected '", expected, "' and an event, got '", line.substr(0, 40),
-             line.size() > 40 ? "...'" : "'");
+      refuse_trace(path.string(), ", line ", number, ": expected '", expected, "' and an event, got '",
+                   line.substr(0, 40), line.size() > 40 ? "...'" : "'");
     try {
       visit(event);
     } catch (const std::exception& error) {
-      refuse(path.string(), ", line ", number, ": ", error.what());
+      refuse_trace(path.string(), ", line ", number, ": ", error.what());
     }
   }
-  if (file.bad()) refuse("cannot read ", path.string());
+  if (file.bad()) refuse_trace("cannot read ", path.string());
   return false;
 }
 
-const Source& source_for(const Input& input, const ordered_json& event) {
+const TracedRank& source_for(const Input& input, const ordered_json& event) {
   const auto found = input.sources.find(event.at("pid").get<int64_t>());
   if (found == input.sources.end())
-    refuse("process ", event.at("pid").dump(), " has no tessera_trace before this event");
+    refuse_trace("process ", event.at("pid").dump(), " has no tessera_trace before this event");
   return found->second;
 }
 
@@ -128,17 +128,18 @@ class Merge {
   // Who is in the file, and whether all of it can be read.
   void read(Input& input) {
     const std::string path = input.path.string();
-    if (!fs::is_regular_file(input.path)) refuse("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
+    if (!fs::is_regular_file(input.path))
+      refuse_trace("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
     if (begin_of(input.path, kMergedBegin.size()) == kMergedBegin)
-      refuse(path, " is a merged trace; give the traces that it was made of");
+      refuse_trace(path, " is a merged trace; give the traces that it was made of");
     if (begin_of(input.path, kTraceBegin.size()) != kTraceBegin)
-      refuse(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
+      refuse_trace(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
         const auto source = source_of(event);
         // Ranks of a run that share a file write one such line each.
         const auto [holder, is_new] = holders_.try_emplace({source.run, source.rank}, path);
-        if (!is_new) refuse("rank ", source.rank, " of the same run is in ", holder->second, " already");
+        if (!is_new) refuse_trace("rank ", source.rank, " of the same run is in ", holder->second, " already");
         input.sources[event.at("pid").get<int64_t>()] = source;
       }
       source_for(input, event);
@@ -161,14 +162,14 @@ class Merge {
       }
   }
 
-  int64_t unix_ns(const Source& source, const ordered_json& ts) const {
+  int64_t unix_ns(const TracedRank& source, const ordered_json& ts) const {
     return nanoseconds_of(ts) + source.offset_ns + unix_minus_reference_ns_.at(source.run);
   }
 
   void find_begin(const Input& input) {
     for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("ph") == "M") return;
-      const Source& source = source_for(input, event);
+      const TracedRank& source = source_for(input, event);
       const int64_t at = unix_ns(source, event.at("ts"));
       begin_ns_ = std::min(begin_ns_, at);
       const auto [begin, is_first] = begin_of_run_.try_emplace(source.run, at);
@@ -199,7 +200,7 @@ class Merge {
   }
 
   ordered_json& moved(const Input& input, ordered_json& event) const {
-    const Source& source = source_for(input, event);
+    const TracedRank& source = source_for(input, event);
     const int64_t run = number_of(source.run);
     event["pid"] = run * kPidsOfRun + source.rank;
     if (event.at("name") == "process_name")
@@ -220,13 +221,13 @@ class Merge {
 
 MergedTrace merge_traces(const fs::path& out, const std::vector<fs::path>& in) {
   if (fs::exists(out) && (!fs::is_regular_file(out) || begin_of(out, kMergedBegin.size()) != kMergedBegin))
-    refuse(out.string(), " exists and is no merged trace; it is left as it is");
+    refuse_trace(out.string(), " exists and is no merged trace; it is left as it is");
   Merge merge(in);
   const std::string unfinished = c10::str(out.string(), ".", ::getpid(), ".tmp");
   try {
     std::ofstream file(unfinished, std::ios::binary);
     merge.write(file);
-    if (!file.flush()) refuse("cannot write ", unfinished);
+    if (!file.flush()) refuse_trace("cannot write ", unfinished);
     file.close();
     fs::rename(unfinished, out);
   } catch (const std::exception&) {

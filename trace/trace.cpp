@@ -62,7 +62,7 @@ ordered_json mark(std::string_view name, int64_t pid, ordered_json args) {
           {"ts", ts},     {"pid", pid},       {"tid", 0},  {"args", std::move(args)}};
 }
 
-std::string host_name() {
+std::string own_host_name() {
   std::array<char, HOST_NAME_MAX + 1> host{};
   return ::gethostname(host.data(), host.size() - 1) == 0 ? host.data() : "";
 }
@@ -80,7 +80,7 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
   return mark("tessera_trace", pid,
               {{"run", run.id},
                {"rank", rank},
-               {"host", host_name()},
+               {"host", own_host_name()},
                {"process", ::getpid()},
                {"clock", Trace::clock_id()},
                {"offset_ns", run.offset_ns},
@@ -92,7 +92,7 @@ ordered_json rank_event(int rank, int64_t pid, const Trace::Run& run) {
 std::string make_clock_id() {
   std::string boot;
   std::getline(std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, boot);
-  if (boot.empty()) return c10::str(host_name(), "/", ::getpid());  // not known to be anybody else's
+  if (boot.empty()) return c10::str(own_host_name(), "/", ::getpid());  // not known to be anybody else's
   // A container may be given a steady clock of its own.
   std::error_code error;
   const auto space = std::filesystem::read_symlink("/proc/self/ns/time", error);
