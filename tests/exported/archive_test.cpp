@@ -237,12 +237,15 @@ void change(json& tree, std::mt19937_64& random) {
 TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
   const char* text = std::getenv("TESSERA_FUZZ_SECONDS");
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(text != nullptr ? std::stoi(text) : 0);
-  const uint64_t first_seed = text != nullptr ? std::random_device()() : 1;
+  const char* seed_text = std::getenv("TESSERA_FUZZ_SEED");
+  const uint64_t first_seed = seed_text != nullptr ? std::stoull(seed_text)
+                              : text != nullptr    ? std::random_device()()
+                                                   : 1;
   int64_t loaded = 0, tried = 0;
   for (uint64_t seed = first_seed; text != nullptr ? std::chrono::steady_clock::now() < end : tried < 200; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
-    // Where to look if the process crashes; thousands a second are tried.
-    if (text != nullptr && tried % 1024 == 0) std::cout << "from seed " << seed << std::endl;
+    // Where to look if the process crashes (TESSERA_FUZZ_SEED begins there); thousands a second are tried.
+    if (text != nullptr && (tried % 1024 == 0 || seed_text != nullptr)) std::cout << "from seed " << seed << std::endl;
     std::mt19937_64 random(seed);
     const std::string name = std::array<const char*, 4>{"control", "decoder", "norms", "energy"}[random() % 4];
     Changed changed(name);
