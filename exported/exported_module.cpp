@@ -122,6 +122,7 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   std::vector<c10::IValue> graph_inputs(state.size());
   for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
   std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
+  TORCH_CHECK(all.size() <= outputs.size(), "the graph returned ", all.size(), " values, expected ", outputs.size());
 
   std::vector<ExportedValue> leaves;
   for (size_t i = 0; i < all.size(); ++i) {

@@ -119,6 +119,8 @@ void LoopStep::run(Frame& frame) const {
   };
   while (goes_on()) {
     std::vector<c10::IValue> next = graph(1)->run(values, frame.execution);
+    TORCH_CHECK(next.size() <= values.size(), "its body returned ", next.size(), " values, expected at most ",
+                values.size());
     std::move(next.begin(), next.end(), values.begin());
   }
   values.resize(result_count());
