@@ -28,7 +28,10 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {}
+    : model_(module, std::move(comm), options, this),
+      gradients_(model_, mutex_),
+      resident_(model_),
+      awaits_write_(model_.units().size(), false) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -98,6 +101,7 @@ Scope Scheduler::begin_forward() {
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
+  std::fill(awaits_write_.begin(), awaits_write_.end(), false);
   resident_.begin_backward();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
   gradients_.begin();
@@ -108,6 +112,7 @@ void Scheduler::end() {
   resident_.expect_forward();
   sync() ? gradients_.finish() : gradients_.end_without_reducing();
   release_all();
+  std::fill(awaits_write_.begin(), awaits_write_.end(), true);
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
   if (sync() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu()) release_freed_memory();
 }
@@ -187,7 +192,14 @@ void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
 
 void Scheduler::before_write(const Page& page) {
   std::lock_guard lock(mutex_);
-  model_.units()[page.id()]->wait_for_reads();
+  Unit& unit = *model_.units()[page.id()];
+  unit.wait_for_reads();
+  // A step, say. What has replaced a parameter's values until now came before it.
+  auto awaits = awaits_write_[static_cast<size_t>(unit.index())];
+  if (!awaits) return;
+  awaits = false;  // bringing home writes, too
+  Quiet quiet;
+  unit.bring_home(/*may_change=*/true);
 }
 
 // ---- what users ask for -------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Scheduler : public Pager, public BackwardPass {
   ShardedModel model_;
   ShardedGradients gradients_;
   ResidentUnits resident_;
+  std::vector<bool> awaits_write_;  // by unit: nothing has written to its shards since the last backward
   bool first_backward_ = true;
   bool summoned_ = false;
   bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another

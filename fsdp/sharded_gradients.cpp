@@ -69,6 +69,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
         std::lock_guard lock(mutex_);
         clear(parameter);
         places_[parameter].is_cleared = true;
+        take_zeros_by_hand(parameter);  // what has been put in the guard's place is there already
       },
       [this](size_t parameter) {
         std::lock_guard lock(mutex_);
@@ -161,20 +162,30 @@ void ShardedGradients::inspect(const Unit& unit) {
   }
 }
 
-// What the user has put in the guard's place: zeros are a zero_grad(). Others would do nothing, unlike for an optimizer
-// of one process.
+// Zeros in the guard's place are a zero_grad(): a step from now on takes them. False where there are none.
+bool ShardedGradients::take_zeros_by_hand(size_t i) {
+  const at::Tensor gradient = binding_.tensor(i).grad();
+  // Must not throw, where a guard's end is told: only what can be counted, so no other guard.
+  if (!gradient.defined() || is_paged(gradient) || gradient.layout() != at::kStrided || gradient.is_meta())
+    return false;
+  if (gradient.count_nonzero().item<int64_t>() > 0) return false;
+  clear(i);
+  Place& place = places_[i];
+  if (place.shard.requires_grad()) place.shard.mutable_grad() = at::zeros_like(place.shard.detach());
+  return true;
+}
+
+// What the user has put in the guard's place. Other values than zero would do nothing, unlike for an optimizer of one
+// process.
 void ShardedGradients::take_gradient_by_hand(size_t i) {
   const at::Tensor& parameter = binding_.tensor(i);
   if (!parameter.grad().defined() || elsewhere_->is_in(i, parameter)) return;
-  if (parameter.grad().count_nonzero().item<int64_t>() > 0)
+  if (!take_zeros_by_hand(i))
     throw std::logic_error(binding_.label(i) +
                            " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no "
                            "step would take: gradients are in fsdp.parameters(), by backward(), as averages over the "
                            "ranks");
-  clear(i);
-  Place& place = places_[i];
-  if (place.shard.requires_grad()) place.shard.mutable_grad() = at::zeros_like(place.shard.detach());
-  place.is_cleared = false;
+  places_[i].is_cleared = false;
   elsewhere_->put(i, binding_.label(i), parameter);
 }
 

@@ -72,6 +72,7 @@ class ShardedGradients {
   void settle();  // guards where they belong, after a pass
   std::string reason(size_t parameter) const;
   void forget(size_t parameter);
+  bool take_zeros_by_hand(size_t parameter);
   void take_gradient_by_hand(size_t parameter);
   void clear(size_t parameter);
 

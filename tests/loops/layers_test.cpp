@@ -453,5 +453,121 @@ TEST_P(Layers, ParametersAreCountedAndPrinted) {
   });
 }
 
+// ---- gradients cleared, and values written, by hand
+
+void put_zeros(Trainer& run) {
+  for (auto& parameter : run.model->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
+}
+
+TEST_P(Layers, ZerosPutThereByHandBeforeEachForward) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      put_zeros(run);
+      const at::Tensor loss = run.loss(step);
+      run.note(loss);
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
+// Momenta go on.
+TEST_P(Layers, AStepWithZerosPutThereByHand) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    put_zeros(run);
+    run.optimizer().step();
+    run.train(1);
+    run.train(2);
+  });
+}
+
+TEST_P(Layers, ZerosPutThereByHandAfterAFailedBackward) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    auto& net = mlp_of(*run.model);
+    net.hook = [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the user's hook"); };
+    try {
+      run.loss(1).backward();
+    } catch (const std::exception&) {
+      put_zeros(run);
+    }
+    net.hook = nullptr;
+    run.train(2);
+    run.train(3);
+  });
+}
+
+TEST_P(Layers, LoadBetweenBackwardAndStep) {
+  play(GetParam(), {}, [](Trainer& run) {
+    std::stringstream saved;
+    torch::save(mlp_of(*another_mlp()).parameters(), saved);
+    run.train(0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    std::vector<at::Tensor> values;
+    torch::load(values, saved);
+    {
+      const torch::NoGradGuard no_grad;
+      size_t i = 0;
+      for (auto& parameter : run.model->parameters()) parameter.set_data(values[i++].clone());
+    }
+    run.optimizer().step();
+    run.train(2);
+    run.train(3);
+  });
+}
+
+// Values that every rank writes alike, where the ranks have gradients of their own.
+TEST_P(Layers, SaliencyOfInputsThenOtherValues) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor x = run.x(step).requires_grad_();
+      run.note(torch::autograd::grad({run(x).sum()}, {x})[0].square().sum(1).mean());
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
+      const torch::AutoGradMode mode(true);
+      run.train(step + 10);
+    }
+  });
+}
+
+TEST_P(Layers, GivenUpUnderNoSyncThenOtherValues) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    {
+      auto scope = run.no_sync();
+      run.loss(1).backward();
+    }
+    run.optimizer().zero_grad();
+    for (auto& parameter : run.parameters()) parameter.data().mul_(0.9);
+    run.train(2);
+    {
+      auto scope = run.no_sync();
+      run.loss(3).backward();
+    }
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : run.parameters()) parameter.mul_(0.9);
+    const torch::AutoGradMode mode(true);
+    const at::Tensor loss = run.loss(4);
+    run.note(loss);
+    loss.backward();
+    run.optimizer().step();
+  });
+}
+
+// The optimizer's step throws, is caught, and training goes on.
+TEST_P(Layers, AStepThatThrowsIsCaught) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    try {
+      run.optimizer().step([]() -> at::Tensor { throw std::runtime_error("the user's closure"); });
+    } catch (const std::runtime_error&) {
+    }
+    run.train(1);
+    run.train(2);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::loops
