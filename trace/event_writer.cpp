@@ -13,6 +13,8 @@
 #include <system_error>
 #include <utility>
 
+#include "tessera/trace/append_all.h"
+
 namespace tessera {
 namespace {
 
@@ -131,25 +133,14 @@ int64_t EventWriter::dropped() const {
 
 bool EventWriter::write() {
   flushed_ = Clock::now();
-  size_t done = 0;
-  int error_number = 0;
-  while (done < kept_.size() && error_number == 0) {
-    const ssize_t bytes = ::write(descriptor_, kept_.data() + done, kept_.size() - done);
-    if (bytes > 0)
-      done += static_cast<size_t>(bytes);
-    else if (bytes == 0)
-      error_number = ENOSPC;
-    else if (errno != EINTR)
-      error_number = errno;
-  }
+  // A part of a record would hide all that comes after it from readers.
+  const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
   if (error_number == 0) {
-    written_bytes_ += static_cast<int64_t>(done);
+    written_bytes_ += std::ssize(kept_);
     kept_.clear();
     fails_ = false;
     return true;
   }
-  // A part of a record would hide all that comes after it from readers.
-  const bool is_whole = done == 0 || ::ftruncate(descriptor_, written_bytes_) == 0;
   if (!std::exchange(fails_, true))
     tell("EventWriter: cannot write " + path_.string() + ": " + reason(error_number) +
          (is_whole ? "; the points are kept in memory and tried again" : "; it ends in a part of a record"));

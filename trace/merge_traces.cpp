@@ -32,14 +32,6 @@ template <class... Parts>
   throw std::runtime_error(c10::str(why...));
 }
 
-std::string begin_of(const fs::path& path, size_t bytes) {
-  std::string text(bytes, '\0');
-  std::ifstream file(path, std::ios::binary);
-  file.read(text.data(), static_cast<std::streamsize>(bytes));
-  text.resize(static_cast<size_t>(file.gcount()));
-  return text;
-}
-
 // One rank of one run, as its "tessera_trace" tells.
 struct TracedRank {
   std::string run, host, clock;
@@ -130,9 +122,9 @@ class Merge {
     const std::string path = input.path.string();
     if (!fs::is_regular_file(input.path))
       refuse_trace("cannot read ", path, ": expected a file that TESSERA_TRACE has made");
-    if (begin_of(input.path, kMergedBegin.size()) == kMergedBegin)
+    if (begin_of_file(input.path, kMergedBegin.size()) == kMergedBegin)
       refuse_trace(path, " is a merged trace; give the traces that it was made of");
-    if (begin_of(input.path, kTraceBegin.size()) != kTraceBegin)
+    if (begin_of_file(input.path, kTraceBegin.size()) != kTraceBegin)
       refuse_trace(path, " is not a trace: expected one that TESSERA_TRACE has made, which begins with ", kTraceBegin);
     const bool is_cut = for_each_event(input.path, [&](ordered_json& event) {
       if (event.at("name") == "tessera_trace") {
@@ -220,7 +212,7 @@ class Merge {
 }  // namespace
 
 MergedTrace merge_traces(const fs::path& out, const std::vector<fs::path>& in) {
-  if (fs::exists(out) && (!fs::is_regular_file(out) || begin_of(out, kMergedBegin.size()) != kMergedBegin))
+  if (fs::exists(out) && (!fs::is_regular_file(out) || begin_of_file(out, kMergedBegin.size()) != kMergedBegin))
     refuse_trace(out.string(), " exists and is no merged trace; it is left as it is");
   Merge merge(in);
   const std::string unfinished = c10::str(out.string(), ".", ::getpid(), ".tmp");

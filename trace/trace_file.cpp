@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/trace/append_all.h"
+
 namespace tessera {
 namespace {
 
@@ -28,12 +30,15 @@ bool may_hold_trace(const std::string& path) {
   struct stat status {};
   if (::stat(path.c_str(), &status) != 0) return true;
   if (!S_ISREG(status.st_mode)) return false;  // a pipe would not even open
-  std::string text(kTraceBegin.size(), '\0');
+  return std::ifstream(path) && is_begin_of_trace(begin_of_file(path, kTraceBegin.size()));
+}
+
+std::string begin_of_file(const std::string& path, size_t bytes) {
+  std::string text(bytes, '\0');
   std::ifstream file(path, std::ios::binary);
-  if (!file) return false;
-  file.read(text.data(), std::ssize(text));
+  file.read(text.data(), static_cast<std::streamsize>(bytes));
   text.resize(static_cast<size_t>(file.gcount()));
-  return is_begin_of_trace(text);
+  return text;
 }
 
 TraceAppender::TraceAppender(std::string path)
@@ -93,24 +98,12 @@ int64_t TraceAppender::number_of(const std::string& run) const {
 void TraceAppender::append(std::string lines) {
   if (lines.empty()) return;
   if (is_empty()) lines.front() = '[';
-  size_t done = 0;
-  int error_number = 0;
-  while (done < lines.size() && error_number == 0) {
-    const ssize_t bytes = ::write(descriptor_, lines.data() + done, lines.size() - done);
-    if (bytes > 0)
-      done += static_cast<size_t>(bytes);
-    else if (bytes == 0)
-      error_number = ENOSPC;
-    else if (errno != EINTR)
-      error_number = errno;
-  }
-  if (error_number != 0) {
-    // Where even that fails, the next to come takes off what is no whole line.
-    const bool is_whole = ::ftruncate(descriptor_, bytes_) == 0;
+  // Where the file cannot even be cut back, the next to come takes off what is no whole line.
+  const auto [error_number, is_whole] = append_all(descriptor_, lines, bytes_);
+  if (error_number != 0)
     fail("cannot write " + path_ + ": " + error_text(error_number) +
          (is_whole ? "" : "; it ends in a part of an event"));
-  }
-  bytes_ += static_cast<int64_t>(done);
+  bytes_ += std::ssize(lines);
 }
 
 }  // namespace tessera

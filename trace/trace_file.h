@@ -28,6 +28,9 @@ inline constexpr int64_t kPidsOfRun = 1'000'000;
 // Opens no file that is not a regular one.
 bool may_hold_trace(const std::string& path);
 
+// The first bytes of a file, at most so many; none of one that cannot be read.
+std::string begin_of_file(const std::string& path, size_t bytes);
+
 // The file, open to be added to by this object alone, among all processes that come here (flock). Not thread-safe.
 class TraceAppender {
  public:

@@ -132,10 +132,6 @@ struct Sample {
   std::filesystem::path directory;
 };
 
-std::string bytes_of_file(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 void put_bytes(const std::filesystem::path& path, const std::string& bytes) {
   // In place: ext4 writes a file out at once that is cut to nothing first, thousands of times here.
   if (!std::filesystem::exists(path)) std::ofstream(path).close();
@@ -164,7 +160,7 @@ TEST(Format, AManifestIsReadAsItWasWritten) {
   EXPECT_EQ(manifest.saved.tensors.at("a").slices.size(), 2U);
   EXPECT_EQ(manifest.rng[0].at("cpu"), "\x01\xff");
   EXPECT_EQ(std::get<double>(manifest.optimizer->groups[0].options[1].second), 0.125);
-  EXPECT_EQ(bytes_of_file(sample.directory / kManifestName), format_manifest(manifest));
+  EXPECT_EQ(file_bytes(sample.directory / kManifestName), format_manifest(manifest));
 }
 
 TEST(Format, EveryFlippedBitIsFound) {
@@ -173,7 +169,7 @@ TEST(Format, EveryFlippedBitIsFound) {
     const Sample sample(folder / std::to_string(version), version);
     ASSERT_FALSE(is_refused(sample.directory));
     for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
-      const std::string whole = bytes_of_file(entry.path());
+      const std::string whole = file_bytes(entry.path());
       // Of version 2, whose files are more, every fifth: so each bit of a byte has its turn.
       for (size_t bit = 0; bit < 8 * whole.size(); bit += version == 1 ? 1 : 5) {
         std::string damaged = whole;
@@ -200,7 +196,7 @@ TEST(Format, EveryTruncationIsFound) {
   for (int version : {1, 2}) {
     const Sample sample(folder / std::to_string(version), version);
     for (const auto& entry : std::filesystem::directory_iterator(sample.directory)) {
-      const std::string whole = bytes_of_file(entry.path());
+      const std::string whole = file_bytes(entry.path());
       for (size_t bytes = 0; bytes + 1 < whole.size(); ++bytes) {
         put_bytes(entry.path(), whole.substr(0, bytes));
         EXPECT_TRUE(is_refused(sample.directory)) << entry.path() << " of " << bytes;
@@ -214,7 +210,7 @@ TEST(Format, EveryTruncationIsFound) {
 
 // Changes the manifest's JSON, with a checksum that is right, and returns the error.
 std::string changed(const Sample& sample, const std::function<void(json&)>& change) {
-  json manifest = json::parse(bytes_of_file(sample.directory / kManifestName));
+  json manifest = json::parse(file_bytes(sample.directory / kManifestName));
   change(manifest);
   manifest.erase("checksum");
   manifest["checksum"] = to_hex(checksum(manifest.dump()));
@@ -270,7 +266,7 @@ TEST(Format, AManifestByRankIsReadAsItWasWritten) {
   const Sample sample(folder / "a", 2);
   EXPECT_EQ(verify_checkpoint(sample.directory), std::vector<std::string>());
   const Manifest manifest = read_manifest(sample.directory);
-  EXPECT_EQ(bytes_of_file(sample.directory / kManifestName), format_manifest(manifest));
+  EXPECT_EQ(file_bytes(sample.directory / kManifestName), format_manifest(manifest));
   EXPECT_EQ(manifest.saved.tensors.at("a").runs, (std::vector<RankRun>{{0, 0, 1, 0, 9}, {1, 0, 1, 9, 15}}));
   EXPECT_EQ(generators_of(manifest, 0).at("cpu"), "\x01\xff");
   EXPECT_EQ(generators_of(manifest, 1).at("cpu"), "\x02");
@@ -317,8 +313,8 @@ TEST(Format, FilesOfOthersAreRefused) {
   const TemporaryFolder folder;
   const Sample one(folder / "a", 2), other(folder / "b", 2);
   auto error_with = [&](const char* file, const std::filesystem::path& from) {
-    const std::string whole = bytes_of_file(one.directory / file);
-    put_bytes(one.directory / file, bytes_of_file(from));
+    const std::string whole = file_bytes(one.directory / file);
+    put_bytes(one.directory / file, file_bytes(from));
     const auto problems = verify_checkpoint(one.directory);
     put_bytes(one.directory / file, whole);
     return problems.empty() ? "" : problems[0];

@@ -400,8 +400,7 @@ TEST(TrainGpt, WritesCurvesAndSaysWhoIsWaitedFor) {
   EXPECT_EQ(metrics.size(), 8u);
   const std::vector<std::filesystem::directory_entry> files{std::filesystem::directory_iterator(curves.path()), {}};
   ASSERT_EQ(files.size(), 1u);  // of rank 0 alone
-  std::ifstream file(files.front().path(), std::ios::binary);
-  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const std::string bytes = tessera::testing_support::file_bytes(files.front().path());
   const auto count = [&](const std::string& tag) {
     int found = 0;
     for (size_t at = 0; (at = bytes.find(tag, at)) != std::string::npos; ++at) ++found;

@@ -23,11 +23,6 @@ namespace {
 using namespace testing_support;
 using nlohmann::json;
 
-std::string read_bytes(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 void put(std::string& out, uint64_t number, int bytes) {
   for (int i = 0; i < bytes; ++i) out += static_cast<char>(number >> (8 * i));
 }
@@ -61,7 +56,7 @@ struct Changed {
   std::string folder;
 
   explicit Changed(const std::string& name) {
-    const std::string bytes = read_bytes(data_file(name + ".pt2"));
+    const std::string bytes = file_bytes(data_file(name + ".pt2"));
     for (const auto& [member, place] : read_zip(bytes, name))
       members[member] = bytes.substr(static_cast<size_t>(place.begin), static_cast<size_t>(place.bytes));
     folder = members.begin()->first.substr(0, members.begin()->first.find('/') + 1);
@@ -176,7 +171,7 @@ TEST(Archive, DangerousOperatorsAreNotCalled) {
 }
 
 TEST(Archive, DamageIsNoticed) {
-  const std::string whole = read_bytes(data_file("adapted.pt2"));
+  const std::string whole = file_bytes(data_file("adapted.pt2"));
   expect_contains(Changed::error_of_zip("PK"), "too short");
   expect_contains(Changed::error_of_zip(whole.substr(0, whole.size() / 2)), "not a zip archive, or is truncated");
   expect_contains(Changed::error_of_zip(zip_of({{"a/archive_format", "pt3"}})), "not an archive of torch.export");

@@ -12,11 +12,6 @@ namespace {
 
 using namespace testing_support;
 
-std::string file_bytes(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 const auto meta_archive = [] { return data_file("decoder_meta.pt2"); };
 const auto meta_weights = [] { return data_file("decoder_meta_weights.safetensors"); };
 

@@ -54,7 +54,7 @@ TEST(PlanCommand, DrawsAPage) {
   const json choices = json::parse(with(path).second);
   const auto best = std::find_if(choices.begin(), choices.end(), [](const json& one) { return one["recommended"]; });
   ASSERT_NE(best, choices.end());
-  const json data = data_of_page(read_file(path));
+  const json data = data_of_page(file_bytes(path));
   EXPECT_EQ(data["peak"]["total"], (*best)["peak_bytes"]);
   EXPECT_EQ(data["options"], (*best)["options"]);
   EXPECT_EQ(data["memory"], 64 << 20);

@@ -1,17 +1,10 @@
 #pragma once
 
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 
 namespace tessera::testing_support {
-
-inline std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 // What a timeline page is drawn from.
 inline nlohmann::json data_of_page(const std::string& page) {

@@ -4,10 +4,17 @@
 
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
 namespace tessera::testing_support {
+
+// A whole file.
+inline std::string file_bytes(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
 
 // A folder of a test's own, gone at the end.
 class TemporaryFolder {

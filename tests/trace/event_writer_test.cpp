@@ -20,12 +20,8 @@
 namespace tessera::event_writer_test {
 namespace {
 
+using testing_support::file_bytes;
 using testing_support::TemporaryFolder;
-
-std::string bytes_of(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 template <class Value>
 Value take(std::string_view& bytes) {
@@ -111,10 +107,10 @@ TEST(EventWriter, WritesRecordsWithChecksums) {
     events.scalar("train/loss", 1.5, 1);
     events.scalar("train/lr", NAN, 300);
     EXPECT_TRUE(events.flush());
-    EXPECT_EQ(records_in(bytes_of(path)).size(), 3u);
+    EXPECT_EQ(records_in(file_bytes(path)).size(), 3u);
     events.scalar(std::string(200, 'x'), -0.1, int64_t{1} << 40);
   }
-  const auto records = records_in(bytes_of(path));
+  const auto records = records_in(file_bytes(path));
   ASSERT_EQ(records.size(), 4u);
   EXPECT_NE(records[0].find("brain.Event:2"), std::string::npos);
   const auto first = point_of(records[1]), second = point_of(records[2]), third = point_of(records[3]);
@@ -141,7 +137,7 @@ TEST(EventWriter, AFullDiskIsToldOnceAndLeavesWholeRecords) {
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &full), 0);
   events.scalar("loss", 1, 1);
   const bool first = events.flush();
-  const auto left = bytes_of(events.path());
+  const auto left = file_bytes(events.path());
   events.scalar("loss", 2, 2);
   const bool second = events.flush();
   const std::string tag(EventWriter::kMaxKeptBytes / 2, 'x');
@@ -154,7 +150,7 @@ TEST(EventWriter, AFullDiskIsToldOnceAndLeavesWholeRecords) {
   ASSERT_EQ(problems.size(), 1u);
   EXPECT_NE(problems[0].find(events.path().string()), std::string::npos) << problems[0];
   EXPECT_TRUE(events.flush());
-  const auto records = records_in(bytes_of(events.path()));
+  const auto records = records_in(file_bytes(events.path()));
   ASSERT_EQ(records.size(), 4u);
   EXPECT_EQ(point_of(records[2]).step, 2);
 }

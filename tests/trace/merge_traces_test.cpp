@@ -143,10 +143,7 @@ TEST_F(MergeTraces, RunsFollowEachOtherAsUnixTimeHasIt) {
 }
 
 TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
-  const auto text = [&] {
-    std::ifstream file(a_);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  }();
+  const auto text = file_bytes(a_);
   expect_error({a_, at("none.json")}, {"none.json"});
   expect_error({a_, a_}, {"rank 0 of the same run is in", "a.json already"});
   expect_error({a_}, {"b.json exists and is no merged trace"}, "b.json");
@@ -173,11 +170,7 @@ TEST_F(MergeTraces, WhatIsBrokenIsNamed) {
 
 // A file that may not grow stands for a disk that is full.
 TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
-  const auto text_of = [](const std::string& path) {
-    std::ifstream file(path);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  };
-  const auto before = text_of(a_);
+  const auto before = file_bytes(a_);
   rlimit unlimited{};
   ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &unlimited), 0);
   auto* const handler = std::signal(SIGXFSZ, SIG_IGN);
@@ -193,18 +186,18 @@ TEST_F(MergeTraces, AppendsAllOrNothingAndToTracesAlone) {
   setrlimit(RLIMIT_FSIZE, &unlimited);
   std::signal(SIGXFSZ, handler);
   expect_contains(message, "TESSERA_TRACE: cannot write " + a_);
-  EXPECT_EQ(text_of(a_), before);
+  EXPECT_EQ(file_bytes(a_), before);
 
   const auto notes = folder_.write("notes.json", "[{\"name\":\"my only copy\"}");
   EXPECT_FALSE(may_hold_trace(notes));
   EXPECT_THROW(TraceAppender appender(notes), std::runtime_error);
-  EXPECT_EQ(text_of(notes), "[{\"name\":\"my only copy\"}");
+  EXPECT_EQ(file_bytes(notes), "[{\"name\":\"my only copy\"}");
   const auto begun = folder_.write("begun.json", "[{\"name\":\"tess");  // a kill's, in the first line
   EXPECT_TRUE(may_hold_trace(begun));
   TraceAppender appender(begun);
   EXPECT_TRUE(appender.is_empty());
   appender.append(lines_of({"one", 0, "a"}, 0, {{"first", 1.0}}));
-  EXPECT_TRUE(text_of(begun).starts_with(kTraceBegin)) << text_of(begun);
+  EXPECT_TRUE(file_bytes(begun).starts_with(kTraceBegin)) << file_bytes(begun);
 }
 
 #ifdef TESSERA_COMMAND
