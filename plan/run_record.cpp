@@ -3,14 +3,24 @@
 #include <algorithm>
 #include <iomanip>
 #include <map>
-#include <numeric>
 #include <sstream>
 
 namespace tessera {
 
 int64_t BytesByKind::tensors() const {
-  return std::accumulate(bytes.begin(), bytes.end(), int64_t{0}) - (*this)[MemoryKind::kScratch] -
-         (*this)[MemoryKind::kTransport];
+  int64_t sum = 0;
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind)
+    if (is_tensors(static_cast<MemoryKind>(kind))) sum += bytes[kind];
+  return sum;
+}
+
+std::string name_of_step(int step) { return step == 0 ? "constructor" : "step " + std::to_string(step); }
+
+std::string RunRecord::peak_place() const {
+  if (operators.empty()) return "";
+  const RecordedOperator& at = operators[peak_at];
+  return (at.step == 0 ? "the " : "") + name_of_step(at.step) + (at.in_backward ? ", in backward" : "") + ", at " +
+         at.name + (at.unit == 0 ? "" : " of " + units[static_cast<size_t>(at.unit)]);
 }
 
 int64_t RunRecord::collective_bytes(int step) const {
@@ -24,12 +34,7 @@ std::string RunRecord::summary() const {
   std::ostringstream text;
   const auto gib = [](int64_t bytes) { return static_cast<double>(bytes) / (int64_t{1} << 30); };
   text << std::fixed << std::setprecision(3) << "peak " << gib(peak_bytes()) << " GiB";
-  if (!operators.empty()) {
-    const RecordedOperator& at = operators[peak_at];
-    text << ", in " << (at.step == 0 ? "the constructor" : "step " + std::to_string(at.step))
-         << (at.in_backward ? ", in backward" : "") << ", at " << at.name
-         << (at.unit == 0 ? "" : " of " + units[static_cast<size_t>(at.unit)]);
-  }
+  if (!operators.empty()) text << ", in " << peak_place();
   text << ":\n";
   for (size_t kind = 0; kind < kMemoryKinds; ++kind)
     if (peak.bytes[kind] > 0)

@@ -9,6 +9,9 @@
 
 namespace tessera {
 
+// Whether memory of this kind is tensors': all but what kernels and communicators take for a moment.
+inline bool is_tensors(MemoryKind kind) { return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport; }
+
 // Bytes of tensors by kind.
 struct BytesByKind {
   std::array<int64_t, kMemoryKinds> bytes{};
@@ -17,7 +20,7 @@ struct BytesByKind {
   int64_t operator[](MemoryKind kind) const { return bytes[static_cast<size_t>(kind)]; }
   // The same, to be changed.
   int64_t& operator[](MemoryKind kind) { return bytes[static_cast<size_t>(kind)]; }
-  // Of tensors: all but what kernels and communicators take for a moment (kScratch, kTransport).
+  // Of all kinds that are is_tensors().
   int64_t tensors() const;
   // Whether every kind has the same.
   bool operator==(const BytesByKind&) const = default;
@@ -32,6 +35,9 @@ struct RecordedOperator {
   int64_t flop = 0;          // multiplications and additions of a matrix product, a convolution or attention; else 0
   BytesByKind live;          // when the next one is called
 };
+
+// "constructor" for 0, else "step 1".
+std::string name_of_step(int step);
 
 // What this rank took part in.
 struct RecordedCollective {
@@ -66,6 +72,8 @@ struct RunRecord {
 
   // peak.tensors()
   int64_t peak_bytes() const { return peak.tensors(); }
+  // Where the peak is: "step 2, in backward, at aten::mm of unit 'blocks.3'"; "" without operators.
+  std::string peak_place() const;
   // Of the full tensors of a step's collectives.
   int64_t collective_bytes(int step) const;
   // The peak, what is in it and where it is, FLOP and collectives, in a few lines of text.

@@ -217,34 +217,29 @@ std::vector<size_t> points_of(const RunRecord& record) {
 std::vector<size_t> kinds_of(const RunRecord& record) {
   std::vector<size_t> kinds;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
-    const auto which = static_cast<MemoryKind>(kind);
-    if (which == MemoryKind::kScratch || which == MemoryKind::kTransport) continue;
+    if (!is_tensors(static_cast<MemoryKind>(kind))) continue;
     if (record.most.bytes[kind] > 0 || record.peak.bytes[kind] > 0) kinds.push_back(kind);
   }
   return kinds;
 }
-
-std::string place_of_step(int step) { return step == 0 ? "constructor" : "step " + std::to_string(step); }
 
 json steps_of(const RunRecord& record) {
   json steps = json::array();
   for (size_t at = 0; at < record.operators.size(); ++at) {
     const int step = record.operators[at].step;
     if (at == 0 || step != record.operators[at - 1].step)
-      steps.push_back({{"name", place_of_step(step)}, {"begin", at}, {"end", at}});
+      steps.push_back({{"name", name_of_step(step)}, {"begin", at}, {"end", at}});
     steps.back()["end"] = at;
   }
   return steps;
 }
 
 json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
-  json peak = {{"at", record.peak_at}, {"total", record.peak_bytes()}, {"where", "before any operator"}};
+  const std::string place = record.peak_place();
+  json peak = {{"at", record.peak_at},
+               {"total", record.peak_bytes()},
+               {"where", place.empty() ? "before any operator" : "in " + place}};
   for (const size_t kind : kinds) peak["bytes"].push_back(record.peak.bytes[kind]);
-  if (record.operators.empty()) return peak;
-  const RecordedOperator& at = record.operators[record.peak_at];
-  peak["where"] = "in " + std::string(at.step == 0 ? "the " : "") + place_of_step(at.step) +
-                  (at.in_backward ? ", in backward" : "") + ", at " + at.name +
-                  (at.unit == 0 ? "" : " of " + record.units[static_cast<size_t>(at.unit)]);
   return peak;
 }
 

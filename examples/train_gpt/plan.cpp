@@ -45,14 +45,6 @@ std::vector<int> planned_ranks(int world) {
   return ranks;
 }
 
-std::string place_of(const tessera::RunRecord& record) {
-  const auto& at = record.operators.at(record.peak_at);
-  std::string text = at.step == 0 ? "the constructor" : "step " + std::to_string(at.step);
-  if (at.in_backward) text += ", in backward";
-  const auto& unit = record.units.at(static_cast<size_t>(at.unit));
-  return text + ", " + at.name + (unit.empty() ? "" : " of " + unit);
-}
-
 }  // namespace
 
 Rehearsal::Rehearsal(const Job& job, std::shared_ptr<tessera::Communicator> comm)
@@ -82,7 +74,7 @@ void print_plan(std::ostream& out, const Job& job) {
     const auto kind = static_cast<MemoryKind>(i);
     bool is_used = false;
     for (const auto& record : records) is_used = is_used || record.peak[kind] > 0;
-    if (is_used && kind != MemoryKind::kScratch && kind != MemoryKind::kTransport) kinds.push_back(kind);
+    if (is_used && tessera::is_tensors(kind)) kinds.push_back(kind);
   }
   out << "MiB of tensors at the peak of a step, of " << name_of(job.options.wrapper) << " on " << world
       << (world == 1 ? " rank" : " ranks") << "; without kernels' scratch, files and the sample\n\n"
@@ -95,7 +87,7 @@ void print_plan(std::ostream& out, const Job& job) {
     for (const auto kind : kinds) out << right(mib(records[i].peak[kind]), kColumns);
     out << right(mib(records[i].peak_bytes()), kColumns) << "\n";
   }
-  out << "\nrank 0's peak is in " << place_of(records[0]) << "\n";
+  out << "\nrank 0's peak is in " << records[0].peak_place() << "\n";
 }
 
 }  // namespace train_gpt
