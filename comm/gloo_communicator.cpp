@@ -125,7 +125,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
                       std::lock_guard lock(mutex_);
                       interrupt_locked();
                     },
-                .is_cut = [this] { return closed_connection(); }}) {}
+                .why_cut = [this] { return closed_connection(); }}) {}
 
   ~GlooCommunicator() override {
     pipelines_.stop();

@@ -222,7 +222,7 @@ std::string StallWatch::State::divergence(const std::deque<Started>& own, const 
 
 std::string StallWatch::State::find_cut() {
   std::lock_guard lock(calling);
-  return callbacks.is_cut ? callbacks.is_cut() : "";
+  return callbacks.why_cut ? callbacks.why_cut() : "";
 }
 
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.

@@ -361,6 +361,21 @@ TEST(Launchers, TorchrunsEnvironment) {
   expect_group({torchrun(2, 3, port), torchrun(1, 3, port), torchrun(0, 3, port)});
 }
 
+// Ranks of kProgram, one thread each for operators.
+Processes start_ranks(int world, const std::string& peer_memory, const std::vector<std::string>& arguments) {
+  const auto port = free_port();
+  Processes processes;
+  std::vector<std::string> command = {kProgram};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  for (int rank = 0; rank < world; ++rank) {
+    auto environment = torchrun(rank, world, port);
+    environment["TESSERA_PEER_MEMORY"] = peer_memory;
+    environment["OMP_NUM_THREADS"] = "1";
+    processes.push_back(std::make_unique<ChildProcess>(command, environment));
+  }
+  return processes;
+}
+
 // Rank 0 has the store, whose calls then have no end; the others fail by themselves, and by name.
 TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   struct Case {
@@ -372,16 +387,8 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   cases.push_back({0, "1"});
   cases.push_back({2, "1"});
   cases.push_back({0, "0"});
-  for (Case& c : cases) {
-    const auto port = free_port();
-    for (int rank = 0; rank < 3; ++rank) {
-      auto environment = torchrun(rank, 3, port);
-      environment["TESSERA_PEER_MEMORY"] = c.peer_memory;
-      environment["OMP_NUM_THREADS"] = "1";
-      c.processes.push_back(std::make_unique<ChildProcess>(
-          std::vector<std::string>{kProgram, "--timeout-ms", "3000", "stop", std::to_string(c.stopped)}, environment));
-    }
-  }
+  for (Case& c : cases)
+    c.processes = start_ranks(3, c.peer_memory, {"--timeout-ms", "3000", "stop", std::to_string(c.stopped)});
   for (Case& c : cases) {
     SCOPED_TRACE(c10::str("rank ", c.stopped, " stops, TESSERA_PEER_MEMORY=", c.peer_memory));
     const auto stopped = static_cast<size_t>(c.stopped);
@@ -402,14 +409,7 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
 
 // In the middle of sums that go chunk by chunk.
 TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
-  const auto port = free_port();
-  Processes processes;
-  for (int rank = 0; rank < 3; ++rank) {
-    auto environment = torchrun(rank, 3, port);
-    environment["TESSERA_PEER_MEMORY"] = "0";
-    environment["OMP_NUM_THREADS"] = "1";
-    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram, "cut", "1"}, environment));
-  }
+  const Processes processes = start_ranks(3, "0", {"cut", "1"});
   EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGKILL) << outputs(processes);
   for (const size_t rank : {0, 2}) {
     EXPECT_EQ(processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
@@ -420,13 +420,7 @@ TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
 
 // gloo ends no wait for a message that is half through when its connection ends.
 TEST(Launchers, ARankThatEndsInTheMiddleOfAMessageEndsTheOthersByName) {
-  const auto port = free_port();
-  Processes processes;
-  for (int rank = 0; rank < 2; ++rank) {
-    auto environment = torchrun(rank, 2, port);
-    environment["TESSERA_PEER_MEMORY"] = "0";
-    processes.push_back(std::make_unique<ChildProcess>(std::vector<std::string>{kProgram, "torn", "1"}, environment));
-  }
+  const Processes processes = start_ranks(2, "0", {"torn", "1"});
   EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGABRT) << outputs(processes);
   EXPECT_EQ(processes[0]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
   // It may find out itself, and say so, that its tensor cannot be read.
