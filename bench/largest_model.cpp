@@ -80,8 +80,7 @@ Measured run_small(std::shared_ptr<tessera::Communicator> comm, int stage, const
     zero.step();
   }
   Measured measured{zero.memory()};
-  auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&zero.optimizer());
-  for (const auto& [parameter, state] : (sharded != nullptr ? sharded->local() : zero.optimizer()).state())
+  for (const auto& [parameter, state] : zero.optimizer().state())
     for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
       measured.state_bytes += static_cast<int64_t>(tensor.nbytes());
   return measured;

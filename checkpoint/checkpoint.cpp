@@ -37,9 +37,9 @@ struct State {
 State state_of(const TrainingState& state) { return {state.model(), state.optimizer(), state.beside()}; }
 
 // Whether autograd's versions tell of every write of the optimizer's step.
-bool counts_writes(torch::optim::Optimizer& optimizer) {
-  auto* shards = dynamic_cast<OptimizerShards*>(&optimizer);
-  torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
+bool counts_writes(const torch::optim::Optimizer& optimizer) {
+  const auto* shards = dynamic_cast<const OptimizerShards*>(&optimizer);
+  const torch::optim::Optimizer& local = shards == nullptr ? optimizer : shards->local();
   const std::type_info& type = typeid(local);
   return type == typeid(torch::optim::Adam) || type == typeid(torch::optim::AdamW) ||
          type == typeid(torch::optim::RMSprop) || type == typeid(torch::optim::Adagrad) || type == typeid(Adam) ||

@@ -103,9 +103,10 @@ std::map<std::string, at::Generator> default_generators(at::Device device) {
 
 NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer)
     : whole_(optimizer),
-      shards_(dynamic_cast<OptimizerShards*>(&optimizer)),
+      shards_(dynamic_cast<const OptimizerShards*>(&optimizer)),
       state_kind_(optimizer_kind(optimizer)),
-      kind_(dynamic_cast<Lamb*>(shards_ == nullptr ? &whole_ : &shards_->local()) == nullptr ? state_kind_ : "Lamb") {
+      kind_(dynamic_cast<const Lamb*>(shards_ == nullptr ? &whole_ : &shards_->local()) == nullptr ? state_kind_
+                                                                                                   : "Lamb") {
   std::map<const void*, std::string> by_tensor;
   for (const NamedShard& shard : shards) by_tensor[shard.tensor.unsafeGetTensorImpl()] = shard.fqn;
   for (const auto& group : optimizer.param_groups()) {
@@ -125,13 +126,13 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
 
 const torch::optim::OptimizerParamState* NamedOptimizer::state(const NamedShard& shard) const {
   if (!keeps(shard)) return nullptr;
-  const auto found = states().find(shard.tensor.unsafeGetTensorImpl());
-  return found == states().end() ? nullptr : found->second.get();
+  const auto found = whole_.state().find(shard.tensor.unsafeGetTensorImpl());
+  return found == whole_.state().end() ? nullptr : found->second.get();
 }
 
 void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::optim::OptimizerParamState> state) {
-  states().erase(shard.tensor.unsafeGetTensorImpl());
-  if (state) states()[shard.tensor.unsafeGetTensorImpl()] = std::move(state);
+  whole_.state().erase(shard.tensor.unsafeGetTensorImpl());
+  if (state) whole_.state()[shard.tensor.unsafeGetTensorImpl()] = std::move(state);
 }
 
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype) {

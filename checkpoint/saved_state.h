@@ -46,10 +46,8 @@ class NamedOptimizer {
   void set_state(const NamedShard& shard, std::unique_ptr<torch::optim::OptimizerParamState> state);
 
  private:
-  auto& states() const { return (shards_ == nullptr ? whole_ : shards_->local()).state(); }
-
   torch::optim::Optimizer& whole_;
-  OptimizerShards* shards_;  // null unless the optimizer is sharded itself
+  const OptimizerShards* shards_;  // null unless the optimizer is sharded itself
   std::string state_kind_, kind_;
   std::vector<std::vector<std::string>> groups_;
   std::set<std::string> names_;

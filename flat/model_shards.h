@@ -48,13 +48,12 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
-// How an optimizer that is itself sharded shows its state: a parameter's state is on one rank.
+// An optimizer whose groups are the whole model's and whose state() is that of the parameters which this rank owns.
 class OptimizerShards {
  public:
   virtual ~OptimizerShards() = default;
-  // The optimizer with this rank's part of the state. Its groups are those of the whole one, with the parameters owned
-  // here; options are read from and written to the whole one.
-  virtual torch::optim::Optimizer& local() = 0;
+  // What it steps those with, to learn of what class it is.
+  virtual const torch::optim::Optimizer& local() const = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
 };

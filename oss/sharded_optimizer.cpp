@@ -124,7 +124,9 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     Groups owned;
     for (const auto& group : param_groups_) owned.push_back(owned_part(group));
     local_ = make_(std::move(owned));
+    state_ = std::exchange(local_->state(), {});  // Adagrad has one from the start
   } else {
+    const Scope lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
   }
   std::vector<at::Tensor> parameters;
@@ -229,6 +231,11 @@ void ShardedOptimizer::copy_options(Optimizer& to) const {
     to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
+Scope ShardedOptimizer::lend_state() {
+  state_.swap(local_->state());
+  return Scope([this] { state_.swap(local_->state()); });
+}
+
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
   if (param_groups_.size() > local_->param_groups().size())  // through the base class
     adopt_groups_from(local_->param_groups().size());
@@ -246,6 +253,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   copy_options(*local_);
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
+    const Scope lent = lend_state();
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
@@ -278,10 +286,17 @@ bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averag
 Scope ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
-  auto own = std::make_shared<Scope>(averages->swap_in_averages());
+  std::shared_ptr<Scope> own;
+  {
+    const Scope lent = lend_state();
+    own = std::make_shared<Scope>(averages->swap_in_averages());
+  }
   if (comm_->size() > 1) publish();
   return Scope([this, own] {
-    own->leave();
+    {
+      const Scope lent = lend_state();
+      own->leave();
+    }
     if (comm_->size() > 1) publish();
   });
 }
@@ -313,8 +328,8 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
   OptimizerStateDict dict = describe_groups(*this);
   for (const auto& group : local_->param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
-      const auto state = local_->state().find(parameter.unsafeGetTensorImpl());
-      if (state != local_->state().end())
+      const auto state = state_.find(parameter.unsafeGetTensorImpl());
+      if (state != state_.end())
         dict.state[places_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second);
     }
   }
@@ -383,7 +398,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   }
   for (size_t i = 0; i < dict.groups.size(); ++i) write_options(param_groups_[i].options(), dict.groups[i].options);
   copy_options(*local_);
-  local_->state() = std::move(states);
+  state_ = std::move(states);
   consolidated_.reset();
 }
 

@@ -40,8 +40,8 @@ struct OssOptions {
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over
 // all parameters, with all groups and options, but its step() updates only those that this rank
-// owns, with an optimizer that holds only their state; then each rank sends its parameters to all
-// others. Everything is used by one thread at a time.
+// owns; then each rank sends its parameters to all others. state() has what it keeps of those. Everything is used by
+// one thread at a time.
 class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
@@ -64,11 +64,6 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   }
   // The same without waiting for a device to compute the norm.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false);
-
-  // What the optimizer keeps of the parameters that this rank owns, by TensorImpl as every torch::optim::Optimizer's:
-  // its own, to look at and to clear. (A call through torch::optim::Optimizer finds an empty one.)
-  auto& state() noexcept { return local_->state(); }
-  const auto& state() const noexcept { return std::as_const(*local_).state(); }
 
   // Of an optimizer that keeps averages (ScheduleFreeAdamW): the parameters have their values while the scope lives.
   // Collective. Throws std::logic_error for any other optimizer.
@@ -110,7 +105,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   // As load_state_dict(), with what save() has written.
   void load(torch::serialize::InputArchive& archive) override;
 
-  torch::optim::Optimizer& local() override { return *local_; }
+  const torch::optim::Optimizer& local() const override { return *local_; }
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
 
  protected:
@@ -132,6 +127,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
+  Scope lend_state();
   void publish();
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;
@@ -142,10 +138,10 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   const StepCost step_cost_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
   Partition partition_;
-  std::vector<int64_t> owned_costs_;  // by rank, of step_cost_
-  std::unique_ptr<torch::optim::Optimizer> local_;
-  LateReports late_reports_;                                // of steps before, on a device
-  std::unique_ptr<HostStep> host_;                          // null without offload
+  std::vector<int64_t> owned_costs_;                // by rank, of step_cost_
+  std::unique_ptr<torch::optim::Optimizer> local_;  // its state is here while it does not step, for users to find
+  LateReports late_reports_;                        // of steps before, on a device
+  std::unique_ptr<HostStep> host_;                  // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;
 };

@@ -82,10 +82,7 @@ class Wrapped : public Trainer {
   void zero_grad() override { zero_.zero_grad(); }
   tessera::MemoryReport memory() const override { return zero_.memory(); }
   std::vector<tessera::NamedShard> shards() const override { return zero_.named_shards(); }
-  int64_t optimizer_bytes() override {
-    auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&zero_.optimizer());
-    return bytes_of(sharded != nullptr ? sharded->local() : zero_.optimizer());
-  }
+  int64_t optimizer_bytes() override { return bytes_of(zero_.optimizer()); }
   double parameter_sum() override { return sum_of(zero_.full_state_dict()); }
 
  private:

@@ -83,9 +83,8 @@ void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {
 }
 
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
-  auto* sharded = dynamic_cast<tessera::OptimizerShards*>(&optimizer);
   int64_t bytes = 0;
-  for (const auto& [parameter, state] : (sharded != nullptr ? sharded->local() : optimizer).state())
+  for (const auto& [parameter, state] : optimizer.state())
     for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;

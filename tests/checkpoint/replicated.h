@@ -95,8 +95,13 @@ class OwnerAdam : public torch::optim::Optimizer, public OptimizerShards {
     for (const auto& tensor : own) owned_.insert(tensor.unsafeGetTensorImpl());
     local_ = std::make_unique<torch::optim::Adam>(own, options);
   }
-  at::Tensor step(LossClosure closure = nullptr) override { return local_->step(std::move(closure)); }
-  torch::optim::Optimizer& local() override { return *local_; }
+  at::Tensor step(LossClosure closure = nullptr) override {
+    state_.swap(local_->state());
+    at::Tensor loss = local_->step(std::move(closure));
+    state_.swap(local_->state());
+    return loss;
+  }
+  const torch::optim::Optimizer& local() const override { return *local_; }
   bool owns(const at::Tensor& parameter) const override { return owned_.count(parameter.unsafeGetTensorImpl()) > 0; }
 
  private:

@@ -54,11 +54,13 @@ RandomNet make_net(unsigned seed, uint64_t values) {
   return net;
 }
 
-// Gives every parameter of the optimizer a state, with random values: what some steps leave.
-void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& local, uint64_t seed) {
+// Gives every parameter that the optimizer keeps here a state, with random values: what some steps leave.
+void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer, uint64_t seed) {
   const at::NoGradGuard no_grad;
-  for (const auto& group : local.param_groups())
+  const auto* owners = dynamic_cast<const OptimizerShards*>(&optimizer);
+  for (const auto& group : optimizer.param_groups())
     for (const auto& parameter : group.params()) {
+      if (owners != nullptr && !owners->owns(parameter)) continue;
       const NamedShard* shard = nullptr;
       for (const auto& known : shards)
         if (known.tensor.is_same(parameter)) shard = &known;
@@ -80,7 +82,7 @@ void fill_state(const std::vector<NamedShard>& shards, torch::optim::Optimizer& 
         }
         values.tensors.emplace_back(key, own);
       }
-      local.state()[parameter.unsafeGetTensorImpl()] = make_state("Adam", values);
+      optimizer.state()[parameter.unsafeGetTensorImpl()] = make_state("Adam", values);
     }
 }
 
@@ -117,7 +119,7 @@ void under(Layout layout, int world, unsigned seed, uint64_t values, Body body) 
       const AdamOptions options(0.25 + static_cast<double>(values));
       if (layout == Layout::kOwner) {
         OwnerAdam optimizer(parameters, comm->rank(), comm->size(), options);
-        fill_state(model.named_shards(), optimizer.local(), values);
+        fill_state(model.named_shards(), optimizer, values);
         body(model, optimizer, comm);
       } else {
         Adam optimizer(parameters, options);
