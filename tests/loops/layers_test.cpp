@@ -9,19 +9,6 @@ namespace {
 
 TESSERA_LOOPS(Layers, all_setups);
 
-template <class Module>
-Model seeded_model(uint64_t seed) {
-  return seeded(seed, []() -> Model {
-    auto model = std::make_shared<Module>();
-    model->to(at::kDouble);
-    return model;
-  });
-}
-
-void three_steps(Trainer& run) {
-  for (int step = 0; step < 3; ++step) run.train(step);
-}
-
 // Keeps its weights in a list of its own as well.
 struct Recurrent : Net {
   Recurrent() { register_module("lstm", lstm), register_module("gru", gru), register_module("out", out); }

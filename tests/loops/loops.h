@@ -36,6 +36,15 @@ struct Mlp : Net {
 };
 Model mlp();
 Model another_mlp();  // of other values
+// Any other, in fp64.
+template <class Module>
+Model seeded_model(uint64_t seed) {
+  return seeded(seed, []() -> Model {
+    auto model = std::make_shared<Module>();
+    model->to(at::kDouble);
+    return model;
+  });
+}
 inline Mlp& mlp_of(Net& net) { return dynamic_cast<Mlp&>(net); }
 
 enum class Optim { kSgd, kMomentum, kAdam };
@@ -85,6 +94,9 @@ class Trainer {
 };
 
 using Loop = std::function<void(Trainer&)>;
+inline void three_steps(Trainer& run) {
+  for (int step = 0; step < 3; ++step) run.train(step);
+}
 
 enum class Expect {
   kEqual,    // to the one process
