@@ -289,7 +289,7 @@ class Convert(Base):
         return told
 
     def test_one_tensor_is_in_memory_at_a_time(self):
-        weights = {f"layer{i}.weight": torch.full((4 << 20,), float(i)) for i in range(24)}  # 400 MB
+        weights = {f"layer{i}.weight": torch.full((4 << 20,), float(i)) for i in range(40)}  # 670 MB
         torch.save(weights, self.path / "file.pt")
         script = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; import torch, torch.distributed.checkpoint\n"
                   "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1])\n"
@@ -299,8 +299,7 @@ class Convert(Base):
                   "runpy.run_path(sys.argv[0], run_name='__main__'); print((most[0] - before) // 1024)")
         for source, target in (("file.pt", "ours"), ("ours", "dcp"), ("dcp", "again")):
             told = self.run_words(sys.executable, "-c", script, CONVERT, self.path / source, self.path / target)
-            if target != "dcp":  # torch's writer keeps what it has written
-                self.assertLess(int(told.split()[-1]), 150, f"MiB, {source} to {target}")
+            self.assertLess(int(told.split()[-1]), 250, f"MiB, {source} to {target}")
         self.run_words(COMMAND, "diff", self.path / "ours", self.path / "again")
 
 

@@ -111,7 +111,7 @@ def read_optimizer(folder, names, depth, result, options):
 
 
 class Lazy(DefaultSavePlanner):
-    """Reads each tensor when it is written. torch's writer keeps them until it has ended."""
+    """Reads each tensor when it is written."""
 
     def __init__(self, load):
         super().__init__()
@@ -153,4 +153,6 @@ def write_dcp(target, reader, options):
         state["optim"] = {"state": {fqn: own for fqn, own in by_parameter.items() if own}, "param_groups": groups}
     if manifest["extra"]:
         state["extra"] = manifest["extra"]
-    dcp.save(state, storage_writer=FileSystemWriter(str(target), thread_count=1), planner=Lazy(load), no_dist=True)
+    # The writer keeps what it has written until its file ends: so each tensor has a file of its own.
+    writer = FileSystemWriter(str(target), thread_count=1, single_file_per_rank=False)
+    dcp.save(state, storage_writer=writer, planner=Lazy(load), no_dist=True)
