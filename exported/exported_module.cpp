@@ -509,6 +509,10 @@ ExportedValue ExportedModule::run(const ExportedInputs& inputs) { return program
 
 std::vector<std::string> ExportedModule::input_names() const { return program_->inputs->names(); }
 
+NamedInputs ExportedModule::example_inputs(int64_t batch, int64_t sequence) const {
+  return program_->inputs->zeros(batch, sequence);
+}
+
 std::string ExportedModule::describe() const {
   std::ostringstream text;
   text << program_->inputs->describe();

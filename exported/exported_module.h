@@ -89,6 +89,8 @@ class ExportedModule : public torch::nn::Module, public HasLinearWeights {
 
   // Names of forward's inputs, in order.
   std::vector<std::string> input_names() const;
+  // Inputs of zeros on the CPU, for a call that is only to be measured: InputSignature::zeros().
+  NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
   // Inputs with dtypes, shapes and ranges, and the classes of modules with their number: for people.
   std::string describe() const;
   // Bytes of weights that were read from files so far. What is mapped and not deferred is not counted.

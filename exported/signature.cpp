@@ -1,5 +1,7 @@
 #include "tessera/exported/signature.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -14,14 +16,6 @@ using nlohmann::json;
 // ---- reading ------------------------------------------------------------------------------------
 
 namespace {
-
-// {"as_int": 4} or {"as_expr": {"expr_str": "Symbol('s0', ...)"}}
-Expression read_size(const json& size) {
-  const auto [kind, value] = alternative_of(size);
-  if (kind == "as_int") return Expression::constant(int_of(value));
-  if (kind == "as_expr") return Expression::parse(text_field(value, "expr_str"));
-  throw ExportedError("a size is of the unknown kind '" + kind + "'");
-}
 
 ExportedValue constant_value(const Alternative& alternative) {
   const auto& [kind, value] = alternative;
@@ -58,6 +52,20 @@ int dtype_family(at::ScalarType dtype) {
 }
 
 }  // namespace
+
+// {"as_int": 4} or {"as_expr": {"expr_str": "Symbol('s0', ...)", "hint": {"as_int": 4}}}
+Expression InputSignature::read_size(const json& size) {
+  const auto [kind, value] = alternative_of(size);
+  if (kind == "as_int") return Expression::constant(int_of(value));
+  if (kind != "as_expr") throw ExportedError("a size is of the unknown kind '" + kind + "'");
+  Expression expression = Expression::parse(text_field(value, "expr_str"));
+  const auto hint = value.find("hint");
+  if (const auto symbol = expression.symbol(); symbol && hint != value.end() && hint->is_object()) {
+    const auto [hint_kind, hinted] = alternative_of(*hint);
+    if (hint_kind == "as_int") exported_with_[*symbol] = int_of(hinted);
+  }
+  return expression;
+}
 
 InputSignature::InputSignature(const json& graph_module, const json& range_constraints,
                                const Structure::FieldNames& named_tuples) {
@@ -328,6 +336,55 @@ std::vector<c10::IValue> InputSignature::bind(const ExportedInputs& inputs, at::
   for (size_t i = 0; i < leaves.size(); ++i) values.push_back(check_leaf(leaves_[i], leaves[i], device, shapes));
   shapes.finish();
   return values;
+}
+
+// ---- inputs without values ----------------------------------------------------------------------
+
+Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence) const {
+  Expression::Symbols symbols;
+  ShapeCheck check(*this);
+  const auto choose = [&](int64_t wanted, size_t dim, bool of_integers) {
+    if (wanted == 0) return;
+    const auto leaf = std::find_if(leaves_.begin(), leaves_.end(), [&](const Leaf& each) {
+      return each.is_tensor && each.sizes.size() > dim && (!of_integers || dtype_family(each.dtype) == 1);
+    });
+    if (leaf == leaves_.end())
+      throw std::invalid_argument("the model has no input with a dimension " + std::to_string(dim) + " to be " +
+                                  std::to_string(wanted));
+    check.add("dimension " + std::to_string(dim) + " of " + leaf->label, leaf->sizes[dim], wanted);
+    if (const auto symbol = leaf->sizes[dim].symbol()) symbols[*symbol] = wanted;
+  };
+  choose(batch, 0, false);
+  choose(sequence, 1, true);
+  check.finish();
+  symbols.insert(exported_with_.begin(), exported_with_.end());
+  for (const auto& [symbol, range] : ranges_) symbols.try_emplace(symbol, range.least.value_or(1));
+  return symbols;
+}
+
+NamedInputs InputSignature::zeros(int64_t batch, int64_t sequence) const {
+  const Expression::Symbols symbols = chosen_sizes(batch, sequence);
+  const auto size_of = [&](const Leaf& leaf, const Expression& size) {
+    const auto value = size.evaluate(symbols);
+    if (!value || *value < 0)
+      throw std::invalid_argument(leaf.label + ": its size " + size.to_string() +
+                                  " is not known; give a batch and a sequence");
+    return *value;
+  };
+  NamedInputs inputs;
+  for (const Parameter& parameter : parameters_) {
+    std::vector<ExportedValue> values;
+    for (size_t i = parameter.first_leaf; i < parameter.first_leaf + parameter.leaf_count; ++i) {
+      const Leaf& leaf = leaves_[i];
+      std::vector<int64_t> sizes;
+      for (const Expression& size : leaf.sizes) sizes.push_back(size_of(leaf, size));
+      values.push_back(leaf.constant    ? *leaf.constant
+                       : leaf.is_tensor ? ExportedValue(at::zeros(sizes, leaf.dtype))
+                                        : ExportedValue(size_of(leaf, *leaf.number)));
+    }
+    inputs.add(parameter.name, parameter.structure.unflatten(values));
+  }
+  return inputs;
 }
 
 }  // namespace tessera

@@ -41,6 +41,10 @@ class InputSignature {
 
   // Names of forward's parameters, in order.
   std::vector<std::string> names() const;
+  // Inputs by name, tensors of zeros and integers, of the sizes that they had when the model was exported. `batch` and
+  // `sequence`, where they are not 0, are the first dimension of the first tensor and the second of the first tensor of
+  // integers, and whatever else depends on these. Throws std::invalid_argument for sizes that it was not exported for.
+  NamedInputs zeros(int64_t batch, int64_t sequence) const;
   // "input_ids: Long [s0, s1]", one a line, and the ranges of symbols.
   std::string describe() const;
 
@@ -61,6 +65,8 @@ class InputSignature {
   struct Range {
     std::optional<int64_t> least, most;
   };
+  Expression read_size(const nlohmann::json& size);
+  Expression::Symbols chosen_sizes(int64_t batch, int64_t sequence) const;
   void read_leaves(const nlohmann::json& graph_module);
   void read_ranges(const nlohmann::json& range_constraints);
   void read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
@@ -73,6 +79,7 @@ class InputSignature {
   std::vector<Parameter> parameters_;
   std::vector<Leaf> leaves_;
   std::map<std::string, Range> ranges_;
+  Expression::Symbols exported_with_;  // where the archive tells
 };
 
 }  // namespace tessera

@@ -1,130 +1,185 @@
 #include "tessera/plan/memory_plan.h"
 
-#include <ATen/ops/cross_entropy_loss.h>
-#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <charconv>
-#include <cmath>
+#include <functional>
 #include <iomanip>
 #include <map>
+#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
 
-#include "tessera/flat/deferred.h"
-#include "tessera/optim/fused_optimizers.h"
-#include "tessera/plan/dry_run.h"
-#include "tessera/zero/zero.h"
-
 namespace tessera {
 namespace {
 
-ZeroOptions zero_options(const TrainingChoice& choice) {
-  ZeroOptions options{.stage = choice.stage};
-  options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
-  options.fsdp.reshard_after_forward = choice.reshard_after_forward;
-  if (choice.bf16) {
-    options.fsdp.mixed_precision.param_dtype = at::kBFloat16;
-    options.fsdp.mixed_precision.reduce_dtype = at::kFloat;
-  }
-  return options;
+constexpr MemoryKind kColumns[] = {MemoryKind::kParameters,  MemoryKind::kGathered,  MemoryKind::kBuckets,
+                                   MemoryKind::kGradients,   MemoryKind::kOptimizer, MemoryKind::kActivations,
+                                   MemoryKind::kTemporaries, MemoryKind::kStaging};
+
+bool fits(const PlannedTraining& plan, int64_t memory_bytes) {
+  return plan.why_not.empty() &&
+         static_cast<double>(plan.peak.tensors()) <= kUsable * static_cast<double>(memory_bytes);
 }
 
-double gib(int64_t bytes) { return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30); }
+// Less is better.
+auto cost_of(const PlannedTraining& plan) {
+  const TrainingChoice &choice = plan.choice, usual;
+  const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
+                         (choice.ranks_per_copy != usual.ranks_per_copy ? 1 : 0);
+  return std::tuple(choice.offload, choice.checkpointed, plan.between_bytes, plan.collective_bytes, departures,
+                    plan.peak.tensors());
+}
+
+// With offload the optimizer's state and what else is in host memory do not count: the most of the rest, as it is after
+// each operator.
+BytesByKind peak_on_device(const RunRecord& record, bool offload) {
+  if (!offload) return record.peak;
+  BytesByKind most;
+  for (const RecordedOperator& each : record.operators) {
+    BytesByKind live = each.live;
+    live[MemoryKind::kHost] = live[MemoryKind::kOptimizer] = 0;
+    if (live.tensors() > most.tensors()) most = live;
+  }
+  return most;
+}
+
+// All but what stays among the ranks of a host: with one copy of the model in each host, or several, its gathers and
+// reductions.
+int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, const Machines& machines) {
+  if (machines.ranks <= machines.ranks_per_host) return 0;
+  const int copy = choice.stage == 3 ? choice.ranks_per_copy : 0;
+  const bool stays = copy > 0 && machines.ranks_per_host % copy == 0;
+  int64_t bytes = 0;
+  for (const RecordedCollective& each : record.collectives)
+    if (each.step == 2 &&
+        !(stays && each.ranks == copy && (each.operation == "all-gather" || each.operation == "reduce-scatter")))
+      bytes += each.bytes;
+  return bytes;
+}
+
+using Row = std::vector<std::string>;
+
+// The last column to the left, the others to the right; without those in which no row has anything but the first of
+// `plain`, or "-".
+std::string table_of(std::vector<Row> rows, const std::map<std::string, std::string>& plain) {
+  for (size_t column = rows[0].size(); column-- > 0;) {
+    const auto usual = plain.find(rows[0][column]);
+    if (usual == plain.end()) continue;
+    if (std::any_of(rows.begin() + 1, rows.end(),
+                    [&](const Row& row) { return row[column] != "-" && row[column] != usual->second; }))
+      continue;
+    for (Row& row : rows) row.erase(row.begin() + static_cast<int64_t>(column));
+  }
+  std::vector<size_t> widths(rows[0].size(), 0);
+  for (const Row& row : rows)
+    for (size_t column = 0; column < row.size(); ++column)
+      widths[column] = std::max(widths[column], row[column].size());
+  std::string text;
+  for (const Row& row : rows) {
+    for (size_t column = 0; column + 1 < row.size(); ++column)
+      text += std::string(widths[column] - row[column].size(), ' ') + row[column] + "  ";
+    text += row.back() + "\n";
+  }
+  return text;
+}
+
+Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)>& text_of, std::string fits) {
+  static const std::map<UnitChoice, std::string> unit_names = {
+      {UnitChoice::kLayers, "layers"}, {UnitChoice::kLinears, "linears"}, {UnitChoice::kWhole, "whole"}};
+  const TrainingChoice& choice = plan.choice;
+  const auto of_fsdp = [&](const std::string& text) { return choice.stage < 3 ? "-" : text; };
+  Row row = {std::to_string(choice.stage),
+             of_fsdp(choice.reshard_after_forward ? "yes" : "no"),
+             choice.bf16 ? "bf16" : "fp32",
+             choice.checkpointed ? "yes" : "no",
+             of_fsdp(unit_names.at(choice.units)),
+             of_fsdp(choice.ranks_per_copy == 0 ? "all" : std::to_string(choice.ranks_per_copy)),
+             of_fsdp(std::to_string(choice.prefetch)),
+             choice.offload ? "yes" : "no"};
+  for (const MemoryKind kind : kColumns) row.push_back(text_of(plan.peak[kind]));
+  for (const int64_t bytes : {plan.peak.tensors(), plan.host_bytes, plan.collective_bytes, plan.between_bytes})
+    row.push_back(text_of(bytes));
+  row.push_back(std::move(fits));
+  return row;
+}
 
 }  // namespace
 
-std::vector<TrainingChoice> training_choices() {
-  std::vector<TrainingChoice> choices;
-  for (const bool checkpointed : {false, true}) {
-    for (const int stage : {0, 1, 2}) choices.push_back({.stage = stage, .checkpointed = checkpointed});
-    for (const bool bf16 : {false, true})
-      for (const bool reshard : {false, true}) choices.push_back({3, reshard, bf16, checkpointed});
+PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines) {
+  PlannedTraining plan{choice, options_text(choice, model.policy_text(choice.units))};
+  RunRecord record;
+  try {
+    record = model.run(choice, machines.ranks);
+  } catch (const c10::Error& error) {
+    plan.why_not = error.what_without_backtrace();
+    return plan;
   }
-  return choices;
-}
-
-RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
-  return dry_run(
-      [&](std::shared_ptr<Communicator> comm) {
-        const auto build = [&] { return Decoder(model, choice.checkpointed); };
-        return zero<AdamW>(choice.stage == 3 ? deferred(build) : build(), torch::optim::AdamWOptions(1e-3),
-                           std::move(comm), zero_options(choice));
-      },
-      [&](auto& training) {
-        const at::Tensor tokens = at::zeros({model.batch, model.sequence}, at::kLong);
-        training.optimizer().zero_grad();
-        at::cross_entropy_loss(training(tokens), tokens.flatten()).backward();
-        training.clip_grad_norm_(1.0);
-        training.step();
-      },
-      {.world_size = world_size});
-}
-
-PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
-  const RunRecord record = record_of(model, choice, world_size);
-  return {choice, record.peak, record.collective_bytes(2), record.flop};
+  plan.peak = peak_on_device(record, choice.offload);
+  if (choice.offload) plan.host_bytes = record.most[MemoryKind::kHost] + record.end[MemoryKind::kOptimizer];
+  plan.collective_bytes = record.collective_bytes(2);
+  plan.between_bytes = between_hosts(record, choice, machines);
+  plan.flop = record.flop;
+  return plan;
 }
 
 int recommended(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
   int best = -1;
-  const auto cost = [&](int index) {
-    const PlannedTraining& plan = plans[static_cast<size_t>(index)];
-    return std::tuple(plan.choice.checkpointed, plan.collective_bytes, plan.peak.tensors());
-  };
-  for (int i = 0; i < static_cast<int>(plans.size()); ++i) {
-    const auto peak = static_cast<double>(plans[static_cast<size_t>(i)].peak.tensors());
-    if (peak > kUsable * static_cast<double>(memory_bytes)) continue;
-    if (best < 0 || cost(i) < cost(best)) best = i;
-  }
+  for (size_t i = 0; i < plans.size(); ++i)
+    if (fits(plans[i], memory_bytes) && (best < 0 || cost_of(plans[i]) < cost_of(plans[static_cast<size_t>(best)])))
+      best = static_cast<int>(i);
   return best;
 }
 
-std::string options_text(const TrainingChoice& choice) {
-  std::string text = "tessera::ZeroOptions{.stage = " + std::to_string(choice.stage);
-  if (choice.stage == 3) {
-    text += ", .fsdp = {.auto_wrap = tessera::wrap_modules<BlockImpl>()";
-    if (!choice.reshard_after_forward) text += ", .reshard_after_forward = false";
-    if (choice.bf16) text += ", .mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}";
-    text += "}";
-  }
-  return text + "}" + (choice.checkpointed ? " and tessera::checkpointed(block, x) for each block" : "");
+std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
+  std::vector<int> order(plans.size());
+  std::iota(order.begin(), order.end(), 0);
+  const auto rank_of = [&](int index) {
+    const PlannedTraining& plan = plans[static_cast<size_t>(index)];
+    const bool has_room = fits(plan, memory_bytes);
+    return std::tuple(!plan.why_not.empty(), !has_room, has_room ? 0 : plan.peak.tensors(), cost_of(plan));
+  };
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rank_of(a) < rank_of(b); });
+  return order;
 }
 
-std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size, int64_t memory_bytes) {
-  constexpr MemoryKind kColumns[] = {MemoryKind::kParameters, MemoryKind::kGathered,  MemoryKind::kBuckets,
-                                     MemoryKind::kGradients,  MemoryKind::kOptimizer, MemoryKind::kActivations,
-                                     MemoryKind::kTemporaries};
-  std::ostringstream text;
-  text << std::fixed << std::setprecision(1) << "GiB at the peak of a step on each of " << world_size << " ranks, of "
-       << gib(memory_bytes) << "\n\nstage reshard dtype recompute";
-  for (const MemoryKind kind : kColumns) text << std::setw(12) << name_of(kind);
-  text << "       peak  exchanged  fits\n";
-  const int best = recommended(plans, memory_bytes);
+std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines) {
+  const bool is_large = machines.memory_bytes >= int64_t{4} << 30;
+  const auto text_of = [&](int64_t bytes) {
+    std::ostringstream text;
+    text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / (is_large ? 0x1p30 : 0x1p20);
+    return text.str();
+  };
+  const int best = recommended(plans, machines.memory_bytes);
+  std::vector<Row> rows = {{"stage", "reshard", "dtype", "recompute", "units", "a copy", "prefetch", "offload"}};
+  for (const MemoryKind kind : kColumns) rows[0].emplace_back(name_of(kind));
+  rows[0].insert(rows[0].end(), {"peak", "host", "exchanged", "between hosts", "fits"});
+  std::string notes;
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
-    text << std::setw(5) << plan.choice.stage << std::setw(8)
-         << (plan.choice.stage < 3               ? "-"
-             : plan.choice.reshard_after_forward ? "yes"
-                                                 : "no")
-         << std::setw(6) << (plan.choice.bf16 ? "bf16" : "fp32") << std::setw(10)
-         << (plan.choice.checkpointed ? "yes" : "no");
-    for (const MemoryKind kind : kColumns) text << std::setw(12) << gib(plan.peak[kind]);
-    const int64_t peak = plan.peak.tensors();
-    const bool has_room = static_cast<double>(peak) <= kUsable * static_cast<double>(memory_bytes);
-    text << std::setw(11) << gib(peak) << std::setw(11) << gib(plan.collective_bytes) << "  "
-         << (static_cast<int>(i) == best ? "recommended"
-             : has_room                  ? "yes"
-             : peak <= memory_bytes      ? "barely"
-                                         : "no")
-         << "\n";
+    rows.push_back(row_of(plan, text_of,
+                          static_cast<int>(i) == best                    ? "recommended"
+                          : !plan.why_not.empty()                        ? "cannot be run"
+                          : fits(plan, machines.memory_bytes)            ? "yes"
+                          : plan.peak.tensors() <= machines.memory_bytes ? "barely"
+                                                                         : "no"));
+    if (!plan.why_not.empty())
+      notes = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
   }
-  if (best >= 0) {
-    text << "\n" << options_text(plans[static_cast<size_t>(best)].choice) << "\n";
-  } else {
-    text << "\nNone fits with a tenth to spare: take more ranks, a smaller batch or sequence, or CpuOffload.\n";
-  }
-  return text.str();
+  const std::map<std::string, std::string> plain = {{"units", "layers"},
+                                                    {"a copy", "all"},
+                                                    {"prefetch", "1"},
+                                                    {"offload", "no"},
+                                                    {"staging", text_of(0)},
+                                                    {"host", text_of(0)},
+                                                    {"between hosts", text_of(0)}};
+  return std::string(is_large ? "GiB" : "MiB") + " at the peak of a step on each of " + std::to_string(machines.ranks) +
+         " ranks, of " + text_of(machines.memory_bytes) + "\n\n" + table_of(std::move(rows), plain) + notes + "\n" +
+         (best >= 0 ? plans[static_cast<size_t>(best)].options
+                    : "None fits with a tenth to spare: take more ranks, a smaller batch or sequence, or --search.") +
+         "\n";
 }
 
 int64_t bytes_of_text(const std::string& text) {

@@ -80,8 +80,10 @@ class RecordingAllocator : public c10::Allocator {
     if (recorder && bytes > 0) {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
+      // What is copied to host memory has no values; and no operator made these tensors, which would have said so.
+      const bool is_void = maps && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
-      table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, false, block, recorder};
+      table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};
     }
     return {memory, memory, &free_block, c10::kCPU};
   }

@@ -147,9 +147,7 @@ TEST_P(Techniques, BackwardOfSeveralRoots) {
 }
 
 struct SharedTwice : Net {
-  SharedTwice() {
-    register_module("first", fc), register_module("second", fc), register_module("out", out);
-  }
+  SharedTwice() { register_module("first", fc), register_module("second", fc), register_module("out", out); }
   at::Tensor forward(const at::Tensor& x) override { return out(fc(fc(x).tanh()).tanh()); }
   torch::nn::Linear fc{kFeatures, kFeatures}, out{kFeatures, kFeatures};
 };
@@ -193,7 +191,6 @@ struct Normed : Net {
 TEST_P(Techniques, WeightNorm) {
   play(GetParam(), {.model = [] { return seeded_model<Normed>(35); }}, three_steps);
 }
-
 
 // A hand-written gradient surgery: two losses' gradients, kept, put together.
 TEST_P(Techniques, GradientsOfTwoLossesPutTogether) {

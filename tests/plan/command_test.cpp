@@ -35,7 +35,13 @@ TEST(PlanCommand, PrintsWhatFits) {
   ASSERT_EQ(all.size(), 14U);
   for (const json& choice : all) EXPECT_FALSE(choice["recommended"].get<bool>());
   EXPECT_GT(all[0]["bytes"]["optimizer"].get<int64_t>(), 3 * all[1]["bytes"]["optimizer"].get<int64_t>());
-  EXPECT_EQ(plan({"--model", "model.pt2", "--gpus", "4", "--memory", "1GB"}).first, 2);
+  const auto [missing, why] = plan({"--model", "model.pt2", "--gpus", "4", "--memory", "1GB"});
+  EXPECT_EQ(missing, 2);
+  expect_contains(why, "model.pt2");
+  const auto [searched, table] = plan({"--model", model, "--gpus", "64", "--memory", "5MiB", "--search"});
+  EXPECT_EQ(searched, 0) << table;
+  expect_contains(table, "choices tried");
+  expect_contains(table, "recommended");
   expect_contains(plan({"--model", model, "--memory", "1GB"}).second, "--gpus is missing");
 }
 

@@ -1,13 +1,18 @@
 // What a dry run is for: figures of the literature, worlds of any size, plans, and what it refuses.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cmath>
 #include <fstream>
 
+#include "tessera/exported/exported_module.h"
+#include "tessera/optim/fused_optimizers.h"
 #include "tessera/plan/counting_communicator.h"
-#include "tessera/plan/memory_plan.h"
+#include "tessera/plan/plan_search.h"
 #include "tessera/plan/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
+#include "tests/support/built.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
@@ -253,9 +258,9 @@ TEST(PlanModels, FromTextAndHuggingFace) {
 }
 
 TEST(PlanModels, RecommendsWhatFits) {
-  const DecoderOptions model = decoder_of("gpt:layers=4,width=256,heads=4,vocab=1000,sequence=64");
+  const auto model = planned_decoder(decoder_of("gpt:layers=4,width=256,heads=4,vocab=1000,sequence=64"));
   std::vector<PlannedTraining> plans;
-  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(model, choice, 8));
+  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, {8}));
   const int64_t least =
       std::ranges::min_element(plans, {}, [](const auto& plan) { return plan.peak.tensors(); })->peak.tensors();
   EXPECT_EQ(recommended(plans, least), -1);
@@ -264,7 +269,93 @@ TEST(PlanModels, RecommendsWhatFits) {
   EXPECT_EQ(plans[static_cast<size_t>(tight)].peak.tensors(), least);
   const int easy = recommended(plans, int64_t{1} << 40);
   EXPECT_FALSE(plans[static_cast<size_t>(easy)].choice.checkpointed);
-  expect_contains(plan_text(plans, 8, int64_t{1} << 40), options_text(plans[static_cast<size_t>(easy)].choice));
+  expect_contains(plan_text(plans, {8, 8, int64_t{1} << 40}), plans[static_cast<size_t>(easy)].options);
+}
+
+TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=4,width=256,heads=4,vocab=1000,sequence=64"));
+  std::vector<PlannedTraining> plans;
+  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, {16}));
+  const int64_t least =
+      std::ranges::min_element(plans, {}, [](const auto& plan) { return plan.peak.tensors(); })->peak.tensors();
+  const auto best_of = [&](int ranks_per_host, double bytes) {
+    const Machines machines{16, ranks_per_host, static_cast<int64_t>(bytes)};
+    const auto tried = search_plans(*model, machines);
+    const int best = recommended(tried, machines.memory_bytes);
+    EXPECT_EQ(best < 0, !by_preference(tried, machines.memory_bytes).empty() &&
+                            best != by_preference(tried, machines.memory_bytes).front());
+    return best < 0 ? PlannedTraining{} : tried[static_cast<size_t>(best)];
+  };
+  // Less than any of the usual choices takes: in host memory, or in smaller units.
+  const PlannedTraining small = best_of(8, 0.99 * static_cast<double>(least) / kUsable);
+  EXPECT_LT(small.peak.tensors(), least);
+  EXPECT_TRUE(small.choice.offload || small.choice.units == UnitChoice::kLinears || small.choice.prefetch == 0);
+  expect_contains(plan_text({small}, {16, 8, least}), small.choice.offload ? "offload" : "linears");
+  if (small.choice.offload) {
+    expect_contains(small.options, ".offload = {.params = true, .grads = true}");
+    EXPECT_GT(small.host_bytes, 0);
+  }
+  // Where a copy of the model in each host fits, less travels between them.
+  const TrainingChoice hybrid{.stage = 3, .ranks_per_copy = 4};
+  const PlannedTraining copies = plan_training(*model, hybrid, {16, 4}),
+                        whole = plan_training(*model, {.stage = 3}, {16, 4});
+  EXPECT_LT(copies.between_bytes, whole.between_bytes / 2);
+  EXPECT_EQ(plan_training(*model, hybrid, {16, 16}).between_bytes, 0);
+  expect_contains(copies.options, ".hybrid = {.ranks_per_copy = 4}");
+  EXPECT_EQ(best_of(8, 1e12).choice.stage, 0);
+}
+
+// Offload to host memory, without touching it.
+TEST(PlanSearch, OffloadTakesNoMemory) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=2,width=8192,heads=64,vocab=1000,sequence=64"));
+  const auto most_kib = [] {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_maxrss;
+  };
+  const int64_t before = most_kib();
+  const PlannedTraining plan = plan_training(*model, {.stage = 3, .offload = true}, {2});
+  EXPECT_GT(plan.host_bytes, int64_t{4} << 30);
+  EXPECT_LT(most_kib() - before, 1 << 20);
+}
+
+// What a dry run of an archive takes is what a training of it takes.
+TEST(PlanModels, Archives) {
+  const std::filesystem::path archive = std::filesystem::path(built(TESSERA_EXPORTED_DATA)) / "decoder.pt2";
+  const auto model = planned_archive(archive, 0, 0);
+  expect_contains(model->description(), "ids [4, 6], labels [4, 6]; trained: the output 'loss'");
+  EXPECT_EQ(model->policy_text(UnitChoice::kLayers), "tessera::wrap_classes({\"__main__.Block\"})");
+  for (const int stage : {0, 2, 3}) {
+    const RunRecord dry = model->run({.stage = stage}, 2);
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      const NamedInputs inputs = load_exported(archive)->example_inputs();
+      const RunRecord real = record_run(
+          [&](std::shared_ptr<Communicator> own) {
+            const auto load = [&] { return load_exported(archive); };
+            auto module = stage == 3 ? deferred(load) : load();
+            if (stage < 3)
+              for (auto& parameter : module->parameters()) parameter.set_data(parameter.detach().clone());
+            return zero<AdamW>(module, torch::optim::AdamWOptions(1e-3), std::move(own),
+                               {.stage = stage, .fsdp = {.auto_wrap = wrap_classes({"Block"})}});
+          },
+          [&](auto& training) {
+            training.optimizer().zero_grad();
+            const ExportedValue outputs = training(inputs);
+            outputs["loss"].tensor().backward();
+            training.clip_grad_norm_(1.0);
+            training.step();
+          },
+          comm);
+      if (comm->rank() != 0) return;
+      for (const MemoryKind kind : {MemoryKind::kGathered, MemoryKind::kBuckets, MemoryKind::kOptimizer,
+                                    MemoryKind::kActivations, MemoryKind::kGradients})
+        EXPECT_EQ(dry.most[kind], real.most[kind]) << "stage " << stage << ", " << name_of(kind);
+      EXPECT_EQ(dry.end[MemoryKind::kParameters], real.end[MemoryKind::kParameters]) << "stage " << stage;
+    });
+  }
+  const auto resized = planned_archive(archive, 2, 5);
+  expect_contains(resized->description(), "ids [2, 5], labels [2, 5]");
+  expect_contains(error_of<std::invalid_argument>([&] { planned_archive(archive, 2, 5000); }), "5000");
 }
 
 }  // namespace

@@ -19,8 +19,10 @@ struct Arguments {
   std::string model;           // plan: its shape, or a file of it
   int gpus = 0;                // plan
   std::string memory;          // plan: of each
-  int64_t sequence = 0;        // plan: of a file's model; 0: its whole context
-  int64_t batch = 1;           // plan: of a file's model
+  int64_t sequence = 0;        // plan: of a file's model; 0: its whole context, or as it was exported
+  int64_t batch = 0;           // plan: of a file's model; 0: 1, or as it was exported
+  int ranks_per_host = 8;      // plan
+  bool search = false;         // plan: further options
   std::string html;            // plan: the file of a page
 };
 

@@ -46,10 +46,11 @@ const std::vector<Command>& commands() {
        {"tolerance", "parameters"},
        diff},
       {"plan",
-       "--model gpt:layers=80,width=8192,heads=64 | config.json --gpus N --memory 80GiB [--html FILE]",
+       "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N --memory 80GiB [--search] [--html "
+       "FILE]",
        "what each stage and option takes of every rank's memory, which fit, and the options to take",
        0,
-       {"model", "gpus", "memory", "sequence", "batch", "html"},
+       {"model", "gpus", "memory", "sequence", "batch", "html", "ranks-per-host", "search"},
        plan},
       {"trace merge",
        "OUT IN...",
@@ -140,12 +141,15 @@ int run(int argc, char** argv) {
   add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
   add("model", po::value(&arguments.model),
       "plan: gpt: or llama: with layers, width, heads, kv_heads, mlp, vocab, sequence, batch, tie; or Hugging Face's "
-      "config.json of GPT-2, Llama or Mistral");
+      "config.json of GPT-2, Llama or Mistral; or an archive of torch.export");
   add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
   add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB");
   add("sequence", po::value(&arguments.sequence),
-      "plan: tokens of an item, of config.json; without: the whole context");
-  add("batch", po::value(&arguments.batch), "plan: items a rank and step, of config.json; without: 1");
+      "plan: tokens of an item, of config.json (without: the whole context) or an archive (as it was exported)");
+  add("batch", po::value(&arguments.batch), "plan: items a rank and step, the same; without: 1, or as exported");
+  add("ranks-per-host", po::value(&arguments.ranks_per_host)->default_value(8),
+      "plan: whose exchanges do not leave the host");
+  add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
   add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
   add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;

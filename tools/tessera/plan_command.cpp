@@ -2,52 +2,55 @@
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
+#include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <system_error>
 
 #include "commands.h"
-#include "tessera/plan/memory_plan.h"
+#include "tessera/plan/plan_search.h"
 #include "tessera/plan/timeline_page.h"
 
 using namespace tessera;
 
 namespace {
 
-DecoderOptions model_of(const Arguments& arguments) {
-  if (arguments.model.ends_with(".json"))
-    return decoder_of_config(arguments.model, arguments.sequence, arguments.batch);
-  if (arguments.model.ends_with(".pt2"))
-    throw std::invalid_argument("'" + arguments.model +
-                                "': exported models are not planned by this command; use "
-                                "dry_run() with load_exported()");
-  if (arguments.sequence != 0 || arguments.batch != 1)
-    throw std::invalid_argument("--sequence and --batch are for config.json; say '" + arguments.model +
-                                ",sequence=...,batch=...'");
-  return decoder_of(arguments.model);
+std::unique_ptr<PlannedModel> model_of(const Arguments& arguments) {
+  const std::string& model = arguments.model;
+  if (arguments.sequence < 0 || arguments.batch < 0)
+    throw std::invalid_argument("--sequence is " + std::to_string(arguments.sequence) + " and --batch " +
+                                std::to_string(arguments.batch) + ", expected 1 or more");
+  if (model.ends_with(".pt2")) return planned_archive(model, arguments.batch, arguments.sequence);
+  if (model.ends_with(".json"))
+    return planned_decoder(decoder_of_config(model, arguments.sequence, std::max<int64_t>(arguments.batch, 1)));
+  if (arguments.sequence != 0 || arguments.batch != 0)
+    throw std::invalid_argument("--sequence and --batch are for files; say '" + model + ",sequence=...,batch=...'");
+  return planned_decoder(decoder_of(model));
 }
 
 nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
+  static const std::map<UnitChoice, const char*> units = {
+      {UnitChoice::kLayers, "layers"}, {UnitChoice::kLinears, "linears"}, {UnitChoice::kWhole, "whole"}};
   nlohmann::json result = {{"stage", plan.choice.stage},
                            {"reshard_after_forward", plan.choice.reshard_after_forward},
                            {"bf16", plan.choice.bf16},
                            {"checkpointed", plan.choice.checkpointed},
+                           {"units", units.at(plan.choice.units)},
+                           {"ranks_per_copy", plan.choice.ranks_per_copy},
+                           {"prefetch", plan.choice.prefetch},
+                           {"offload", plan.choice.offload},
                            {"peak_bytes", plan.peak.tensors()},
+                           {"host_bytes", plan.host_bytes},
                            {"collective_bytes", plan.collective_bytes},
+                           {"between_hosts_bytes", plan.between_bytes},
                            {"flop", plan.flop},
                            {"recommended", is_recommended},
-                           {"options", options_text(plan.choice)}};
+                           {"options", plan.options}};
+  if (!plan.why_not.empty()) result["why_not"] = plan.why_not;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind)
     if (plan.peak.bytes[kind] > 0) result["bytes"][name_of(static_cast<MemoryKind>(kind))] = plan.peak.bytes[kind];
   return result;
-}
-
-// The choice that a page is of: the recommended one, or else the one that takes least.
-const PlannedTraining& shown(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
-  if (const int best = recommended(plans, memory_bytes); best >= 0) return plans[static_cast<size_t>(best)];
-  return *std::min_element(plans.begin(), plans.end(), [](const PlannedTraining& a, const PlannedTraining& b) {
-    return a.peak.tensors() < b.peak.tensors();
-  });
 }
 
 void write_page(const std::string& path, const std::string& page) {
@@ -56,29 +59,47 @@ void write_page(const std::string& path, const std::string& page) {
     throw std::runtime_error("cannot write " + path + ": " + std::generic_category().message(errno));
 }
 
+// Of a search, what is worth reading: the best.
+constexpr size_t kShown = 20;
+
+void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
+          const std::string& notes) {
+  write_page(arguments.html,
+             timeline_page(model.run(plan.choice, machines.ranks),
+                           {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
+                            .options = plan.options,
+                            .notes = notes,
+                            .memory_bytes = machines.memory_bytes}));
+}
+
 }  // namespace
 
 int plan(const Arguments& arguments) {
-  const DecoderOptions model = model_of(arguments);
-  const int64_t memory_bytes = bytes_of_text(arguments.memory);
-  if (arguments.gpus < 1)
-    throw std::invalid_argument("--gpus is " + std::to_string(arguments.gpus) + ", expected 1 or more");
+  const auto model = model_of(arguments);
+  const Machines machines{arguments.gpus, arguments.ranks_per_host, bytes_of_text(arguments.memory)};
+  if (machines.ranks < 1 || machines.ranks_per_host < 1)
+    throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
+                                std::to_string(machines.ranks_per_host) + ", expected 1 or more");
   std::vector<PlannedTraining> plans;
-  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(model, choice, arguments.gpus));
-  if (!arguments.html.empty()) {
-    const TrainingChoice& choice = shown(plans, memory_bytes).choice;
-    write_page(arguments.html,
-               timeline_page(record_of(model, choice, arguments.gpus),
-                             {.title = arguments.model + " on " + std::to_string(arguments.gpus) + " ranks",
-                              .options = options_text(choice),
-                              .notes = plan_text(plans, arguments.gpus, memory_bytes),
-                              .memory_bytes = memory_bytes}));
+  std::string notes = model->description();
+  if (!notes.empty()) notes += "\n\n";
+  if (arguments.search) {
+    const auto tried = search_plans(*model, machines);
+    for (const int index : by_preference(tried, machines.memory_bytes))
+      if (plans.size() < kShown) plans.push_back(tried[static_cast<size_t>(index)]);
+    notes += std::to_string(tried.size()) + " choices tried; these are the best.\n\n";
+  } else {
+    for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, machines));
   }
+  notes += plan_text(plans, machines);
+  // Also where none fits: then it is the one that takes least.
+  const int first = by_preference(plans, machines.memory_bytes).front();
+  if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {
-    std::printf("%s", plan_text(plans, arguments.gpus, memory_bytes).c_str());
+    std::printf("%s", notes.c_str());
     return 0;
   }
-  const int best = recommended(plans, memory_bytes);
+  const int best = recommended(plans, machines.memory_bytes);
   auto result = nlohmann::json::array();
   for (int i = 0; i < static_cast<int>(plans.size()); ++i)
     result.push_back(json_of(plans[static_cast<size_t>(i)], i == best));

@@ -1,0 +1,183 @@
+#include "tessera/plan/planned_model.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cctype>
+#include <map>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "tessera/exported/exported_module.h"
+#include "tessera/flat/deferred.h"
+#include "tessera/flat/visit_tensors.h"
+#include "tessera/optim/fused_optimizers.h"
+#include "tessera/optim/host_adam.h"
+#include "tessera/plan/dry_run.h"
+
+namespace tessera {
+namespace {
+
+// make() gives the module, run_backward(training) runs forward and backward, its outputs alive until the end.
+template <class Make, class RunBackward>
+RunRecord run_choice(const TrainingChoice& choice, int world_size, const WrapPolicy& units, Make make,
+                     RunBackward run_backward) {
+  const auto run = [&]<class Optimizer>(std::type_identity<Optimizer>) {
+    return dry_run(
+        [&](std::shared_ptr<Communicator> comm) {
+          return zero<Optimizer>(make(), torch::optim::AdamWOptions(1e-3), std::move(comm),
+                                 zero_options(choice, units));
+        },
+        [&](auto& training) {
+          training.optimizer().zero_grad();
+          run_backward(training);
+          training.clip_grad_norm_(1.0);
+          training.step();
+        },
+        {.world_size = world_size});
+  };
+  return choice.offload ? run(std::type_identity<HostAdamW>()) : run(std::type_identity<AdamW>());
+}
+
+class PlannedDecoder : public PlannedModel {
+ public:
+  explicit PlannedDecoder(const DecoderOptions& options) : options_(options) {}
+
+  RunRecord run(const TrainingChoice& choice, int world_size) const override {
+    const auto build = [&] { return Decoder(options_, choice.checkpointed); };
+    const WrapPolicy units = choice.units == UnitChoice::kLayers    ? wrap_modules<DecoderBlockImpl>()
+                             : choice.units == UnitChoice::kLinears ? wrap_modules<torch::nn::LinearImpl>()
+                                                                    : WrapPolicy();
+    return run_choice(
+        choice, world_size, units, [&] { return choice.stage == 3 ? deferred(build) : build(); },
+        [&](auto& training) {
+          const at::Tensor tokens = at::zeros({options_.batch, options_.sequence}, at::kLong);
+          const at::Tensor logits = training(tokens);
+          at::cross_entropy_loss(logits, tokens.flatten()).backward();
+        });
+  }
+
+  std::string policy_text(UnitChoice units) const override {
+    if (units == UnitChoice::kWhole) return "";
+    return units == UnitChoice::kLayers ? "tessera::wrap_modules<BlockImpl>()"
+                                        : "tessera::wrap_modules<torch::nn::LinearImpl>()";
+  }
+
+ private:
+  const DecoderOptions options_;
+};
+
+// ---- archives -----------------------------------------------------------------------------------
+
+bool is_number(const std::string& name) {
+  return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+// Classes of the outermost modules that are numbered and have parameters, of which there are two at least.
+std::vector<std::string> repeated_classes(ExportedModule& model) {
+  std::map<std::string, int> counts;
+  std::string within = " ";
+  for (const auto& item : model.named_modules("", /*include_self=*/false)) {
+    const std::string& fqn = item.key();
+    if (fqn.starts_with(within)) continue;
+    if (!is_number(fqn.substr(fqn.rfind('.') + 1)) || item.value()->parameters().empty()) continue;
+    ++counts[item.value()->name()];
+    within = fqn + ".";
+  }
+  std::vector<std::string> classes;
+  for (const auto& [name, count] : counts)
+    if (count > 1) classes.push_back(name);
+  return classes;
+}
+
+// The output that is trained, and how it is called.
+std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
+  if (outputs.is_dict() && outputs.has("loss") && outputs["loss"].is_tensor())
+    return {outputs["loss"].tensor(), "the output 'loss'"};
+  std::vector<at::Tensor> tensors;
+  visit_tensors(outputs, [&](at::Tensor& tensor) {
+    if (tensor.is_floating_point() && tensor.requires_grad()) tensors.push_back(tensor);
+  });
+  const auto scalar = std::find_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.numel() == 1; });
+  if (scalar != tensors.end()) return {scalar->sum(), "the first output that is a number"};
+  if (tensors.empty())
+    throw std::invalid_argument("the archive has no floating-point output that depends on parameters: nothing to train");
+  return {tensors.front().sum(), "the sum of the first output"};
+}
+
+class PlannedArchive : public PlannedModel {
+ public:
+  PlannedArchive(std::filesystem::path archive, int64_t batch, int64_t sequence)
+      : archive_(std::move(archive)), batch_(batch), sequence_(sequence) {
+    std::string name;
+    static_cast<void>(dry_run([&](auto) { return load(false); },
+                              [&](std::shared_ptr<ExportedModule>& model) {
+                                layers_ = repeated_classes(*model);
+                                inputs_ = model->example_inputs(batch_, sequence_);
+                                ExportedValue outputs = model->forward(inputs_);
+                                name = loss_of_outputs(outputs).second;
+                              }));
+    for (const auto& [input, value] : inputs_.inputs()) {
+      description_ += (description_.empty() ? "Inputs: " : ", ") + input;
+      if (value.is_tensor()) description_ += " " + c10::str(value.tensor().sizes());
+    }
+    description_ += "; trained: " + name + ".";
+  }
+
+  RunRecord run(const TrainingChoice& choice, int world_size) const override {
+    const auto make = [&] {
+      if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
+      auto model = load(choice.checkpointed);
+      // The archive's pages become memory when they are written to.
+      for (auto& parameter : model->parameters()) parameter.set_data(parameter.detach().clone());
+      return model;
+    };
+    const WrapPolicy units = choice.units == UnitChoice::kLayers    ? layer_policy()
+                             : choice.units == UnitChoice::kLinears ? wrap_classes({"Linear"})
+                                                                    : WrapPolicy();
+    return run_choice(choice, world_size, units, make, [&](auto& training) {
+      ExportedValue outputs = training(inputs_);
+      loss_of_outputs(outputs).first.backward();
+    });
+  }
+
+  std::string policy_text(UnitChoice units) const override {
+    if (units == UnitChoice::kWhole || (units == UnitChoice::kLayers && layers_.empty())) return "";
+    std::string names = "\"Linear\"";
+    if (units == UnitChoice::kLayers) {
+      names.clear();
+      for (const std::string& name : layers_) names += (names.empty() ? "\"" : ", \"") + name + "\"";
+    }
+    return "tessera::wrap_classes({" + names + "})";
+  }
+  std::string description() const override { return description_; }
+
+ private:
+  WrapPolicy layer_policy() const { return layers_.empty() ? WrapPolicy() : wrap_classes(layers_); }
+  std::shared_ptr<ExportedModule> load(bool checkpointed) const {
+    ExportedOptions options;
+    options.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); };  // of one that was exported on meta
+    if (checkpointed) options.checkpointed = layer_policy();
+    return load_exported(archive_, options);
+  }
+
+  const std::filesystem::path archive_;
+  const int64_t batch_, sequence_;
+  std::vector<std::string> layers_;
+  NamedInputs inputs_;
+  std::string description_;
+};
+
+}  // namespace
+
+std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options) {
+  return std::make_unique<PlannedDecoder>(options);
+}
+
+std::unique_ptr<PlannedModel> planned_archive(std::filesystem::path archive, int64_t batch, int64_t sequence) {
+  return std::make_unique<PlannedArchive>(std::move(archive), batch, sequence);
+}
+
+}  // namespace tessera

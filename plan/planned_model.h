@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+
+#include "tessera/plan/decoder.h"
+#include "tessera/plan/run_record.h"
+#include "tessera/plan/training_choice.h"
+
+namespace tessera {
+
+// A model that a plan trains.
+class PlannedModel {
+ public:
+  virtual ~PlannedModel() = default;
+
+  // A dry run of two steps of AdamW with clipping by norm, as rank 0; with offload, of HostAdamW. Throws as dry_run().
+  virtual RunRecord run(const TrainingChoice& choice, int world_size) const = 0;
+  // How a program writes the policy of such units; "" for none.
+  virtual std::string policy_text(UnitChoice units) const = 0;
+  // What is trained on, for people; "" where the model's own description says it.
+  virtual std::string description() const { return ""; }
+};
+
+// GPT-2 or Llama by its numbers, on its options' batch and sequence, with cross entropy.
+std::unique_ptr<PlannedModel> planned_decoder(const DecoderOptions& options);
+
+// An archive of torch.export, on inputs of zeros (ExportedModule::example_inputs). Its loss is the output "loss", or
+// else the first floating-point number among the outputs, or else the sum of the first floating-point tensor; a unit is
+// a module that is numbered among others of its class, as "layers.3". Throws ExportedError, and std::invalid_argument
+// for sizes that the model was not exported for and an archive without a floating-point output.
+std::unique_ptr<PlannedModel> planned_archive(std::filesystem::path archive, int64_t batch, int64_t sequence);
+
+}  // namespace tessera
