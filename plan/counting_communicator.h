@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
@@ -9,7 +10,7 @@
 namespace tessera {
 
 // One rank of a group of any size of which no other rank exists: operations are written down by the thread's current
-// Recorder and move nothing. They answer as if every other rank had the same values as this one, which is what
+// Recorder, as is when they are waited for, and move nothing. They answer as if every other rank had the same values as this one, which is what
 // agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every place of its length
 // (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean nothing on this rank
 // mean nothing afterwards either. traffic() counts what a rank has to send at least: each element once to each rank
@@ -30,8 +31,11 @@ class CountingCommunicator : public Communicator {
   void require_other_ranks(std::string_view what) const override;
 
  private:
-  CountingCommunicator(int rank, int size) : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)) {}
+  // `members` are numbers of ranks in the world; null: all of them.
+  CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members)
+      : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)), members_(std::move(members)) {}
 
+  const std::shared_ptr<const std::vector<int>> members_;
   std::string aborted_;
 };
 
