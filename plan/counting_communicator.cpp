@@ -60,9 +60,8 @@ std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&
   std::vector<int> in_world = members;
   if (members_)
     for (int& member : in_world) member = (*members_)[static_cast<size_t>(member)];
-  return std::shared_ptr<CountingCommunicator>(
-      new CountingCommunicator(position, static_cast<int>(members.size()),
-                               std::make_shared<const std::vector<int>>(std::move(in_world))));
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(
+      position, static_cast<int>(members.size()), std::make_shared<const std::vector<int>>(std::move(in_world))));
 }
 
 void CountingCommunicator::require_other_ranks(std::string_view what) const {

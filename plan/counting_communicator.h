@@ -10,11 +10,11 @@
 namespace tessera {
 
 // One rank of a group of any size of which no other rank exists: operations are written down by the thread's current
-// Recorder, as is when they are waited for, and move nothing. They answer as if every other rank had the same values as this one, which is what
-// agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every place of its length
-// (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean nothing on this rank
-// mean nothing afterwards either. traffic() counts what a rank has to send at least: each element once to each rank
-// that needs it, or, reduced, once up and once down.
+// Recorder, as is when they are waited for, and move nothing. They answer as if every other rank had the same values as
+// this one, which is what agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every
+// place of its length (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean
+// nothing on this rank mean nothing afterwards either. traffic() counts what a rank has to send at least: each element
+// once to each rank that needs it, or, reduced, once up and once down.
 //
 // What needs other ranks' true values throws std::invalid_argument by name: split() by a color, since only split_by()
 // knows everybody's. abort() is noted, and every later operation throws CommError with its reason.

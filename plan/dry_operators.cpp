@@ -270,12 +270,13 @@ struct Touched {
 int64_t touched_bytes(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) return 0;
   auto bytes = static_cast<int64_t>(tensor.element_size());
-  for (int64_t i = 0; i < tensor.dim(); ++i) bytes *= tensor.stride(i) == 0 ? std::min<int64_t>(tensor.size(i), 1) : tensor.size(i);
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    bytes *= tensor.stride(i) == 0 ? std::min<int64_t>(tensor.size(i), 1) : tensor.size(i);
   return bytes;
 }
 
 // Which only write to what they are given first.
-const std::unordered_set<std::string> kOverwriting = {"aten::copy_",   "aten::fill_",   "aten::zero_",
+const std::unordered_set<std::string> kOverwriting = {"aten::copy_",   "aten::fill_",    "aten::zero_",
                                                       "aten::normal_", "aten::uniform_", "aten::random_"};
 // Which read some rows or elements of what they are given first.
 const std::unordered_set<std::string> kSelecting = {"aten::embedding", "aten::index_select", "aten::index",
