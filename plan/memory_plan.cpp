@@ -61,9 +61,13 @@ RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, i
       {.world_size = world_size});
 }
 
-PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size) {
+PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size,
+                              const MachineSpeed* speed) {
   const RunRecord record = record_of(model, choice, world_size);
-  return {choice, record.peak, record.collective_bytes(2), record.flop};
+  PlannedTraining planned{choice, record.peak, record.collective_bytes(2), record.flop,
+                          model.batch * model.sequence * world_size};
+  if (speed != nullptr) planned.time = predict_step(record, *speed);
+  return planned;
 }
 
 int recommended(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
@@ -99,7 +103,8 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size,
   text << std::fixed << std::setprecision(1) << "GiB at the peak of a step on each of " << world_size << " ranks, of "
        << gib(memory_bytes) << "\n\nstage reshard dtype recompute";
   for (const MemoryKind kind : kColumns) text << std::setw(12) << name_of(kind);
-  text << "       peak  exchanged  fits\n";
+  const bool has_times = !plans.empty() && plans[0].time.has_value();
+  text << "       peak  exchanged" << (has_times ? "     step s  exposed s   tokens/s" : "") << "  fits\n";
   const int best = recommended(plans, memory_bytes);
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
@@ -112,7 +117,12 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size,
     for (const MemoryKind kind : kColumns) text << std::setw(12) << gib(plan.peak[kind]);
     const int64_t peak = plan.peak.tensors();
     const bool has_room = static_cast<double>(peak) <= kUsable * static_cast<double>(memory_bytes);
-    text << std::setw(11) << gib(peak) << std::setw(11) << gib(plan.collective_bytes) << "  "
+    text << std::setw(11) << gib(peak) << std::setw(11) << gib(plan.collective_bytes);
+    if (plan.time)
+      text << std::setprecision(4) << std::setw(11) << plan.time->total_s << std::setw(11) << plan.time->exposed_s
+           << std::setprecision(0) << std::setw(11) << static_cast<double>(plan.tokens) / plan.time->total_s
+           << std::setprecision(1);
+    text << "  "
          << (static_cast<int>(i) == best ? "recommended"
              : has_room                  ? "yes"
              : peak <= memory_bytes      ? "barely"

@@ -1,11 +1,24 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
-// The subcommands, all but plan and `trace merge` of checkpoints. Each prints to standard output and returns the exit
-// code: 0, or 1 where it found damage or differences. Errors are thrown.
+#include "tessera/plan/machine_speed.h"
+
+// The subcommands, all but plan, calibrate and `trace merge` of checkpoints. Each prints to standard output and returns
+// the exit code: 0, or 1 where it found damage or differences. Errors are thrown.
+
+// plan: how fast the machine is, as a file, by numbers, or a file of which some numbers are replaced; all empty: unknown.
+struct SpeedArguments {
+  std::string file, flops, flops_fp32, bandwidth, operator_time;
+  std::string link, latency;            // between hosts; with ranks_per_host 0, between all ranks
+  std::string host_link, host_latency;  // within a host
+  int ranks_per_host = 0;
+
+  bool operator==(const SpeedArguments&) const = default;
+};
 
 struct Arguments {
   std::vector<std::filesystem::path> paths;
@@ -22,6 +35,10 @@ struct Arguments {
   int64_t sequence = 0;        // plan: of a file's model; 0: its whole context
   int64_t batch = 1;           // plan: of a file's model
   std::string html;            // plan: the file of a page
+  SpeedArguments speed;        // plan
+  std::filesystem::path out;   // calibrate
+  int threads = 1;             // calibrate: of each rank
+  bool quick = false;          // calibrate
 };
 
 int inspect(const Arguments& arguments);
@@ -31,3 +48,7 @@ int reshard(const Arguments& arguments);
 int diff(const Arguments& arguments);
 int plan(const Arguments& arguments);
 int merge_trace_files(const Arguments& arguments);
+int calibrate(const Arguments& arguments);
+
+// What SpeedArguments say. Throws std::invalid_argument that names what cannot be meant or is missing.
+std::optional<tessera::MachineSpeed> speed_of(const Arguments& arguments);

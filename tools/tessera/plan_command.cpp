@@ -37,6 +37,13 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
                            {"flop", plan.flop},
                            {"recommended", is_recommended},
                            {"options", options_text(plan.choice)}};
+  if (plan.time) {
+    result["step_s"] = plan.time->total_s;
+    result["compute_s"] = plan.time->compute_s;
+    result["exposed_s"] = plan.time->exposed_s;
+    result["communication_s"] = plan.time->communication_s;
+    result["tokens_per_s"] = static_cast<double>(plan.tokens) / plan.time->total_s;
+  }
   for (size_t kind = 0; kind < kMemoryKinds; ++kind)
     if (plan.peak.bytes[kind] > 0) result["bytes"][name_of(static_cast<MemoryKind>(kind))] = plan.peak.bytes[kind];
   return result;
@@ -64,7 +71,9 @@ int plan(const Arguments& arguments) {
   if (arguments.gpus < 1)
     throw std::invalid_argument("--gpus is " + std::to_string(arguments.gpus) + ", expected 1 or more");
   std::vector<PlannedTraining> plans;
-  for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(model, choice, arguments.gpus));
+  const std::optional<MachineSpeed> speed = speed_of(arguments);
+  for (const TrainingChoice& choice : training_choices())
+    plans.push_back(plan_training(model, choice, arguments.gpus, speed ? &*speed : nullptr));
   if (!arguments.html.empty()) {
     const TrainingChoice& choice = shown(plans, memory_bytes).choice;
     write_page(arguments.html,
