@@ -24,6 +24,8 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/launch/launch.h"
+#include "tessera/plan/calibrate_operators.h"
+#include "tessera/plan/recorder.h"
 
 namespace tessera {
 namespace {
@@ -42,8 +44,11 @@ class Bench {
 
   MachineSpeed measure() {
     MachineSpeed speed;
+    say("operators where they stand in training steps");
+    OperatorSpeeds seen = measure_operators(comm_, options_.quick);
+    speed.operators = std::move(seen.curves);
+    speed.operator_s = seen.between_s;
     c10::InferenceMode quiet;
-    speed.operator_s = operator_seconds();
     const auto set = [&](auto& curves, WorkClass work, SpeedCurve curve) {
       curves[static_cast<size_t>(work)] = std::move(curve);
     };
@@ -96,20 +101,6 @@ class Bench {
     for (const auto& [amount, seconds] : measured)
       points.emplace_back(amount, before = std::max(seconds - operator_s, before));
     return SpeedCurve(std::move(points));
-  }
-
-  // A chain of products of single numbers, and back: two operators for each link of it.
-  double operator_seconds() const {
-    say("operators");
-    c10::InferenceMode loud(false);
-    constexpr int kLinks = 200;
-    at::Tensor factor = at::ones({1});
-    const double seconds = seconds_of([&] {
-      at::Tensor x = at::ones({1}).set_requires_grad(true), y = x;
-      for (int i = 0; i < kLinks; ++i) y = y * factor;
-      y.backward();
-    });
-    return seconds / (2 * kLinks);
   }
 
   SpeedCurve memory(double operator_s) const {
@@ -221,6 +212,7 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
     throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
                                 std::to_string(options.threads) + " threads, expected 1 or more of each");
   MachineSpeed speed;
+  Recorder::make(/*with_data=*/true);  // its allocator comes before any rank's thread
   run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(options.threads);
     const int rank = comm->rank();

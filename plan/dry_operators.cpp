@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -356,10 +357,14 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     Recorder* recorder;
     const Touched& touched;
     int64_t flop = 0;
-    ~End() { recorder->end_operator(flop, touched.bytes, touched.dtype); }
+    double seconds = 0;
+    ~End() { recorder->end_operator(flop, touched.bytes, touched.dtype, seconds); }
   } end{recorder, touched};
   if (any_void && traits.how == How::kValue) return stand_in(traits, *stack, count, *recorder);
+  const auto begin = std::chrono::steady_clock::now();
   any_void ? skip(op, traits, *stack, *recorder) : op.redispatchBoxed(below, stack);
+  if (recorder->has_data())
+    end.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   const std::vector<at::Tensor> made = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
   if (!any_void && !recorder->has_data()) mark_made(made, *recorder);
   add_results(touched, op.schema(), traits, made);

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -51,6 +52,8 @@ struct MachineSpeed {
   std::array<SpeedCurve, kWorkClasses> work;
   // The same of 16-bit operators. What is not known is as `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit;
+  // Of single operators in fp32, by name: FLOP, or bytes of those without, to seconds; before `work`.
+  std::map<std::string, SpeedCurve> operators;
   double operator_s = 0;  // of every operator, beside its work
   LinkSpeed within_host;
   LinkSpeed between_hosts;

@@ -139,13 +139,14 @@ void Recorder::begin_operator(std::string name) {
   inside_operator_ = true;
 }
 
-void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype) {
+void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds) {
   std::lock_guard lock(mutex_);
   inside_operator_ = false;
   RecordedOperator& op = record_.operators.back();
   op.flop = flop;
   op.bytes = bytes;
   op.dtype = dtype;
+  op.seconds = seconds;
 }
 
 void Recorder::read_value(const std::string& operation) {

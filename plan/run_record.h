@@ -40,6 +40,7 @@ struct RecordedOperator {
   // Read and written: each tensor that it is given once, and each that it makes or writes to. Not scratch.
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point tensor that it is given or makes
+  double seconds = 0;                                  // of its kernel, by the clock; 0 in a dry run
   BytesByKind live;                                    // when the next one is called
 };
 

@@ -21,6 +21,12 @@ json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   return all;
 }
 
+json json_of(const std::map<std::string, SpeedCurve>& curves) {
+  json all = json::object();
+  for (const auto& [name, curve] : curves) all[name] = curve.points();
+  return all;
+}
+
 json json_of(const LinkSpeed& link) {
   return {{"latency_s", link.latency_s},
           {"bytes_per_s", link.bytes_per_s},
@@ -59,17 +65,20 @@ class Fields {
   std::vector<std::string> asked_;
 };
 
+SpeedCurve curve_of(const json& points, const std::string& path) {
+  try {
+    return SpeedCurve(points.get<std::vector<std::pair<double, double>>>());
+  } catch (const std::exception& error) {
+    throw std::invalid_argument("'" + path + "': " + error.what());
+  }
+}
+
 std::array<SpeedCurve, kWorkClasses> curves_of(const json& object, const std::string& path) {
   std::array<SpeedCurve, kWorkClasses> curves;
   Fields fields(object, path);
   for (size_t i = 0; i < kWorkClasses; ++i) {
     const char* const name = name_of(static_cast<WorkClass>(i));
-    if (!object.contains(name)) continue;
-    try {
-      curves[i] = SpeedCurve(fields.at(name).get<std::vector<std::pair<double, double>>>());
-    } catch (const std::exception& error) {
-      throw std::invalid_argument("'" + path + name + "': " + error.what());
-    }
+    if (object.contains(name)) curves[i] = curve_of(fields.at(name), path + name);
   }
   fields.expect_no_others();
   return curves;
@@ -91,6 +100,10 @@ MachineSpeed speed_of(const json& object) {
   MachineSpeed speed;
   speed.work = curves_of(fields.at("work"), "work.");
   speed.work_16bit = curves_of(fields.at("work_16bit"), "work_16bit.");
+  const json& operators = fields.at("operators");
+  if (!operators.is_object()) throw std::invalid_argument("'operators' is no object");
+  for (const auto& [name, points] : operators.items())
+    speed.operators.emplace(name, curve_of(points, "operators." + name));
   speed.operator_s = fields.number("operator_s");
   speed.within_host = link_of(fields.at("within_host"), "within_host.");
   speed.between_hosts = link_of(fields.at("between_hosts"), "between_hosts.");
@@ -120,6 +133,7 @@ void write_speed(const MachineSpeed& speed, const std::filesystem::path& file) {
                     {"version", kVersion},
                     {"work", json_of(speed.work)},
                     {"work_16bit", json_of(speed.work_16bit)},
+                    {"operators", json_of(speed.operators)},
                     {"operator_s", speed.operator_s},
                     {"within_host", json_of(speed.within_host)},
                     {"between_hosts", json_of(speed.between_hosts)},
