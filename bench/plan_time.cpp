@@ -95,9 +95,8 @@ Measured measure(const Case& each, const Options& options) {
 
 StepTime predict(const Case& each, const Options& options, const MachineSpeed& speed) {
   at::set_num_threads(1);
-  const RunRecord record =
-      dry_run([&](const std::shared_ptr<Communicator>& comm) { return make_model(each, comm); },
-              [&](auto& model) { train(each, model); }, {.world_size = options.ranks});
+  const RunRecord record = dry_run([&](const std::shared_ptr<Communicator>& comm) { return make_model(each, comm); },
+                                   [&](auto& model) { train(each, model); }, {.world_size = options.ranks});
   return predict_step(record, speed);
 }
 

@@ -136,9 +136,9 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   Samples samples;
   std::vector<double> between;
   for (const Program& program : programs) {
-    const RunRecord record = record_run(
-        [&](const std::shared_ptr<Communicator>& group) { return make_training(program, group); },
-        [&](auto& training) { train_once(program, training); }, comm, kSteps);
+    const RunRecord record =
+        record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(program, group); },
+                   [&](auto& training) { train_once(program, training); }, comm, kSteps);
     const auto [count, kernels_s] = add_kernels(record, samples);
     if (program.is_small) between.push_back((busy_s[between.size()] - kernels_s) / count);
   }

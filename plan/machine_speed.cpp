@@ -110,8 +110,7 @@ double MachineSpeed::seconds_of(const RecordedOperator& op) const {
     const auto index = static_cast<size_t>(which);
     return is_16bit(op.dtype) && work_16bit[index].is_known() ? work_16bit[index] : work[index];
   };
-  const double memory_s =
-      op.bytes == 0 ? 0 : curve_of(WorkClass::kMemory).seconds_of(static_cast<double>(op.bytes));
+  const double memory_s = op.bytes == 0 ? 0 : curve_of(WorkClass::kMemory).seconds_of(static_cast<double>(op.bytes));
   if (work_class == WorkClass::kMemory) return operator_s + memory_s;
   const SpeedCurve& own = curve_of(work_class);
   const SpeedCurve& curve = own.is_known() ? own : curve_of(WorkClass::kMatmul);
@@ -135,16 +134,16 @@ CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed&
   if (layout.hosts > 1 && !(speed.between_hosts.bytes_per_s > 0))
     throw std::invalid_argument("the machine's speed lacks bytes a second between hosts");
   CollectiveTime time{0, layout.ranks_each > 1, layout.hosts > 1};
-  if (time.within_host) time.seconds += level_seconds(collective.operation, layout.ranks_each, bytes, speed.within_host);
+  if (time.within_host)
+    time.seconds += level_seconds(collective.operation, layout.ranks_each, bytes, speed.within_host);
   if (time.between_hosts)
-    time.seconds +=
-        level_seconds(collective.operation, layout.hosts, bytes / layout.ranks_each, speed.between_hosts);
+    time.seconds += level_seconds(collective.operation, layout.hosts, bytes / layout.ranks_each, speed.between_hosts);
   return time;
 }
 
 double bytes_per_s_of_text(const std::string& text) {
   static const std::map<std::string_view, double> units = {
-      {"", 1},         {"B", 1},           {"KB", 1e3},         {"MB", 1e6},         {"GB", 1e9},         {"TB", 1e12},
+      {"", 1},         {"B", 1},          {"KB", 1e3},       {"MB", 1e6},       {"GB", 1e9},       {"TB", 1e12},
       {"bit", 1. / 8}, {"Kbit", 1e3 / 8}, {"Mbit", 1e6 / 8}, {"Gbit", 1e9 / 8}, {"Tbit", 1e12 / 8}};
   const double rate = number_of(text, units, "bytes or bits a second with a unit, as 50GB or 400Gbit");
   if (rate == 0) throw std::invalid_argument("'" + text + "' a second, expected more than 0");
@@ -152,8 +151,7 @@ double bytes_per_s_of_text(const std::string& text) {
 }
 
 double seconds_of_text(const std::string& text) {
-  static const std::map<std::string_view, double> units = {
-      {"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
+  static const std::map<std::string_view, double> units = {{"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
   return number_of(text, units, "a time with a unit, as 10us");
 }
 

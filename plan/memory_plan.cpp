@@ -66,7 +66,10 @@ PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice&
   const RunRecord record = record_of(model, choice, world_size);
   PlannedTraining planned{choice, record.peak, record.collective_bytes(2), record.flop,
                           model.batch * model.sequence * world_size};
-  if (speed != nullptr) planned.time = predict_step(record, *speed);
+  if (speed != nullptr) {
+    planned.time = predict_step(record, *speed);
+    planned.time->intervals = {};  // a plan compares totals
+  }
   return planned;
 }
 
@@ -74,7 +77,8 @@ int recommended(const std::vector<PlannedTraining>& plans, int64_t memory_bytes)
   int best = -1;
   const auto cost = [&](int index) {
     const PlannedTraining& plan = plans[static_cast<size_t>(index)];
-    return std::tuple(plan.choice.checkpointed, plan.collective_bytes, plan.peak.tensors());
+    return std::tuple(plan.time ? plan.time->total_s : 0, plan.choice.checkpointed, plan.collective_bytes,
+                      plan.peak.tensors());
   };
   for (int i = 0; i < static_cast<int>(plans.size()); ++i) {
     const auto peak = static_cast<double>(plans[static_cast<size_t>(i)].peak.tensors());
@@ -104,7 +108,7 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size,
        << gib(memory_bytes) << "\n\nstage reshard dtype recompute";
   for (const MemoryKind kind : kColumns) text << std::setw(12) << name_of(kind);
   const bool has_times = !plans.empty() && plans[0].time.has_value();
-  text << "       peak  exchanged" << (has_times ? "     step s  exposed s   tokens/s" : "") << "  fits\n";
+  text << "       peak  exchanged" << (has_times ? "    step ms exposed ms   tokens/s" : "") << "  fits\n";
   const int best = recommended(plans, memory_bytes);
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
@@ -119,7 +123,7 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size,
     const bool has_room = static_cast<double>(peak) <= kUsable * static_cast<double>(memory_bytes);
     text << std::setw(11) << gib(peak) << std::setw(11) << gib(plan.collective_bytes);
     if (plan.time)
-      text << std::setprecision(4) << std::setw(11) << plan.time->total_s << std::setw(11) << plan.time->exposed_s
+      text << std::setw(11) << plan.time->total_s * 1e3 << std::setw(11) << plan.time->exposed_s * 1e3
            << std::setprecision(0) << std::setw(11) << static_cast<double>(plan.tokens) / plan.time->total_s
            << std::setprecision(1);
     text << "  "

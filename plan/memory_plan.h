@@ -30,7 +30,7 @@ struct PlannedTraining {
   int64_t collective_bytes = 0;  // of a step, by full tensors
   int64_t flop = 0;              // of a step, with what is computed again
   int64_t tokens = 0;            // of a step, of all ranks
-  std::optional<StepTime> time;  // of a step, where the machine's speed is known
+  std::optional<StepTime> time;  // of a step, without intervals, where the machine's speed is known
 };
 // A dry run of two steps as rank 0, which throws as dry_run() does.
 RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, int world_size);
@@ -38,16 +38,17 @@ RunRecord record_of(const DecoderOptions& model, const TrainingChoice& choice, i
 PlannedTraining plan_training(const DecoderOptions& model, const TrainingChoice& choice, int world_size,
                               const MachineSpeed* speed = nullptr);
 
-// Of those of which the peak is at most kUsable of `memory_bytes`, the one that computes least again, then exchanges
-// least, then takes least; -1 if none. The rest of a GPU's memory is for its allocator, the kernels' scratch and the
-// driver, which a dry run does not see.
+// Of those of which the peak is at most kUsable of `memory_bytes`, the fastest where times are known; then, or else,
+// the one that computes least again, then exchanges least, then takes least; -1 if none. The rest of a GPU's memory is
+// for its allocator, the kernels' scratch and the driver, which a dry run does not see.
 inline constexpr double kUsable = 0.9;
 // An index of `plans`.
 int recommended(const std::vector<PlannedTraining>& plans, int64_t memory_bytes);
 
 // For a program: "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}".
 std::string options_text(const TrainingChoice& choice);
-// A table of what each takes, the seconds of a step and tokens a second where they are known, which fit, the recommended one and its options.
+// A table of what each takes, the milliseconds of a step and tokens a second where they are known, which fit, the
+// recommended one and its options.
 std::string plan_text(const std::vector<PlannedTraining>& plans, int world_size, int64_t memory_bytes);
 
 // "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument.

@@ -37,9 +37,8 @@ class Simulation {
     result_.exposed_s = result_.total_s - result_.compute_s;
     for (TimedInterval& interval : result_.intervals) interval.begin_s -= began_, interval.end_s -= began_;
     std::erase_if(result_.intervals, [](const TimedInterval& interval) { return interval.end_s <= 0; });
-    std::ranges::stable_sort(result_.intervals, {}, [](const TimedInterval& each) {
-      return std::pair(each.lane, each.begin_s);
-    });
+    std::ranges::stable_sort(result_.intervals, {},
+                             [](const TimedInterval& each) { return std::pair(each.lane, each.begin_s); });
     return std::move(result_);
   }
 
@@ -74,8 +73,7 @@ class Simulation {
     const CollectiveTime time = time_of(collective, speed_);
     double& within = free_at_[static_cast<size_t>(Lane::kWithinHost)];
     double& between = free_at_[static_cast<size_t>(Lane::kBetweenHosts)];
-    const double begin =
-        std::max({now_, time.within_host ? within : 0.0, time.between_hosts ? between : 0.0});
+    const double begin = std::max({now_, time.within_host ? within : 0.0, time.between_hosts ? between : 0.0});
     const double end = ends_[index] = begin + time.seconds;
     const std::string name = collective.operation + (collective.what.empty() ? "" : " of " + collective.what);
     if (time.within_host) within = end, add(name, Lane::kWithinHost, begin, end);
@@ -96,7 +94,9 @@ class Simulation {
     advance(speed_.seconds_of(op));
     if (op.step != step_) return;
     result_.compute_s += now_ - begin;
-    add(op.name, Lane::kCompute, begin, now_);
+    const size_t unit = static_cast<size_t>(op.unit);
+    result_.intervals.push_back(
+        {op.name, Lane::kCompute, begin, now_, unit < record_.units.size() ? record_.units[unit] : "", op.in_backward});
   }
 
   // Work of so many seconds, of which less is done while something is communicated.
@@ -127,8 +127,8 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<Wait> waits_;  // in their order
-  std::vector<double> ends_;  // by collective; 0: over before the first step
+  std::vector<Wait> waits_;      // in their order
+  std::vector<double> ends_;     // by collective; 0: over before the first step
   size_t start_ = 0, wait_ = 0;  // the next of each
   double now_ = 0;               // of compute
   double began_ = 0;
@@ -150,8 +150,8 @@ StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int st
   for (const RecordedOperator& op : record.operators) last = std::max(last, op.step);
   for (const RecordedCollective& collective : record.collectives) last = std::max(last, collective.step);
   if (step < 0 || step > last || last == 0)
-    throw std::invalid_argument("the time of step " + std::to_string(step) + " of a record of " +
-                                std::to_string(last) + " steps, expected one of them, or 0 for the last");
+    throw std::invalid_argument("the time of step " + std::to_string(step) + " of a record of " + std::to_string(last) +
+                                " steps, expected one of them, or 0 for the last");
   speed.check();
   return Simulation(record, speed, step == 0 ? last : step).run();
 }

@@ -20,14 +20,16 @@ struct TimedInterval {
   Lane lane = Lane::kCompute;
   double begin_s = 0;
   double end_s = 0;
+  std::string unit;  // of an operator: RecordedOperator::unit by name; "" outside of units
+  bool in_backward = false;
 };
 
 // A step as one rank goes through it.
 struct StepTime {
-  double total_s = 0;          // from the end of the step before to its own
-  double compute_s = 0;        // in operators, slowed down by what is communicated meanwhile
-  double exposed_s = 0;        // in which compute waits for collectives: total_s - compute_s
-  double communication_s = 0;  // of the step's collectives, one after the other
+  double total_s = 0;                    // from the end of the step before to its own
+  double compute_s = 0;                  // in operators, slowed down by what is communicated meanwhile
+  double exposed_s = 0;                  // in which compute waits for collectives: total_s - compute_s
+  double communication_s = 0;            // of the step's collectives, one after the other
   std::vector<TimedInterval> intervals;  // by beginning within each lane; a two-level collective is in two lanes
 };
 

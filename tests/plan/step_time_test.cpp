@@ -1,10 +1,12 @@
 // Seconds of steps that were written by hand, so that they are known; and of real ones, as far as they are.
 #include <fstream>
 #include <iterator>
+#include <nlohmann/json.hpp>
 #include <set>
 
 #include "tessera/plan/machine_speed.h"
 #include "tessera/plan/step_time.h"
+#include "tessera/plan/time_lanes.h"
 #include "tests/plan/models.h"
 #include "tests/support/temporary_folder.h"
 
@@ -49,7 +51,8 @@ TEST(StepTime, OperatorsFollowEachOther) {
   Script script;
   script.compute(2);
   script.record.operators.push_back({.name = "aten::add", .step = 1, .bytes = 3 * kGB});
-  script.record.operators.push_back({.name = "aten::mm", .step = 1, .flop = 1'000'000, .bytes = 4 * kGB});  // reads most
+  script.record.operators.push_back(
+      {.name = "aten::mm", .step = 1, .flop = 1'000'000, .bytes = 4 * kGB});  // reads most
   MachineSpeed speed = plain();
   speed.operator_s = 0.5;
   const StepTime time = predict_step(script.record, speed);
@@ -60,6 +63,44 @@ TEST(StepTime, OperatorsFollowEachOther) {
   EXPECT_EQ(time.intervals[1].name, "aten::add");
   EXPECT_NEAR(time.intervals[1].begin_s, 2.5, kExact);
   EXPECT_NEAR(time.intervals[1].end_s, 6, kExact);
+}
+
+// By its own curve where there is one, in fp32; work that needs no time of a kernel takes what every operator does.
+TEST(StepTime, NamedOperatorsHaveTheirOwnSpeed) {
+  MachineSpeed speed = plain();
+  speed.operator_s = 0.5;
+  speed.operators.emplace("aten::gelu", SpeedCurve::of_speed(0.25e9));
+  speed.operators.emplace("aten::mm", SpeedCurve::of_speed(2e12));
+  RecordedOperator gelu{.name = "aten::gelu", .step = 1, .bytes = kGB};
+  EXPECT_NEAR(speed.seconds_of(gelu), 4.5, kExact);
+  gelu.dtype = c10::ScalarType::BFloat16;
+  EXPECT_NEAR(speed.seconds_of(gelu), 1.5, kExact);
+  EXPECT_NEAR(speed.seconds_of({.name = "aten::mm", .flop = 4'000'000'000'000, .bytes = kGB}), 2.5, kExact);
+  EXPECT_NEAR(speed.seconds_of({.name = "aten::gelu"}), 0.5, kExact);
+}
+
+// A page draws operators of a unit as one, and collectives as they are.
+TEST(StepTime, IsDrawnByUnit) {
+  Script script;
+  script.record.units = {"", "blocks.0"};
+  script.compute(1);
+  for (const bool in_backward : {false, false, true}) {
+    script.compute(1);
+    script.record.operators.back().unit = 1;
+    script.record.operators.back().in_backward = in_backward;
+  }
+  script.wait(script.start("all-reduce", 4 * kGB));
+  const auto lanes = lanes_of(predict_step(script.record, plain()));
+  ASSERT_EQ(lanes.size(), 2U);
+  const auto& compute = lanes[0]["intervals"];
+  ASSERT_EQ(compute.size(), 3U);
+  EXPECT_EQ(compute[0]["name"], "outside of units");
+  EXPECT_EQ(compute[1]["name"], "blocks.0");
+  EXPECT_EQ(compute[1]["operators"], 2);
+  EXPECT_NEAR(compute[1]["end_ms"].get<double>(), 3000, 1e-6);
+  EXPECT_TRUE(compute[2]["backward"].get<bool>());
+  EXPECT_EQ(lanes[1]["intervals"][0]["name"], "all-reduce of x");
+  EXPECT_NEAR(lanes[1]["intervals"][0]["end_ms"].get<double>(), 8000, 1e-6);
 }
 
 TEST(StepTime, WhatOverlapsIsWhatLiesBetweenStartAndWait) {
@@ -177,6 +218,7 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   const auto file = folder.path() / "speed.json";
   MachineSpeed speed = plain();
   speed.work_16bit[0] = SpeedCurve({{1e6, 1e-5}, {1e9, 0.125}});
+  speed.operators.emplace("aten::gelu", SpeedCurve({{3e3, 1e-6}, {5e5, 1e-3}}));
   speed.operator_s = 3e-6;
   speed.between_hosts = {1e-5, 5e10, 4e10};
   speed.ranks_per_host = 8;
@@ -187,6 +229,8 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
     EXPECT_EQ(read.work[i].points(), speed.work[i].points());
     EXPECT_EQ(read.work_16bit[i].points(), speed.work_16bit[i].points());
   }
+  ASSERT_EQ(read.operators.size(), 1U);
+  EXPECT_EQ(read.operators.at("aten::gelu").points(), speed.operators.at("aten::gelu").points());
   EXPECT_EQ(read.operator_s, speed.operator_s);
   EXPECT_EQ(read.within_host, speed.within_host);
   EXPECT_EQ(read.between_hosts, speed.between_hosts);
@@ -223,11 +267,10 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
 RunRecord dry_gpt(int prefetch, int world, HybridSharding hybrid = {}) {
   return dry_run(
       [&](std::shared_ptr<Communicator> comm) {
-        return zero(plan_tests::Gpt(), torch::optim::AdamWOptions(1e-3), std::move(comm),
-                    {.stage = 3,
-                     .fsdp = {.auto_wrap = wrap_modules<plan_tests::BlockImpl>(),
-                              .prefetch = prefetch,
-                              .hybrid = hybrid}});
+        return zero(
+            plan_tests::Gpt(), torch::optim::AdamWOptions(1e-3), std::move(comm),
+            {.stage = 3,
+             .fsdp = {.auto_wrap = wrap_modules<plan_tests::BlockImpl>(), .prefetch = prefetch, .hybrid = hybrid}});
       },
       [](auto& model) {
         model.optimizer().zero_grad();

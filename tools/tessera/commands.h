@@ -10,7 +10,8 @@
 // The subcommands, all but plan, calibrate and `trace merge` of checkpoints. Each prints to standard output and returns
 // the exit code: 0, or 1 where it found damage or differences. Errors are thrown.
 
-// plan: how fast the machine is, as a file, by numbers, or a file of which some numbers are replaced; all empty: unknown.
+// plan: how fast the machine is, as a file, by numbers, or a file of which some numbers are replaced; all empty:
+// unknown.
 struct SpeedArguments {
   std::string file, flops, flops_fp32, bandwidth, operator_time;
   std::string link, latency;            // between hosts; with ranks_per_host 0, between all ranks

@@ -1,5 +1,5 @@
-// The `tessera` command: looks at checkpoints, makes others of them, plans the memory and time of a training, and merges
-// traces.
+// The `tessera` command: looks at checkpoints, makes others of them, plans the memory and time of a training, and
+// merges traces.
 
 #include <algorithm>
 #include <boost/program_options.hpp>

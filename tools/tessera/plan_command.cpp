@@ -76,12 +76,15 @@ int plan(const Arguments& arguments) {
     plans.push_back(plan_training(model, choice, arguments.gpus, speed ? &*speed : nullptr));
   if (!arguments.html.empty()) {
     const TrainingChoice& choice = shown(plans, memory_bytes).choice;
+    const RunRecord record = record_of(model, choice, arguments.gpus);
+    std::optional<StepTime> time;
+    if (speed) time = predict_step(record, *speed);
     write_page(arguments.html,
-               timeline_page(record_of(model, choice, arguments.gpus),
-                             {.title = arguments.model + " on " + std::to_string(arguments.gpus) + " ranks",
-                              .options = options_text(choice),
-                              .notes = plan_text(plans, arguments.gpus, memory_bytes),
-                              .memory_bytes = memory_bytes}));
+               timeline_page(record, {.title = arguments.model + " on " + std::to_string(arguments.gpus) + " ranks",
+                                      .options = options_text(choice),
+                                      .notes = plan_text(plans, arguments.gpus, memory_bytes),
+                                      .memory_bytes = memory_bytes,
+                                      .time = time ? &*time : nullptr}));
   }
   if (!arguments.json) {
     std::printf("%s", plan_text(plans, arguments.gpus, memory_bytes).c_str());
