@@ -22,26 +22,27 @@ namespace {
 
 using StepClock = std::chrono::steady_clock;
 
-constexpr int kSteps = 6;
+constexpr int kSteps = 8;
 
 struct Program {
   const char* model;
   int stage;
-  bool is_small;  // so small that most of a step is not kernels
 };
 
 constexpr Program kPrograms[] = {
-    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 3, true},
-    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 0, true},
-    {"gpt:layers=2,width=64,heads=2,vocab=300,sequence=32,batch=2", 2, true},
-    {"gpt:layers=2,width=192,heads=3,vocab=1000,sequence=64,batch=2", 3, false},
-    {"llama:layers=2,width=192,heads=3,vocab=600,sequence=48,batch=1", 3, false},
-    {"gpt:layers=2,width=320,heads=5,vocab=1500,sequence=96,batch=3", 0, false},
-    {"llama:layers=2,width=448,heads=7,vocab=1500,sequence=96,batch=2", 3, false},
-    {"gpt:layers=2,width=512,heads=8,vocab=3000,sequence=160,batch=4", 3, false},
-    {"gpt:layers=8,width=256,heads=4,vocab=300,sequence=32,batch=1", 0, false},
+    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 3},
+    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 0},
+    {"gpt:layers=2,width=64,heads=2,vocab=300,sequence=32,batch=2", 2},
+    {"gpt:layers=2,width=96,heads=3,vocab=400,sequence=48,batch=2", 0},
+    {"gpt:layers=2,width=160,heads=5,vocab=800,sequence=48,batch=3", 2},
+    {"gpt:layers=2,width=192,heads=3,vocab=1000,sequence=64,batch=2", 3},
+    {"llama:layers=2,width=192,heads=3,vocab=600,sequence=48,batch=1", 3},
+    {"gpt:layers=2,width=320,heads=5,vocab=1500,sequence=96,batch=3", 0},
+    {"llama:layers=2,width=448,heads=7,vocab=1500,sequence=96,batch=2", 3},
+    {"gpt:layers=2,width=512,heads=8,vocab=3000,sequence=160,batch=4", 3},
+    {"gpt:layers=8,width=256,heads=4,vocab=300,sequence=32,batch=1", 0},
 };
-constexpr size_t kQuickPrograms = 5;
+constexpr size_t kQuickPrograms = 7;
 
 auto make_training(const Program& program, const std::shared_ptr<Communicator>& comm) {
   ZeroOptions options{.stage = program.stage};
@@ -74,7 +75,7 @@ double busy_seconds(const Program& program, const std::shared_ptr<Communicator>&
   auto training = make_training(program, comm);
   for (int i = 0; i < 2; ++i) train_once(program, training);
   std::vector<double> seconds;
-  for (int i = 0; i < 5 * kSteps; ++i) {
+  for (int i = 0; i < 4 * kSteps; ++i) {
     const double waited_s = comm->traffic().wait_s;
     const auto begin = StepClock::now();
     train_once(program, training);
@@ -108,20 +109,55 @@ std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples)
   return {static_cast<double>(steps[2].size()), total_s};
 }
 
-// One point for each quarter of an octave: the median of what was seen there. More work takes no less.
-SpeedCurve curve_through(std::vector<std::pair<double, double>> samples) {
+// Steps of a program: what an unrecorded one takes, and what a recorded one knows of it.
+struct Explained {
+  double busy_s, kernels_s, operators;
+};
+
+// The factor for kernels, which are a little slower while they are recorded, and the seconds of an operator beside its
+// kernel that explain all programs best, by relative errors: busy = factor * kernels + between * operators.
+std::pair<double, double> explain(const std::vector<Explained>& programs) {
+  double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
+  for (const auto& [busy_s, kernels_s, operators] : programs) {
+    const double x = kernels_s / busy_s, y = operators / busy_s;
+    kk += x * x, ko += x * y, oo += y * y, k += x, o += y;
+  }
+  const double determinant = kk * oo - ko * ko;
+  const double between_s = determinant > 0 ? (kk * o - ko * k) / determinant : 0;
+  if (between_s <= 0) return {k / kk, 0};
+  return {(k - ko * between_s) / kk, between_s};
+}
+
+// Some amounts of work: where they lie, and what they took.
+struct Pool {
+  double amount, seconds, count;
+};
+
+// One point for each quarter of an octave: the median of what was seen there. Where more work took less (other shapes,
+// other strides, noise), both take their mean: a slow point is not to make all larger ones slow. Less work than was
+// seen takes as much as the least that was.
+SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, double factor) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;
   for (const auto& sample : samples)
     bins[static_cast<int>(std::floor(kPerOctave * std::log2(sample.first)))].push_back(sample);
-  std::vector<std::pair<double, double>> points;
-  double before_s = 1e-9;
+  std::vector<Pool> pools;
   for (const auto& [bin, inside] : bins) {
     std::vector<double> amounts, seconds;
     for (const auto& [amount, each_s] : inside) amounts.push_back(amount), seconds.push_back(each_s);
-    before_s = std::max(before_s, median_of(std::move(seconds)));
-    points.emplace_back(median_of(std::move(amounts)), before_s);
+    Pool pool{median_of(std::move(amounts)), std::max(1e-9, factor * median_of(std::move(seconds))), 1};
+    while (!pools.empty() && pools.back().seconds > pool.seconds) {
+      const Pool& slower = pools.back();
+      const double count = slower.count + pool.count;
+      pool = {std::exp((slower.count * std::log(slower.amount) + pool.count * std::log(pool.amount)) / count),
+              std::exp((slower.count * std::log(slower.seconds) + pool.count * std::log(pool.seconds)) / count), count};
+      pools.pop_back();
+    }
+    pools.push_back(pool);
   }
+  std::vector<std::pair<double, double>> points;
+  if (pools.front().amount > 1) points.emplace_back(1, pools.front().seconds);
+  for (const Pool& pool : pools) points.emplace_back(pool.amount, pool.seconds);
   return SpeedCurve(std::move(points));
 }
 
@@ -129,21 +165,20 @@ SpeedCurve curve_through(std::vector<std::pair<double, double>> samples) {
 
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick) {
   const auto programs = at::ArrayRef<Program>(kPrograms).slice(0, quick ? kQuickPrograms : std::size(kPrograms));
-  std::vector<double> busy_s;
-  for (const Program& program : programs)
-    if (program.is_small) busy_s.push_back(busy_seconds(program, comm));
-  OperatorSpeeds speeds;
   Samples samples;
-  std::vector<double> between;
+  std::vector<Explained> explained;
   for (const Program& program : programs) {
+    const double busy_s = busy_seconds(program, comm);
     const RunRecord record =
         record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(program, group); },
                    [&](auto& training) { train_once(program, training); }, comm, kSteps);
     const auto [count, kernels_s] = add_kernels(record, samples);
-    if (program.is_small) between.push_back((busy_s[between.size()] - kernels_s) / count);
+    explained.push_back({busy_s, kernels_s, count});
   }
-  speeds.between_s = std::max(0.0, median_of(std::move(between)));
-  for (auto& [name, seen] : samples) speeds.curves.emplace(name, curve_through(std::move(seen)));
+  OperatorSpeeds speeds;
+  const auto [factor, between_s] = explain(explained);
+  speeds.between_s = between_s;
+  for (const auto& [name, seen] : samples) speeds.curves.emplace(name, curve_through(seen, factor));
   return speeds;
 }
 

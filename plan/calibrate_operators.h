@@ -16,8 +16,9 @@ struct OperatorSpeeds {
 };
 
 // Trains small decoders of several widths and lengths on all ranks at once and takes each kernel's time where it stands
-// in a step, with the caches as they are there. `between_s` is what is left of an unrecorded step of the smallest ones
-// when kernels and waits are taken off it. Collective; each rank gets its own figures. `quick`: fewer decoders.
+// in a step, with the caches as they are there. What unrecorded steps take, less their waits, then says `between_s`,
+// and by how much recording has slowed kernels, which is taken off. Collective; each rank gets its own figures.
+// `quick`: fewer decoders.
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick);
 
 }  // namespace tessera
