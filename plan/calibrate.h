@@ -16,12 +16,14 @@ struct CalibrationOptions {
   std::function<void(const std::string& what)> progress;
 };
 
-// Measures this machine's CPUs with `ranks` ranks that are threads of this process and compute at the same time: matrix
-// products in fp32 and bfloat16, convolutions and attention in fp32, additions of tensors (memory), the cost of an
-// operator with its part of autograd, all-gathers, reduce-scatters and all-reduces, and how much slower compute is
-// while an all-reduce goes on. Each figure is the median of repetitions, of the slowest rank. Links between hosts are
-// not measured. Takes some 20 s, quick some 5 s. Throws std::invalid_argument for fewer than 1 rank or thread, and what
-// run_ranks() throws. Sets the process's number of intra-operator threads. Not in a dry run.
+// Measures this machine's CPUs with `ranks` ranks that are threads of this process and compute at the same time:
+// kernels where they stand in steps of small decoders, and the cost of an operator beside its kernel
+// (calibrate_operators.h); for what is not among them matrix products in fp32 and bfloat16, convolutions and attention
+// in fp32, additions of tensors (memory); all-gathers, reduce-scatters and all-reduces, and how much slower compute is
+// while an all-reduce goes on. Each figure is the median of repetitions. Links between hosts are not measured. Takes
+// some 40 s, quick some 2 s. Throws std::invalid_argument for fewer than 1 rank or thread, and what run_ranks() throws.
+// Sets the process's number of intra-operator threads, and puts the recorder's allocator before libtorch's. Not in a
+// dry run.
 MachineSpeed calibrate(const CalibrationOptions& options);
 
 }  // namespace tessera
