@@ -1,9 +1,9 @@
 #include "tessera/plan/calibrate.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/conv2d.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/linalg_lstsq.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
