@@ -10,6 +10,7 @@
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/save_parts.h"
 #include "tessera/checkpoint/save_underway.h"
+#include "tessera/checkpoint/saved_state.h"
 #include "tessera/comm/agreement.h"
 
 namespace tessera {

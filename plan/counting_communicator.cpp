@@ -31,20 +31,37 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
+// Over when it begins, but when it is waited for says what can go on at the same time.
+class WaitedOperation : public AsyncOperation {
+ public:
+  WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
+      : recorder_(std::move(recorder)), collective_(collective) {}
+  void finish() override { recorder_->add_wait(collective_); }
+
+ private:
+  const std::shared_ptr<Recorder> recorder_;
+  const size_t collective_;
+};
+
 }  // namespace
 
 std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size) {
   if (size < 1 || rank < 0 || rank >= size)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
                                 ", expected 0 to the world's size less 1");
-  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size));
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr));
 }
 
 void CountingCommunicator::abort_this(const std::string& reason) noexcept { aborted_ = reason; }
 
 std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&, const std::vector<int>& members,
                                                               int position) {
-  return position < 0 ? nullptr : make(position, static_cast<int>(members.size()));
+  if (position < 0) return nullptr;
+  std::vector<int> in_world = members;
+  if (members_)
+    for (int& member : in_world) member = (*members_)[static_cast<size_t>(member)];
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(
+      position, static_cast<int>(members.size()), std::make_shared<const std::vector<int>>(std::move(in_world))));
 }
 
 void CountingCommunicator::require_other_ranks(std::string_view what) const {
@@ -59,7 +76,13 @@ Pending CountingCommunicator::start(Collective collective) {
   const int64_t bytes =
       (kind == Collective::kAllToAll ? full.numel() : numel) * static_cast<int64_t>(any.element_size());
   Recorder* recorder = Recorder::current();
-  if (recorder != nullptr) recorder->add_collective({kNames[kind], what, size(), bytes});
+  Pending pending;
+  if (recorder != nullptr) {
+    RecordedCollective recorded{kNames[kind], what, size(), bytes};
+    recorded.members = members_;
+    const size_t place = recorder->add_collective(std::move(recorded));
+    pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
+  }
 
   const int64_t others = size() - 1;
   const auto own_bytes = shard.defined() ? static_cast<int64_t>(shard.nbytes()) : 0;
@@ -94,7 +117,7 @@ Pending CountingCommunicator::start(Collective collective) {
     if (recorder != nullptr)
       for (const at::Tensor& tensor : {full, shard})
         if (tensor.defined()) recorder->make_void(tensor);
-    return {};
+    return pending;
   }
   c10::InferenceMode quiet;
   const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
@@ -120,7 +143,7 @@ Pending CountingCommunicator::start(Collective collective) {
     case Collective::kBroadcast:
       break;
   }
-  return {};
+  return pending;
 }
 
 }  // namespace tessera

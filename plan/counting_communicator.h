@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
@@ -9,11 +10,11 @@
 namespace tessera {
 
 // One rank of a group of any size of which no other rank exists: operations are written down by the thread's current
-// Recorder and move nothing. They answer as if every other rank had the same values as this one, which is what
-// agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every place of its length
-// (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean nothing on this rank
-// mean nothing afterwards either. traffic() counts what a rank has to send at least: each element once to each rank
-// that needs it, or, reduced, once up and once down.
+// Recorder, as is when they are waited for, and move nothing. They answer as if every other rank had the same values as
+// this one, which is what agreements, reports and counts of ranks need: a gathered tensor has this rank's part in every
+// place of its length (zeros elsewhere), a sum is `size()` times the value. Floating-point results whose values mean
+// nothing on this rank mean nothing afterwards either. traffic() counts what a rank has to send at least: each element
+// once to each rank that needs it, or, reduced, once up and once down.
 //
 // What needs other ranks' true values throws std::invalid_argument by name: split() by a color, since only split_by()
 // knows everybody's. abort() is noted, and every later operation throws CommError with its reason.
@@ -30,8 +31,11 @@ class CountingCommunicator : public Communicator {
   void require_other_ranks(std::string_view what) const override;
 
  private:
-  CountingCommunicator(int rank, int size) : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)) {}
+  // `members` are numbers of ranks in the world; null: all of them.
+  CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members)
+      : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)), members_(std::move(members)) {}
 
+  const std::shared_ptr<const std::vector<int>> members_;
   std::string aborted_;
 };
 

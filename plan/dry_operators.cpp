@@ -7,6 +7,8 @@
 #include <ATen/ops/ones.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -258,6 +260,69 @@ void mark_made(const std::vector<at::Tensor>& made, Recorder& recorder) {
       recorder.make_void(tensor);
 }
 
+// What an operator reads and writes.
+struct Touched {
+  int64_t bytes = 0;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  int64_t selected_from = 0;  // bytes of the tensor of which it reads no more than it makes
+};
+
+// Elements that a stride of 0 repeats are read once.
+int64_t touched_bytes(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided) return 0;
+  auto bytes = static_cast<int64_t>(tensor.element_size());
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    bytes *= tensor.stride(i) == 0 ? std::min<int64_t>(tensor.size(i), 1) : tensor.size(i);
+  return bytes;
+}
+
+// Which only write to what they are given first.
+const std::unordered_set<std::string> kOverwriting = {"aten::copy_",   "aten::fill_",    "aten::zero_",
+                                                      "aten::normal_", "aten::uniform_", "aten::random_"};
+// Which read some rows or elements of what they are given first.
+const std::unordered_set<std::string> kSelecting = {"aten::embedding", "aten::index_select", "aten::index",
+                                                    "aten::gather", "aten::take"};
+// Which make memory and leave it as it is.
+const std::unordered_set<std::string> kUnwritten = {"aten::empty", "aten::empty_strided", "aten::empty_like",
+                                                    "aten::new_empty", "aten::new_empty_strided"};
+
+void note_dtype(Touched& touched, const at::Tensor& tensor) {
+  if (touched.dtype == c10::ScalarType::Undefined && at::isFloatingType(tensor.scalar_type()))
+    touched.dtype = tensor.scalar_type();
+}
+
+Touched touched_by_arguments(const c10::FunctionSchema& schema, const Traits& traits,
+                             at::ArrayRef<c10::IValue> arguments) {
+  Touched touched;
+  if (traits.how == How::kValue) return touched;
+  for_each_tensor(arguments, [&](const at::Tensor& tensor, size_t i) {
+    note_dtype(touched, tensor);
+    const int64_t bytes = touched_bytes(tensor);
+    if (i == 0 && kSelecting.contains(schema.name())) {
+      touched.selected_from = bytes;
+      return;
+    }
+    const c10::Argument& argument = schema.arguments()[i];
+    const bool is_read = !argument.is_out() && !(i == 0 && kOverwriting.contains(schema.name()));
+    // Fused optimizers may write to gradients, but do so under a scaler alone.
+    const bool is_written = traits.writes[i] && argument.name() != "grads";
+    touched.bytes += (is_read ? bytes : 0) + (is_written ? bytes : 0);
+  });
+  return touched;
+}
+
+// New tensors; those that are returned as they were given are arguments.
+void add_results(Touched& touched, const c10::FunctionSchema& schema, const Traits& traits,
+                 const std::vector<at::Tensor>& made) {
+  if (traits.is_mutable || kUnwritten.contains(schema.name())) return;
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : made) {
+    note_dtype(touched, tensor);
+    bytes += touched_bytes(tensor);
+  }
+  touched.bytes += bytes + std::min(bytes, touched.selected_from);
+}
+
 thread_local bool is_called = false;
 
 void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -282,6 +347,7 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   if (any_void && traits.how == How::kShape)
     refuse(traits, "makes tensors whose shapes depend on values, and its arguments have none");
   std::vector<c10::IValue> arguments;
+  Touched touched = touched_by_arguments(op.schema(), traits, torch::jit::last(*stack, count));
   if (traits.has_flop) {
     const auto last = torch::jit::last(*stack, count);
     arguments.assign(last.begin(), last.end());
@@ -289,13 +355,19 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   recorder->begin_operator(traits.name);
   struct End {
     Recorder* recorder;
+    const Touched& touched;
     int64_t flop = 0;
-    ~End() { recorder->end_operator(flop); }
-  } end{recorder};
+    double seconds = 0;
+    ~End() { recorder->end_operator(flop, touched.bytes, touched.dtype, seconds); }
+  } end{recorder, touched};
   if (any_void && traits.how == How::kValue) return stand_in(traits, *stack, count, *recorder);
+  const auto begin = std::chrono::steady_clock::now();
   any_void ? skip(op, traits, *stack, *recorder) : op.redispatchBoxed(below, stack);
+  if (recorder->has_data())
+    end.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   const std::vector<at::Tensor> made = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
   if (!any_void && !recorder->has_data()) mark_made(made, *recorder);
+  add_results(touched, op.schema(), traits, made);
   if (traits.has_flop) end.flop = flop_of(traits.name, arguments, made);
 }
 

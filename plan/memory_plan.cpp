@@ -29,8 +29,8 @@ auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
                          (choice.ranks_per_copy != usual.ranks_per_copy ? 1 : 0);
-  return std::tuple(choice.offload, choice.checkpointed, plan.between_bytes, plan.collective_bytes, departures,
-                    plan.peak.tensors());
+  return std::tuple(choice.offload, plan.time ? plan.time->total_s : 0, choice.checkpointed, plan.between_bytes,
+                    plan.collective_bytes, departures, plan.peak.tensors());
 }
 
 // With offload the optimizer's state and what else is in host memory do not count: the most of the rest, as it is after
@@ -102,6 +102,14 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   for (const MemoryKind kind : kColumns) row.push_back(text_of(plan.peak[kind]));
   for (const int64_t bytes : {plan.peak.tensors(), plan.host_bytes, plan.collective_bytes, plan.between_bytes})
     row.push_back(text_of(bytes));
+  const auto number = [](double value, int digits) {
+    std::ostringstream text;
+    text << std::fixed << std::setprecision(digits) << value;
+    return text.str();
+  };
+  row.push_back(plan.time ? number(plan.time->total_s * 1e3, 1) : "-");
+  row.push_back(plan.time ? number(plan.time->exposed_s * 1e3, 1) : "-");
+  row.push_back(plan.time ? number(static_cast<double>(plan.tokens) / plan.time->total_s, 0) : "-");
   row.push_back(std::move(fits));
   return row;
 }
@@ -122,6 +130,11 @@ PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& c
   plan.collective_bytes = record.collective_bytes(2);
   plan.between_bytes = between_hosts(record, choice, machines);
   plan.flop = record.flop;
+  plan.tokens = model.tokens_of_rank() * machines.ranks;
+  if (machines.speed != nullptr) {
+    plan.time = predict_step(record, *machines.speed);
+    plan.time->intervals = {};  // a plan compares totals
+  }
   return plan;
 }
 
@@ -155,7 +168,8 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
   const int best = recommended(plans, machines.memory_bytes);
   std::vector<Row> rows = {{"stage", "reshard", "dtype", "recompute", "units", "a copy", "prefetch", "offload"}};
   for (const MemoryKind kind : kColumns) rows[0].emplace_back(name_of(kind));
-  rows[0].insert(rows[0].end(), {"peak", "host", "exchanged", "between hosts", "fits"});
+  rows[0].insert(rows[0].end(),
+                 {"peak", "host", "exchanged", "between hosts", "step ms", "exposed ms", "tokens/s", "fits"});
   std::string notes;
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
@@ -174,7 +188,10 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
                                                     {"offload", "no"},
                                                     {"staging", text_of(0)},
                                                     {"host", text_of(0)},
-                                                    {"between hosts", text_of(0)}};
+                                                    {"between hosts", text_of(0)},
+                                                    {"step ms", "-"},
+                                                    {"exposed ms", "-"},
+                                                    {"tokens/s", "-"}};
   return std::string(is_large ? "GiB" : "MiB") + " at the peak of a step on each of " + std::to_string(machines.ranks) +
          " ranks, of " + text_of(machines.memory_bytes) + "\n\n" + table_of(std::move(rows), plain) + notes + "\n" +
          (best >= 0 ? plans[static_cast<size_t>(best)].options

@@ -59,6 +59,7 @@ class PlannedDecoder : public PlannedModel {
         });
   }
 
+  int64_t tokens_of_rank() const override { return options_.batch * options_.sequence; }
   std::string policy_text(UnitChoice units) const override {
     if (units == UnitChoice::kWhole) return "";
     return units == UnitChoice::kLayers ? "tessera::wrap_modules<BlockImpl>()"
@@ -103,7 +104,8 @@ std::pair<at::Tensor, std::string> loss_of_outputs(ExportedValue& outputs) {
   const auto scalar = std::find_if(tensors.begin(), tensors.end(), [](const auto& t) { return t.numel() == 1; });
   if (scalar != tensors.end()) return {scalar->sum(), "the first output that is a number"};
   if (tensors.empty())
-    throw std::invalid_argument("the archive has no floating-point output that depends on parameters: nothing to train");
+    throw std::invalid_argument(
+        "the archive has no floating-point output that depends on parameters: nothing to train");
   return {tensors.front().sum(), "the sum of the first output"};
 }
 
@@ -120,6 +122,9 @@ class PlannedArchive : public PlannedModel {
                                 name = loss_of_outputs(outputs).second;
                               }));
     for (const auto& [input, value] : inputs_.inputs()) {
+      if (value.is_tensor() && tokens_ == 0 && value.tensor().dim() > 0)
+        tokens_ = at::isIntegralType(value.tensor().scalar_type(), /*includeBool=*/false) ? value.tensor().numel()
+                                                                                          : value.tensor().size(0);
       description_ += (description_.empty() ? "Inputs: " : ", ") + input;
       if (value.is_tensor()) description_ += " " + c10::str(value.tensor().sizes());
     }
@@ -143,6 +148,7 @@ class PlannedArchive : public PlannedModel {
     });
   }
 
+  int64_t tokens_of_rank() const override { return tokens_; }
   std::string policy_text(UnitChoice units) const override {
     if (units == UnitChoice::kWhole || (units == UnitChoice::kLayers && layers_.empty())) return "";
     std::string names = "\"Linear\"";
@@ -168,6 +174,7 @@ class PlannedArchive : public PlannedModel {
   std::vector<std::string> layers_;
   NamedInputs inputs_;
   std::string description_;
+  int64_t tokens_ = 0;
 };
 
 }  // namespace

@@ -18,6 +18,8 @@ class PlannedModel {
 
   // A dry run of two steps of AdamW with clipping by norm, as rank 0; with offload, of HostAdamW. Throws as dry_run().
   virtual RunRecord run(const TrainingChoice& choice, int world_size) const = 0;
+  // Tokens, or items where it has no integers, of one rank's step.
+  virtual int64_t tokens_of_rank() const = 0;
   // How a program writes the policy of such units; "" for none.
   virtual std::string policy_text(UnitChoice units) const = 0;
   // What is trained on, for people; "" where the model's own description says it.

@@ -137,14 +137,18 @@ void Recorder::begin_operator(std::string name) {
   const bool now = in_backward();
   if (now && !was_in_backward_) backwards_.push_back(static_cast<int64_t>(events_.size()));
   was_in_backward_ = now;
-  record_.operators.push_back({std::move(name), unit_, step_, now, 0, {}});
+  record_.operators.push_back({std::move(name), unit_, step_, now});
   inside_operator_ = true;
 }
 
-void Recorder::end_operator(int64_t flop) {
+void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds) {
   std::lock_guard lock(mutex_);
   inside_operator_ = false;
-  record_.operators.back().flop = flop;
+  RecordedOperator& op = record_.operators.back();
+  op.flop = flop;
+  op.bytes = bytes;
+  op.dtype = dtype;
+  op.seconds = seconds;
 }
 
 void Recorder::read_value(const std::string& operation) {
@@ -153,11 +157,18 @@ void Recorder::read_value(const std::string& operation) {
   if (std::ranges::find(record_.stand_ins, text) == record_.stand_ins.end()) record_.stand_ins.push_back(text);
 }
 
-void Recorder::add_collective(RecordedCollective collective) {
+size_t Recorder::add_collective(RecordedCollective collective) {
   std::lock_guard lock(mutex_);
   collective.step = step_;
   collective.operators = record_.operators.size();
   record_.collectives.push_back(std::move(collective));
+  return record_.collectives.size() - 1;
+}
+
+void Recorder::add_wait(size_t collective) {
+  std::lock_guard lock(mutex_);
+  if (is_finished_) return;
+  record_.collectives[collective].wait = {step_, record_.operators.size(), record_.collectives.size()};
 }
 
 void Recorder::end_step() {

@@ -46,10 +46,11 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // By the operators' fallback.
   void set_unit(const std::string& name);
   void begin_operator(std::string name);
-  void end_operator(int64_t flop);
+  void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds);
   void read_value(const std::string& operation);
 
-  void add_collective(RecordedCollective collective);
+  size_t add_collective(RecordedCollective collective);  // its place in the record, for add_wait()
+  void add_wait(size_t collective);                      // nothing once the record is finished
   void end_step();
   RunRecord finish();  // once, while what shall be counted as left at the end is alive
 

@@ -1,7 +1,11 @@
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,7 +37,18 @@ struct RecordedOperator {
   int step = 0;              // 0: the constructor; 1: the first step
   bool in_backward = false;  // what is computed again for backward is in it
   int64_t flop = 0;          // multiplications and additions of a matrix product, a convolution or attention; else 0
-  BytesByKind live;          // when the next one is called
+  // Read and written: each tensor that it is given once, and each that it makes or writes to. Not scratch.
+  int64_t bytes = 0;
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point tensor that it is given or makes
+  double seconds = 0;                                  // of its kernel, by the clock; 0 in a dry run
+  BytesByKind live;                                    // when the next one is called
+};
+
+// When a rank waited for a collective: from then on it needs the result.
+struct RecordedWait {
+  int step = 0;
+  size_t operators = 0;    // how many operators were called before
+  size_t collectives = 0;  // how many collectives were started before
 };
 
 // "constructor" for 0, else "step 1".
@@ -46,7 +61,10 @@ struct RecordedCollective {
   int ranks = 0;          // of the group
   int64_t bytes = 0;      // of the full tensor
   int step = 0;
-  size_t operators = 0;  // how many operators were called before
+  size_t operators = 0;  // how many operators were called before it was started
+  // The group's ranks as numbered in the world, shared by all collectives of a group; null: all ranks of the world.
+  std::shared_ptr<const std::vector<int>> members;
+  std::optional<RecordedWait> wait;  // none: nobody waited
 };
 
 // What one rank of a run did, and which memory its tensors took: a timeline in operators. Of a run with data

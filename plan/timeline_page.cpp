@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/plan/time_lanes.h"
+
 namespace tessera {
 namespace {
 
@@ -31,6 +33,7 @@ constexpr std::string_view kPage = R"html(<!DOCTYPE html>
 }
 body { margin: 2rem auto; max-width: 76rem; padding: 0 1.25rem; background: var(--paper); color: var(--ink);
   font: 15px/1.45 system-ui, sans-serif; }
+h2 { font-size: 1.05rem; font-weight: 600; margin: 1.2rem 0 .25rem; }
 h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 .25rem; overflow-wrap: anywhere; }
 #options { overflow-wrap: anywhere; font-family: ui-monospace, monospace; font-size: 12.5px; }
 .faint, text { color: var(--faint); fill: var(--faint); }
@@ -54,6 +57,8 @@ pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x:
 <div class="facts" id="facts"></div>
 <div id="legend"></div>
 <svg id="picture" viewBox="0 0 1180 560" role="img" aria-label="bytes by kind over the operators of a run"></svg>
+<h2 id="time" hidden></h2>
+<svg id="gantt" viewBox="0 0 1180 10" role="img" aria-label="predicted time of a step: compute by unit, collectives"></svg>
 <pre id="notes"></pre>
 <div id="told"></div>
 <script type="application/json" id="data">TIMELINE_DATA</script>
@@ -72,11 +77,11 @@ function bytes(n) {
   return value.toFixed(power === 0 ? 0 : value < 10 ? 2 : 1) + " " + ["bytes", "KiB", "MiB", "GiB"][power];
 }
 const byId = id => document.getElementById(id);
-function svg(name, attributes, text) {
+function svg(name, attributes, text, parent = byId("picture")) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const key in attributes) made.setAttribute(key, attributes[key]);
   if (text !== undefined) made.textContent = text;
-  return byId("picture").appendChild(made);
+  return parent.appendChild(made);
 }
 function html(parent, name, text) {
   const made = document.createElement(name);
@@ -191,6 +196,33 @@ byId("picture").addEventListener("pointermove", event => {
 });
 function hide() { byId("told").style.display = "none"; cursor.setAttribute("visibility", "hidden"); }
 byId("picture").addEventListener("pointerleave", hide);
+// A step by its predicted time, a line for each lane; the browser tells what is under the pointer.
+if (data.time) {
+  const ms = n => n.toFixed(n === 0 ? 0 : n < 1 ? 4 : n < 100 ? 2 : 0) + " ms", gantt = byId("gantt");
+  const from = Math.min(0, ...data.time.lanes.flatMap(lane => lane.intervals.map(one => one.begin_ms)));
+  const until = Math.max(1e-6, data.time.total_ms, ...data.time.lanes.flatMap(lane => lane.intervals.map(one => one.end_ms)));
+  const across = at => box.left + (box.right - box.left) * (at - from) / (until - from);
+  byId("time").hidden = false;
+  byId("time").textContent = "A step by predicted time: " + ms(data.time.total_ms) + ", of which " +
+    ms(data.time.exposed_ms) + " wait for collectives";
+  const bottom = 12 + 46 * data.time.lanes.length;
+  gantt.setAttribute("viewBox", "0 0 1180 " + (bottom + 28));
+  for (let i = 0; i <= 5; ++i) {
+    const at = from + (until - from) * i / 5;
+    svg("line", { x1: across(at), x2: across(at), y1: 4, y2: bottom, stroke: "var(--line)" }, undefined, gantt);
+    svg("text", { x: across(at), y: bottom + 18, "text-anchor": i === 5 ? "end" : "middle" }, ms(at), gantt);
+  }
+  data.time.lanes.forEach((lane, line) => {
+    svg("text", { x: box.left - 8, y: 12 + 46 * line + 23, "text-anchor": "end", style: "font-size: 11px" }, lane.lane, gantt);
+    for (const one of lane.intervals) {
+      const made = svg("rect", { x: across(one.begin_ms), y: 12 + 46 * line, height: 34, stroke: "var(--paper)",
+        "stroke-width": 0.5, width: Math.max(0.6, across(one.end_ms) - across(one.begin_ms)),
+        fill: !one.operators ? colors[4] : one.backward ? colors[5] : colors[2] }, undefined, gantt);
+      svg("title", {}, one.name + (one.operators ? ", " + one.operators + " operators" : "") +
+        (one.backward ? ", in backward" : "") + "\n" + ms(one.end_ms - one.begin_ms) + " from " + ms(one.begin_ms), made);
+    }
+  });
+}
 </script>
 </body>
 </html>
@@ -283,7 +315,13 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   for (const auto& [name, index] : names) all_names[index] = name;
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
+  json time;  // null: not known
+  if (text.time != nullptr)
+    time = {{"total_ms", text.time->total_s * 1e3},
+            {"exposed_ms", text.time->exposed_s * 1e3},
+            {"lanes", lanes_of(*text.time)}};
   const json data = {{"title", text.title},
+                     {"time", time},
                      {"options", text.options},
                      {"colors", kinds},
                      {"notes", text.notes},

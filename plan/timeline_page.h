@@ -4,20 +4,23 @@
 #include <string>
 
 #include "tessera/plan/run_record.h"
+#include "tessera/plan/step_time.h"
 
 namespace tessera {
 
 // What a page says beside the record.
 struct TimelinePageText {
-  std::string title;         // of the page and its first line
-  std::string options;       // how it is trained, beneath
-  std::string notes;         // beneath the picture, as it is, line by line: a table of choices, say
-  int64_t memory_bytes = 0;  // a line in the picture: what a rank has; 0: none
+  std::string title;               // of the page and its first line
+  std::string options;             // how it is trained, beneath
+  std::string notes;               // beneath the picture, as it is, line by line: a table of choices, say
+  int64_t memory_bytes = 0;        // a line in the picture: what a rank has; 0: none
+  const StepTime* time = nullptr;  // of a step, drawn beneath in lanes; null: not known
 };
 
 // A page (HTML, UTF-8, complete, without anything from a network) that draws a run: bytes by kind over the operators,
-// from the constructor to the last step, with the peak, what is in it and where it is; the collectives beneath; and for
-// the operator under the pointer its name, unit and bytes. Of many operators those with the most bytes are kept, 2,000
+// from the constructor to the last step, with the peak, what is in it and where it is; the collectives beneath; for the
+// operator under the pointer its name, unit and bytes; and, where its time is known, a step's compute by unit and its
+// collectives over milliseconds. Of many operators those with the most bytes are kept, 2,000
 // at most, the peak among them. Any text may stand in names.
 std::string timeline_page(const RunRecord& record, const TimelinePageText& text);
 

@@ -17,13 +17,13 @@ enum class UnitChoice : uint8_t {
 // One way to train a model: what zero() and the model take.
 struct TrainingChoice {
   int stage = 0;
-  bool reshard_after_forward = true;         // stage 3
-  bool bf16 = false;                         // stage 3: gathered and computed with in bfloat16, reduced in fp32
-  bool checkpointed = false;                 // each layer is computed again in backward
-  UnitChoice units = UnitChoice::kLayers;    // stage 3
-  int ranks_per_copy = 0;                    // stage 3: HybridSharding; 0: one copy over all ranks
-  int prefetch = 1;                          // stage 3
-  bool offload = false;                      // stages 1 to 3: gradients, state and, in 3, shards in host memory
+  bool reshard_after_forward = true;       // stage 3
+  bool bf16 = false;                       // stage 3: gathered and computed with in bfloat16, reduced in fp32
+  bool checkpointed = false;               // each layer is computed again in backward
+  UnitChoice units = UnitChoice::kLayers;  // stage 3
+  int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
+  int prefetch = 1;                        // stage 3
+  bool offload = false;                    // stages 1 to 3: gradients, state and, in 3, shards in host memory
   bool operator==(const TrainingChoice&) const = default;
 };
 

@@ -15,7 +15,7 @@ fi
 
 plan() {
   "$build/tools/tessera/tessera" plan --model gpt:layers=6,width=256,heads=4,vocab=5000,sequence=128 --gpus 4 \
-    --memory 1GiB "$@"
+    --memory 1GiB --flops 1e12 --memory-bandwidth 20GB --link 10Gbit "$@"
 }
 plan --html "$work/page.html" >/dev/null
 peak=$(plan --json | python3 -c '
@@ -38,6 +38,9 @@ expect() { grep -qE "$1" "$work/dom" || { echo "check_plan_page: the page has no
 expect "<text id=\"peak\"[^>]*>$peak</text>" "peak of $peak"
 expect '<polygon points="[0-9., -]{1000,}"' "areas"
 expect "<div id=\"told\"[^>]*>aten::" "text for the pointer"
+expect '<h2 id="time">A step by predicted time: [0-9.]+ ms' "predicted time"
+expect '<rect [^>]*><title>all-gather of [^<]*' "collectives over time"
+expect "<title>unit 'blocks.0', [0-9]+ operators, in backward" "compute by unit over time"
 # The message comes over several lines.
 if ! tr '\n' ' ' <"$work/dom" | grep -qE "<div id=\"told\"[^>]*>[^<]*$peak in all"; then
   echo "check_plan_page: the pointer is not told $peak" >&2

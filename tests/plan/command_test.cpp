@@ -70,5 +70,55 @@ TEST(PlanCommand, DrawsAPage) {
   expect_contains(text, "none/page.html: No such file or directory");
 }
 
+// The fastest that fits is recommended, and the page draws its step.
+TEST(PlanCommand, SaysTheTimeOfAStep) {
+  const TemporaryFolder folder;
+  const std::string page = (folder / "page.html").string();
+  const std::vector<std::string> common = {
+      "--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "4", "--memory", "64MiB"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), common.begin(), common.end());
+    return plan(more);
+  };
+  const std::vector<std::string> fast = {"--flops", "1e12", "--memory-bandwidth", "10GB", "--link", "8Gbit", "--json",
+                                         "--html",  page};
+  const json all = json::parse(with(fast).second);
+  double fastest_s = 1e9, recommended_s = 0;
+  for (const json& choice : all) {
+    const auto step_s = choice["step_s"].get<double>();
+    EXPECT_NEAR(choice["tokens_per_s"].get<double>() * step_s, 4 * 32, 1e-6);  // a sequence a rank
+    EXPECT_NEAR(choice["compute_s"].get<double>() + choice["exposed_s"].get<double>(), step_s, 1e-9);
+    fastest_s = std::min(fastest_s, step_s);
+    if (choice["recommended"].get<bool>()) recommended_s = step_s;
+  }
+  EXPECT_EQ(recommended_s, fastest_s);
+  const json time = data_of_page(file_bytes(page))["time"];
+  EXPECT_NEAR(time["total_ms"].get<double>(), recommended_s * 1e3, 1e-6);
+  EXPECT_EQ(time["lanes"][0]["lane"], "compute");
+  EXPECT_EQ(time["lanes"].size(), 2U);
+  expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "10GB", "--link", "8Gbit"}).second, "tokens/s");
+  expect_contains(with({"--flops", "1e12"}).second, "--flops without --memory-bandwidth");
+  expect_contains(with({"--speed", (folder / "none.json").string()}).second, "none.json");
+  expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB"}).second, "lacks bytes a second");
+}
+
+// What one command writes the other takes: seconds of this machine, which nobody knows but which are no nonsense.
+TEST(PlanCommand, TakesWhatCalibrateWrites) {
+  const TemporaryFolder folder;
+  const std::string file = (folder / "speed.json").string();
+  tessera::testing::ChildProcess child(
+      {tessera::testing_support::built(TESSERA_COMMAND), "calibrate", "-o", file, "--quick"});
+  EXPECT_EQ(child.wait(), 0) << child.output();
+  expect_contains(child.output(), "written to " + file);
+  const json speed = json::parse(file_bytes(file));
+  for (const char* name : {"aten::mm", "aten::gelu", "aten::native_layer_norm_backward", "aten::_fused_adamw_"})
+    EXPECT_TRUE(speed["operators"].contains(name)) << name;
+  const json all = json::parse(plan({"--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "2",
+                                     "--memory", "1GB", "--json", "--speed", file})
+                                   .second);
+  EXPECT_GT(all[0]["step_s"].get<double>(), 1e-4);
+  EXPECT_LT(all[0]["step_s"].get<double>(), 10);
+}
+
 }  // namespace
 }  // namespace tessera::plan_command_test

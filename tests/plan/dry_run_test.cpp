@@ -84,6 +84,8 @@ void expect_same(const RunRecord& dry, const RunRecord& real, const std::string&
     ASSERT_EQ(a.name, b.name) << at;
     ASSERT_EQ(difference(a.live, b.live), "") << at;
     ASSERT_EQ(a.flop, b.flop) << at;
+    ASSERT_EQ(a.bytes, b.bytes) << at;
+    ASSERT_EQ(a.dtype, b.dtype) << at;
     ASSERT_EQ(dry.units[a.unit], real.units[b.unit]) << at;
   }
   EXPECT_EQ(dry.operators.size(), real.operators.size()) << where;

@@ -1,11 +1,24 @@
 #pragma once
 
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
-// The subcommands, all but plan and `trace merge` of checkpoints. Each prints to standard output and returns the exit
-// code: 0, or 1 where it found damage or differences. Errors are thrown.
+#include "tessera/plan/machine_speed.h"
+
+// The subcommands, all but plan, calibrate and `trace merge` of checkpoints. Each prints to standard output and returns
+// the exit code: 0, or 1 where it found damage or differences. Errors are thrown.
+
+// plan: how fast the machine is, as a file, by numbers, or a file of which some numbers are replaced; all empty:
+// unknown.
+struct SpeedArguments {
+  std::string file, flops, flops_fp32, bandwidth, operator_time;
+  std::string link, latency;            // between hosts; without --ranks-per-host, between all ranks
+  std::string host_link, host_latency;  // within a host
+
+  bool operator==(const SpeedArguments&) const = default;
+};
 
 struct Arguments {
   std::vector<std::filesystem::path> paths;
@@ -21,9 +34,13 @@ struct Arguments {
   std::string memory;          // plan: of each
   int64_t sequence = 0;        // plan: of a file's model; 0: its whole context, or as it was exported
   int64_t batch = 0;           // plan: of a file's model; 0: 1, or as it was exported
-  int ranks_per_host = 8;      // plan
+  int ranks_per_host = 0;      // plan; 0: 8, and one level of links
   bool search = false;         // plan: further options
   std::string html;            // plan: the file of a page
+  SpeedArguments speed;        // plan
+  std::filesystem::path out;   // calibrate
+  int threads = 1;             // calibrate: of each rank
+  bool quick = false;          // calibrate
 };
 
 int inspect(const Arguments& arguments);
@@ -33,3 +50,7 @@ int reshard(const Arguments& arguments);
 int diff(const Arguments& arguments);
 int plan(const Arguments& arguments);
 int merge_trace_files(const Arguments& arguments);
+int calibrate(const Arguments& arguments);
+
+// What SpeedArguments say. Throws std::invalid_argument that names what cannot be meant or is missing.
+std::optional<tessera::MachineSpeed> speed_of(const Arguments& arguments);

@@ -1,4 +1,5 @@
-// The `tessera` command: looks at checkpoints, makes others of them, plans the memory of a training, and merges traces.
+// The `tessera` command: looks at checkpoints, makes others of them, plans the memory and time of a training, and
+// merges traces.
 
 #include <algorithm>
 #include <boost/program_options.hpp>
@@ -46,12 +47,20 @@ const std::vector<Command>& commands() {
        {"tolerance", "parameters"},
        diff},
       {"plan",
-       "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N --memory 80GiB [--search] [--html "
-       "FILE]",
-       "what each stage and option takes of every rank's memory, which fit, and the options to take",
+       "--model gpt:layers=80,width=8192,heads=64 | config.json | model.pt2 --gpus N --memory 80GiB [--search] "
+       "[--html FILE] [--speed FILE | --flops 300e12 --memory-bandwidth 3e12 --link 400Gbit --latency 10us]",
+       "what each stage and option takes of every rank's memory, which fit, and the options to take; with a speed, the "
+       "time of a step",
        0,
-       {"model", "gpus", "memory", "sequence", "batch", "html", "ranks-per-host", "search"},
+       {"model", "gpus", "memory", "sequence", "batch", "html", "speed", "flops", "flops-fp32", "memory-bandwidth",
+        "operator-time", "link", "latency", "host-link", "host-latency", "ranks-per-host", "search"},
        plan},
+      {"calibrate",
+       "-o speed.json [--threads N] [--quick]",
+       "measures this machine's CPUs and the links of two ranks, for plan --speed",
+       0,
+       {"output", "threads", "quick"},
+       calibrate},
       {"trace merge",
        "OUT IN...",
        "one trace, for Perfetto and chrome://tracing, of those of several hosts, on one clock",
@@ -118,11 +127,28 @@ int run_command(const std::string& name, const po::variables_map& values, const 
     for (const auto& option : other.options)
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
         throw po::error("--" + option + " is for `tessera " + other.name + "`");
-  for (const char* required : {"ranks", "model", "gpus", "memory"})
+  for (const char* required : {"ranks", "model", "gpus", "memory", "output"})
     if (command.has(required) && values.count(required) == 0)
       throw po::error(std::string("--") + required + " is missing");
   arguments.paths.assign(paths.begin(), paths.end());
   return command.run(arguments);
+}
+
+void add_speed_options(po::options_description& options, Arguments& arguments) {
+  auto add = options.add_options();
+  SpeedArguments& speed = arguments.speed;
+  add("speed", po::value(&speed.file), "plan: the machine's speed, as calibrate wrote it; what follows replaces parts");
+  add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12");
+  add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
+  add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB");
+  add("operator-time", po::value(&speed.operator_time), "plan: of every operator beside its work, as 5us; without: 0");
+  add("link", po::value(&speed.link), "plan: of each rank to others, of other hosts with --ranks-per-host, as 400Gbit");
+  add("latency", po::value(&speed.latency), "plan: of that link, as 10us; without: 0");
+  add("host-link", po::value(&speed.host_link), "plan: of each rank to those of its host, as 450GB");
+  add("host-latency", po::value(&speed.host_latency), "plan: of that link; without: 0");
+  add("output,o", po::value(&arguments.out), "calibrate: the file to write");
+  add("threads", po::value(&arguments.threads), "calibrate: intra-operator threads of each rank; without: 1");
+  add("quick", po::bool_switch(&arguments.quick), "calibrate: fewer sizes and repetitions");
 }
 
 int run(int argc, char** argv) {
@@ -147,10 +173,11 @@ int run(int argc, char** argv) {
   add("sequence", po::value(&arguments.sequence),
       "plan: tokens of an item, of config.json (without: the whole context) or an archive (as it was exported)");
   add("batch", po::value(&arguments.batch), "plan: items a rank and step, the same; without: 1, or as exported");
-  add("ranks-per-host", po::value(&arguments.ranks_per_host)->default_value(8),
-      "plan: whose exchanges do not leave the host");
+  add("ranks-per-host", po::value(&arguments.ranks_per_host),
+      "plan: whose exchanges do not leave the host, without: 8; with a speed, makes two levels of links");
   add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
   add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
+  add_speed_options(options, arguments);
   add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;
   all.add(options).add_options()("word", po::value(&words));

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <system_error>
 
@@ -47,6 +48,13 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
                            {"flop", plan.flop},
                            {"recommended", is_recommended},
                            {"options", plan.options}};
+  if (plan.time) {
+    result["step_s"] = plan.time->total_s;
+    result["compute_s"] = plan.time->compute_s;
+    result["exposed_s"] = plan.time->exposed_s;
+    result["communication_s"] = plan.time->communication_s;
+    result["tokens_per_s"] = static_cast<double>(plan.tokens) / plan.time->total_s;
+  }
   if (!plan.why_not.empty()) result["why_not"] = plan.why_not;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind)
     if (plan.peak.bytes[kind] > 0) result["bytes"][name_of(static_cast<MemoryKind>(kind))] = plan.peak.bytes[kind];
@@ -64,19 +72,25 @@ constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
           const std::string& notes) {
+  const RunRecord record = model.run(plan.choice, machines.ranks);
+  std::optional<StepTime> time;
+  if (machines.speed != nullptr) time = predict_step(record, *machines.speed);
   write_page(arguments.html,
-             timeline_page(model.run(plan.choice, machines.ranks),
-                           {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
-                            .options = plan.options,
-                            .notes = notes,
-                            .memory_bytes = machines.memory_bytes}));
+             timeline_page(record, {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
+                                    .options = plan.options,
+                                    .notes = notes,
+                                    .memory_bytes = machines.memory_bytes,
+                                    .time = time ? &*time : nullptr}));
 }
 
 }  // namespace
 
 int plan(const Arguments& arguments) {
   const auto model = model_of(arguments);
-  const Machines machines{arguments.gpus, arguments.ranks_per_host, bytes_of_text(arguments.memory)};
+  const std::optional<MachineSpeed> speed = speed_of(arguments);
+  constexpr int kUsualRanksPerHost = 8;
+  const Machines machines{arguments.gpus, arguments.ranks_per_host == 0 ? kUsualRanksPerHost : arguments.ranks_per_host,
+                          bytes_of_text(arguments.memory), speed ? &*speed : nullptr};
   if (machines.ranks < 1 || machines.ranks_per_host < 1)
     throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
                                 std::to_string(machines.ranks_per_host) + ", expected 1 or more");

@@ -1,0 +1,223 @@
+#include "tessera/plan/calibrate.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/linalg_lstsq.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/launch/launch.h"
+#include "tessera/plan/calibrate_operators.h"
+#include "tessera/plan/recorder.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+// What one rank's thread measures, in step with the others.
+class Bench {
+ public:
+  Bench(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
+      : comm_(std::move(comm)), options_(options), budget_s_(options.quick ? 0.04 : 0.25) {}
+
+  MachineSpeed measure() {
+    MachineSpeed speed;
+    say("operators where they stand in training steps");
+    OperatorSpeeds seen = measure_operators(comm_, options_.quick);
+    speed.operators = std::move(seen.curves);
+    speed.operator_s = seen.between_s;
+    c10::InferenceMode quiet;
+    const auto set = [&](auto& curves, WorkClass work, SpeedCurve curve) {
+      curves[static_cast<size_t>(work)] = std::move(curve);
+    };
+    set(speed.work, WorkClass::kMemory, memory(speed.operator_s));
+    set(speed.work, WorkClass::kMatmul, matmul(at::kFloat, speed.operator_s));
+    set(speed.work_16bit, WorkClass::kMatmul, matmul(at::kBFloat16, speed.operator_s));
+    set(speed.work, WorkClass::kAttention, attention(speed.operator_s));
+    set(speed.work, WorkClass::kConvolution, convolution(speed.operator_s));
+    if (comm_->size() > 1) {
+      speed.within_host = link();
+      speed.lost_to_communication = lost();
+    }
+    return speed;
+  }
+
+ private:
+  void say(const std::string& what) const {
+    if (comm_->rank() == 0 && options_.progress) options_.progress(what);
+  }
+
+  // Of the slowest rank.
+  double slowest(double seconds) const {
+    const at::Tensor most = at::tensor({seconds}, at::kDouble);
+    comm_->all_reduce(most, ReduceOp::kMax, "calibration").wait();
+    return most.item<double>();
+  }
+
+  // Median of calls, which all ranks make as often.
+  double seconds_of(const std::function<void()>& call) const {
+    call();
+    comm_->barrier("calibration");
+    const auto probe = Clock::now();
+    call();
+    const double once = std::max(slowest(seconds_since(probe)), 1e-7);
+    const int calls = std::clamp(static_cast<int>(budget_s_ / once), 5, 1000);
+    std::vector<double> seconds;
+    for (int i = 0; i < calls; ++i) {
+      const auto begin = Clock::now();
+      call();
+      seconds.push_back(seconds_since(begin));
+    }
+    std::ranges::nth_element(seconds, seconds.begin() + calls / 2);
+    return slowest(seconds[static_cast<size_t>(calls) / 2]);
+  }
+
+  // Points of a class without what every operator costs. Larger work that took less time, by noise, is as slow.
+  SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
+    std::vector<std::pair<double, double>> points;
+    double before = 1e-9;
+    for (const auto& [amount, seconds] : measured)
+      points.emplace_back(amount, before = std::max(seconds - operator_s, before));
+    return SpeedCurve(std::move(points));
+  }
+
+  SpeedCurve memory(double operator_s) const {
+    say("memory");
+    std::vector<std::pair<double, double>> points;
+    for (int64_t numel = 1 << 10; numel <= (options_.quick ? 1 << 22 : 1 << 24); numel *= 8) {
+      const at::Tensor a = at::ones({numel}), b = at::ones({numel});
+      points.emplace_back(3.0 * 4 * static_cast<double>(numel), seconds_of([&] { at::add(a, b); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve matmul(at::ScalarType dtype, double operator_s) const {
+    say(std::string("matrix products in ") + c10::toString(dtype));
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t n : {32, 64, 128, 256, 512, 1024}) {
+      if (options_.quick && n > 512) break;
+      const at::Tensor a = at::ones({n, n}, dtype), b = at::ones({n, n}, dtype);
+      points.emplace_back(2.0 * static_cast<double>(n * n * n), seconds_of([&] { at::mm(a, b); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve attention(double operator_s) const {
+    say("attention");
+    constexpr int64_t kHeads = 6, kFeatures = 64;
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t length : {32, 128, 512}) {
+      const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
+      const auto flop = static_cast<double>(2 * 2 * 2 * kHeads * length * length * kFeatures);  // as flop.cpp counts
+      points.emplace_back(flop,
+                          seconds_of([&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve convolution(double operator_s) const {
+    say("convolutions");
+    constexpr int64_t kSide = 32;
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t channels : {4, 16, 64}) {
+      const at::Tensor x = at::ones({4, channels, kSide, kSide}), weight = at::ones({channels, channels, 3, 3});
+      const auto flop = static_cast<double>(2 * x.numel() * channels * 3 * 3);
+      points.emplace_back(flop, seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  // Latency and the two speeds that explain all that was measured best, by relative errors:
+  // gather = L + f g B, reduce-scatter = L + f r B, all-reduce = 2 L + f (g + r) B, with f = (n - 1) / n.
+  LinkSpeed link() const {
+    const double ranks = comm_->size(), share = (ranks - 1) / ranks;
+    std::vector<double> rows, ones;
+    for (int64_t bytes = 1 << 12; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
+      say("collectives of " + std::to_string(bytes) + " bytes");
+      const int64_t part = bytes / 4 / comm_->size();
+      const at::Tensor full = at::zeros({part * comm_->size()}), shard = at::zeros({part});
+      const double each = share * static_cast<double>(full.nbytes());
+      const double waits = std::ceil(std::log2(ranks));
+      const auto add = [&](double seconds, double latencies, double gathered, double reduced) {
+        for (const double coefficient : {latencies * waits, gathered * each, reduced * each})
+          rows.push_back(coefficient / seconds);
+        ones.push_back(1);
+      };
+      add(seconds_of([&] { comm_->all_gather(full, shard).wait(); }), 1, 1, 0);
+      add(seconds_of([&] { comm_->reduce_scatter(shard, full).wait(); }), 1, 0, 1);
+      add(seconds_of([&] { comm_->all_reduce(full).wait(); }), 2, 1, 1);
+    }
+    const auto count = static_cast<int64_t>(ones.size());
+    const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
+    // Columns of one magnitude: seconds and seconds a byte are far apart.
+    const at::Tensor scale = a.norm(2, {0}, false);
+    const at::Tensor found = std::get<0>(at::linalg_lstsq(a / scale, b.unsqueeze(1))).squeeze(1) / scale;
+    const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
+    constexpr double kLeastPerByte = 1e-13;
+    return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
+  }
+
+  // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at
+  // W + lost * C.
+  double lost() const {
+    say("compute beside collectives");
+    const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});
+    const at::Tensor x = at::ones({256, 256});
+    const double communication_s = seconds_of([&] { comm_->all_reduce(full).wait(); });
+    const double product_s = seconds_of([&] { at::mm(x, x); });
+    const int products = static_cast<int>(std::ceil(2 * communication_s / product_s));
+    const auto multiply = [&] {
+      for (int i = 0; i < products; ++i) at::mm(x, x);
+    };
+    const double alone_s = seconds_of(multiply);
+    const double both_s = seconds_of([&] {
+      Pending pending = comm_->all_reduce(full);
+      multiply();
+      pending.wait();
+    });
+    return std::clamp((both_s - alone_s) / communication_s, 0.0, 1.0);
+  }
+
+  const std::shared_ptr<Communicator> comm_;
+  const CalibrationOptions& options_;
+  const double budget_s_;  // of one measurement
+};
+
+}  // namespace
+
+MachineSpeed calibrate(const CalibrationOptions& options) {
+  if (options.ranks < 1 || options.threads < 1)
+    throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
+                                std::to_string(options.threads) + " threads, expected 1 or more of each");
+  MachineSpeed speed;
+  Recorder::make(/*with_data=*/true);  // its allocator comes before any rank's thread
+  run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
+    at::set_num_threads(options.threads);
+    const int rank = comm->rank();
+    MachineSpeed measured = Bench(std::move(comm), options).measure();
+    if (rank == 0) speed = std::move(measured);
+  });
+  return speed;
+}
+
+}  // namespace tessera

@@ -1,0 +1,185 @@
+#include "tessera/plan/calibrate_operators.h"
+
+#include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tessera/flat/deferred.h"
+#include "tessera/optim/fused_optimizers.h"
+#include "tessera/plan/decoder.h"
+#include "tessera/plan/dry_run.h"
+#include "tessera/zero/zero.h"
+
+namespace tessera {
+namespace {
+
+using StepClock = std::chrono::steady_clock;
+
+constexpr int kSteps = 8;
+
+struct Program {
+  const char* model;
+  int stage;
+};
+
+constexpr Program kPrograms[] = {
+    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 3},
+    {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 0},
+    {"gpt:layers=2,width=64,heads=2,vocab=300,sequence=32,batch=2", 2},
+    {"gpt:layers=2,width=96,heads=3,vocab=400,sequence=48,batch=2", 0},
+    {"gpt:layers=2,width=160,heads=5,vocab=800,sequence=48,batch=3", 2},
+    {"gpt:layers=2,width=192,heads=3,vocab=1000,sequence=64,batch=2", 3},
+    {"llama:layers=2,width=192,heads=3,vocab=600,sequence=48,batch=1", 3},
+    {"gpt:layers=2,width=320,heads=5,vocab=1500,sequence=96,batch=3", 0},
+    {"llama:layers=2,width=448,heads=7,vocab=1500,sequence=96,batch=2", 3},
+    {"gpt:layers=2,width=512,heads=8,vocab=3000,sequence=160,batch=4", 3},
+    {"gpt:layers=8,width=256,heads=4,vocab=300,sequence=32,batch=1", 0},
+};
+constexpr size_t kQuickPrograms = 7;
+
+auto make_training(const Program& program, const std::shared_ptr<Communicator>& comm) {
+  ZeroOptions options{.stage = program.stage};
+  options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
+  const auto build = [&] {
+    static std::mutex mutex;  // ranks that are threads share torch's generator
+    const std::lock_guard lock(mutex);
+    return Decoder(decoder_of(program.model));
+  };
+  return zero<AdamW>(program.stage == 3 ? deferred(build) : build(), torch::optim::AdamWOptions(1e-3), comm, options);
+}
+
+template <class Training>
+void train_once(const Program& program, Training& training) {
+  const DecoderOptions shape = decoder_of(program.model);
+  const at::Tensor tokens = at::zeros({shape.batch, shape.sequence}, at::kLong);
+  training.optimizer().zero_grad();
+  at::cross_entropy_loss(training(tokens), tokens.flatten()).backward();
+  training.step();
+}
+
+double median_of(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+// Of an unrecorded step, less its waits.
+double busy_seconds(const Program& program, const std::shared_ptr<Communicator>& comm) {
+  auto training = make_training(program, comm);
+  for (int i = 0; i < 2; ++i) train_once(program, training);
+  std::vector<double> seconds;
+  for (int i = 0; i < 4 * kSteps; ++i) {
+    const double waited_s = comm->traffic().wait_s;
+    const auto begin = StepClock::now();
+    train_once(program, training);
+    seconds.push_back(std::chrono::duration<double>(StepClock::now() - begin).count() -
+                      (comm->traffic().wait_s - waited_s));
+  }
+  return median_of(std::move(seconds));
+}
+
+// Kernels' seconds by name and amount.
+using Samples = std::map<std::string, std::vector<std::pair<double, double>>>;
+
+// Adds a step's kernels, each by the median of the steps; returns how many and their seconds. Steps from the second on
+// call the same.
+std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples) {
+  std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
+  for (const RecordedOperator& op : record.operators)
+    if (op.step >= 2) steps[static_cast<size_t>(op.step)].push_back(&op);
+  double total_s = 0;
+  for (size_t i = 0; i < steps[2].size(); ++i) {
+    std::vector<double> seconds;
+    for (size_t step = 2; step < steps.size(); ++step)
+      if (i < steps[step].size() && steps[step][i]->name == steps[2][i]->name)
+        seconds.push_back(steps[step][i]->seconds);
+    const RecordedOperator& op = *steps[2][i];
+    const double median_s = median_of(std::move(seconds));
+    const int64_t amount = op.flop > 0 ? op.flop : op.bytes;
+    if (amount > 0) samples[op.name].emplace_back(static_cast<double>(amount), median_s);
+    total_s += median_s;
+  }
+  return {static_cast<double>(steps[2].size()), total_s};
+}
+
+// Steps of a program: what an unrecorded one takes, and what a recorded one knows of it.
+struct Explained {
+  double busy_s, kernels_s, operators;
+};
+
+// The factor for kernels, which are a little slower while they are recorded, and the seconds of an operator beside its
+// kernel that explain all programs best, by relative errors: busy = factor * kernels + between * operators.
+std::pair<double, double> explain(const std::vector<Explained>& programs) {
+  double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
+  for (const auto& [busy_s, kernels_s, operators] : programs) {
+    const double x = kernels_s / busy_s, y = operators / busy_s;
+    kk += x * x, ko += x * y, oo += y * y, k += x, o += y;
+  }
+  const double determinant = kk * oo - ko * ko;
+  const double between_s = determinant > 0 ? (kk * o - ko * k) / determinant : 0;
+  if (between_s <= 0) return {k / kk, 0};
+  return {(k - ko * between_s) / kk, between_s};
+}
+
+// Some amounts of work: where they lie, and what they took.
+struct Pool {
+  double amount, seconds, count;
+};
+
+// One point for each quarter of an octave: the median of what was seen there. Where more work took less (other shapes,
+// other strides, noise), both take their mean: a slow point is not to make all larger ones slow. Less work than was
+// seen takes as much as the least that was.
+SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, double factor) {
+  constexpr double kPerOctave = 4;
+  std::map<int, std::vector<std::pair<double, double>>> bins;
+  for (const auto& sample : samples)
+    bins[static_cast<int>(std::floor(kPerOctave * std::log2(sample.first)))].push_back(sample);
+  std::vector<Pool> pools;
+  for (const auto& [bin, inside] : bins) {
+    std::vector<double> amounts, seconds;
+    for (const auto& [amount, each_s] : inside) amounts.push_back(amount), seconds.push_back(each_s);
+    Pool pool{median_of(std::move(amounts)), std::max(1e-9, factor * median_of(std::move(seconds))), 1};
+    while (!pools.empty() && pools.back().seconds > pool.seconds) {
+      const Pool& slower = pools.back();
+      const double count = slower.count + pool.count;
+      pool = {std::exp((slower.count * std::log(slower.amount) + pool.count * std::log(pool.amount)) / count),
+              std::exp((slower.count * std::log(slower.seconds) + pool.count * std::log(pool.seconds)) / count), count};
+      pools.pop_back();
+    }
+    pools.push_back(pool);
+  }
+  std::vector<std::pair<double, double>> points;
+  if (pools.front().amount > 1) points.emplace_back(1, pools.front().seconds);
+  for (const Pool& pool : pools) points.emplace_back(pool.amount, pool.seconds);
+  return SpeedCurve(std::move(points));
+}
+
+}  // namespace
+
+OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick) {
+  const auto programs = at::ArrayRef<Program>(kPrograms).slice(0, quick ? kQuickPrograms : std::size(kPrograms));
+  Samples samples;
+  std::vector<Explained> explained;
+  for (const Program& program : programs) {
+    const double busy_s = busy_seconds(program, comm);
+    const RunRecord record =
+        record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(program, group); },
+                   [&](auto& training) { train_once(program, training); }, comm, kSteps);
+    const auto [count, kernels_s] = add_kernels(record, samples);
+    explained.push_back({busy_s, kernels_s, count});
+  }
+  OperatorSpeeds speeds;
+  const auto [factor, between_s] = explain(explained);
+  speeds.between_s = between_s;
+  for (const auto& [name, seen] : samples) speeds.curves.emplace(name, curve_through(seen, factor));
+  return speeds;
+}
+
+}  // namespace tessera

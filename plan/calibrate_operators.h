@@ -1,0 +1,24 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/plan/machine_speed.h"
+
+namespace tessera {
+
+// What training steps show of a rank's operators.
+struct OperatorSpeeds {
+  std::map<std::string, SpeedCurve> curves;  // of kernels in fp32, as MachineSpeed::operators
+  double between_s = 0;                      // of each, outside its kernel: autograd, hooks, views, allocations
+};
+
+// Trains small decoders of several widths and lengths on all ranks at once and takes each kernel's time where it stands
+// in a step, with the caches as they are there. What unrecorded steps take, less their waits, then says `between_s`,
+// and by how much recording has slowed kernels, which is taken off. Collective; each rank gets its own figures.
+// `quick`: fewer decoders.
+OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick);
+
+}  // namespace tessera

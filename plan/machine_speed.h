@@ -1,0 +1,94 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tessera/plan/run_record.h"
+
+namespace tessera {
+
+// Seconds that amounts of some work take (FLOP, bytes), as measured or as one speed. Between two points in a straight
+// line, below the first and above the last in proportion to these.
+class SpeedCurve {
+ public:
+  SpeedCurve() = default;  // not known
+  // One speed, amount a second. Throws std::invalid_argument unless it is above 0.
+  static SpeedCurve of_speed(double per_s);
+  // (amount, seconds) with growing amounts above 0. Throws std::invalid_argument for others, and for none.
+  explicit SpeedCurve(std::vector<std::pair<double, double>> points);
+
+  bool is_known() const { return !points_.empty(); }
+  double seconds_of(double amount) const;  // throws std::logic_error if it is not known
+  const std::vector<std::pair<double, double>>& points() const { return points_; }
+
+ private:
+  std::vector<std::pair<double, double>> points_;
+};
+
+// What an operator's time depends on: FLOP of its class or, with none, the bytes that it touches.
+enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
+inline constexpr size_t kWorkClasses = 4;
+WorkClass work_class_of(const RecordedOperator& op);
+const char* name_of(WorkClass work);
+
+// From one rank to another of its group: what a message takes at least, and what each rank sends in a second. Where
+// numbers are added on arrival they come slower.
+struct LinkSpeed {
+  double latency_s = 0;
+  double bytes_per_s = 0;          // 0: not known
+  double reduced_bytes_per_s = 0;  // of what is reduced on the way; 0: as fast
+
+  bool operator==(const LinkSpeed&) const = default;
+};
+
+// What one rank of a machine, or of several, computes and sends in a second while all others do the same.
+struct MachineSpeed {
+  // By WorkClass: FLOP to seconds; of kMemory bytes to seconds. A class that is not known goes as matrix products do.
+  std::array<SpeedCurve, kWorkClasses> work;
+  // The same of 16-bit operators. What is not known is as `work`.
+  std::array<SpeedCurve, kWorkClasses> work_16bit;
+  // Of single operators in fp32, by name: FLOP, or bytes of those without, to seconds; before `work`.
+  std::map<std::string, SpeedCurve> operators;
+  double operator_s = 0;  // of every operator, beside its work
+  LinkSpeed within_host;
+  LinkSpeed between_hosts;
+  int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first, and so on; 0: all on one
+  // Of compute's speed while something is communicated, since the same processors do both. 0 on GPUs with few channels.
+  double lost_to_communication = 0;
+
+  double seconds_of(const RecordedOperator& op) const;
+
+  // Throws std::invalid_argument that names what is missing for operators. Links are missed when they are used.
+  void check() const;
+};
+
+// How a group lies on hosts, and a collective's seconds there.
+struct CollectiveTime {
+  double seconds = 0;
+  bool within_host = false;    // uses that link
+  bool between_hosts = false;  // that too, or alone
+};
+
+// In one level a rank sends (n - 1) / n of the full tensor for an all-gather, a reduce-scatter, a scatter or an
+// all-to-all, twice that for an all-reduce (as both one after the other), all of it for a broadcast or a reduce; and
+// waits ceil(log2(n)) times for the latency. With m ranks of the group on each of h hosts: the same within hosts (m
+// ranks), and between hosts (h ranks) with 1 / m of the bytes for each of the m ranks, who send at the same time; the
+// phases one after the other. Throws std::invalid_argument for an operation that it does not know, and for a link whose
+// speed is not known.
+CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
+
+// A JSON file. read_speed() throws std::invalid_argument, naming the file and the field that is missing or wrong;
+// write_speed() std::runtime_error where the file cannot be written.
+MachineSpeed read_speed(const std::filesystem::path& file);
+void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
+
+// "400Gbit", "50GB" (a second), "10us", "2ms". Throw std::invalid_argument that names the text.
+double bytes_per_s_of_text(const std::string& text);
+double seconds_of_text(const std::string& text);
+
+}  // namespace tessera

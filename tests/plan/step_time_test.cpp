@@ -1,0 +1,307 @@
+// Seconds of steps that were written by hand, so that they are known; and of real ones, as far as they are.
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "tessera/plan/machine_speed.h"
+#include "tessera/plan/step_time.h"
+#include "tessera/plan/time_lanes.h"
+#include "tests/plan/models.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::step_time_test {
+namespace {
+
+using namespace testing_support;
+
+// 1 TFLOP/s, 1 GB/s of memory and link, no fixed costs: numbers that divide.
+MachineSpeed plain() {
+  MachineSpeed speed;
+  speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(1e12);
+  speed.work[static_cast<size_t>(WorkClass::kMemory)] = SpeedCurve::of_speed(1e9);
+  speed.within_host.bytes_per_s = 1e9;
+  return speed;
+}
+
+// A record that is written as its rank would run it.
+struct Script {
+  RunRecord record;
+  int step = 1;
+
+  void compute(double seconds) {  // with plain()
+    RecordedOperator op{.name = "aten::mm", .step = step, .flop = static_cast<int64_t>(seconds * 1e12)};
+    record.operators.push_back(op);
+  }
+  size_t start(const std::string& operation, int64_t bytes, int ranks = 2, std::vector<int> members = {}) {
+    RecordedCollective collective{operation, "x", ranks, bytes, step, record.operators.size()};
+    if (!members.empty()) collective.members = std::make_shared<const std::vector<int>>(std::move(members));
+    record.collectives.push_back(collective);
+    return record.collectives.size() - 1;
+  }
+  void wait(size_t collective) {
+    record.collectives[collective].wait = {step, record.operators.size(), record.collectives.size()};
+  }
+};
+
+constexpr int64_t kGB = 1'000'000'000;
+constexpr double kExact = 1e-9;
+
+TEST(StepTime, OperatorsFollowEachOther) {
+  Script script;
+  script.compute(2);
+  script.record.operators.push_back({.name = "aten::add", .step = 1, .bytes = 3 * kGB});
+  script.record.operators.push_back(
+      {.name = "aten::mm", .step = 1, .flop = 1'000'000, .bytes = 4 * kGB});  // reads most
+  MachineSpeed speed = plain();
+  speed.operator_s = 0.5;
+  const StepTime time = predict_step(script.record, speed);
+  EXPECT_NEAR(time.total_s, 2 + 3 + 4 + 3 * 0.5, kExact);
+  EXPECT_NEAR(time.compute_s, time.total_s, kExact);
+  EXPECT_NEAR(time.exposed_s, 0, kExact);
+  ASSERT_EQ(time.intervals.size(), 3U);
+  EXPECT_EQ(time.intervals[1].name, "aten::add");
+  EXPECT_NEAR(time.intervals[1].begin_s, 2.5, kExact);
+  EXPECT_NEAR(time.intervals[1].end_s, 6, kExact);
+}
+
+// By its own curve where there is one, in fp32; work that needs no time of a kernel takes what every operator does.
+TEST(StepTime, NamedOperatorsHaveTheirOwnSpeed) {
+  MachineSpeed speed = plain();
+  speed.operator_s = 0.5;
+  speed.operators.emplace("aten::gelu", SpeedCurve::of_speed(0.25e9));
+  speed.operators.emplace("aten::mm", SpeedCurve::of_speed(2e12));
+  RecordedOperator gelu{.name = "aten::gelu", .step = 1, .bytes = kGB};
+  EXPECT_NEAR(speed.seconds_of(gelu), 4.5, kExact);
+  gelu.dtype = c10::ScalarType::BFloat16;
+  EXPECT_NEAR(speed.seconds_of(gelu), 1.5, kExact);
+  EXPECT_NEAR(speed.seconds_of({.name = "aten::mm", .flop = 4'000'000'000'000, .bytes = kGB}), 2.5, kExact);
+  EXPECT_NEAR(speed.seconds_of({.name = "aten::gelu"}), 0.5, kExact);
+}
+
+// A page draws operators of a unit as one, and collectives as they are.
+TEST(StepTime, IsDrawnByUnit) {
+  Script script;
+  script.record.units = {"", "blocks.0"};
+  script.compute(1);
+  for (const bool in_backward : {false, false, true}) {
+    script.compute(1);
+    script.record.operators.back().unit = 1;
+    script.record.operators.back().in_backward = in_backward;
+  }
+  script.wait(script.start("all-reduce", 4 * kGB));
+  const auto lanes = lanes_of(predict_step(script.record, plain()));
+  ASSERT_EQ(lanes.size(), 2U);
+  const auto& compute = lanes[0]["intervals"];
+  ASSERT_EQ(compute.size(), 3U);
+  EXPECT_EQ(compute[0]["name"], "outside of units");
+  EXPECT_EQ(compute[1]["name"], "blocks.0");
+  EXPECT_EQ(compute[1]["operators"], 2);
+  EXPECT_NEAR(compute[1]["end_ms"].get<double>(), 3000, 1e-6);
+  EXPECT_TRUE(compute[2]["backward"].get<bool>());
+  EXPECT_EQ(lanes[1]["intervals"][0]["name"], "all-reduce of x");
+  EXPECT_NEAR(lanes[1]["intervals"][0]["end_ms"].get<double>(), 8000, 1e-6);
+}
+
+TEST(StepTime, WhatOverlapsIsWhatLiesBetweenStartAndWait) {
+  Script at_once, later, never;
+  at_once.wait(at_once.start("all-gather", 8 * kGB));  // 4 s
+  at_once.compute(3);
+  later.start("all-gather", 8 * kGB);
+  later.compute(3);
+  later.wait(0);
+  never.start("all-gather", 8 * kGB);
+  never.compute(3);
+  EXPECT_NEAR(predict_step(at_once.record, plain()).total_s, 7, kExact);
+  EXPECT_NEAR(predict_step(at_once.record, plain()).exposed_s, 4, kExact);
+  EXPECT_NEAR(predict_step(later.record, plain()).total_s, 4, kExact);
+  EXPECT_NEAR(predict_step(later.record, plain()).exposed_s, 1, kExact);
+  EXPECT_NEAR(predict_step(never.record, plain()).total_s, 3, kExact);
+  EXPECT_NEAR(predict_step(never.record, plain()).communication_s, 4, kExact);
+}
+
+// The second begins when the first is over, wherever compute is; a wait in between two starts holds back the second.
+TEST(StepTime, CollectivesAreInTheOrderOfStarts) {
+  Script script;
+  const size_t first = script.start("all-gather", 8 * kGB), second = script.start("reduce-scatter", 4 * kGB);
+  script.compute(1);
+  script.wait(first);
+  script.compute(1);
+  script.wait(second);
+  const StepTime time = predict_step(script.record, plain());
+  EXPECT_NEAR(time.total_s, 6, kExact);  // 4 + 2; compute ends at 5
+  EXPECT_NEAR(time.exposed_s, 4, kExact);
+  const TimedInterval& last = time.intervals.back();
+  EXPECT_EQ(last.name, "reduce-scatter of x");
+  EXPECT_NEAR(last.begin_s, 4, kExact);
+
+  Script held;
+  held.wait(held.start("all-gather", 8 * kGB, 2, {0, 1}));
+  held.start("all-gather", 8 * kGB, 2, {0, 2});  // between hosts: a lane of its own, and yet not before 4
+  held.wait(1);
+  MachineSpeed two_hosts = plain();
+  two_hosts.ranks_per_host = 2;
+  two_hosts.between_hosts.bytes_per_s = 4e9;
+  EXPECT_NEAR(predict_step(held.record, two_hosts).total_s, 5, kExact);
+  std::swap(held.record.collectives[0].wait, held.record.collectives[1].wait);
+  held.record.collectives[0].wait = held.record.collectives[1].wait = RecordedWait{1, 0, 2};
+  EXPECT_NEAR(predict_step(held.record, two_hosts).total_s, 4, kExact);  // side by side
+}
+
+TEST(StepTime, ComputeIsSlowerWhileSomethingIsCommunicated) {
+  Script script;
+  script.start("all-gather", 8 * kGB);  // 4 s, in which 1 s of work is done
+  script.compute(3);
+  MachineSpeed speed = plain();
+  speed.lost_to_communication = 0.75;
+  EXPECT_NEAR(predict_step(script.record, speed).total_s, 6, kExact);
+  speed.lost_to_communication = 1;
+  EXPECT_NEAR(predict_step(script.record, speed).compute_s, 7, kExact);
+}
+
+// What a step leaves on its way is in the way of the next.
+TEST(StepTime, StepsGoOnIntoEachOther) {
+  Script script;
+  script.step = 0;
+  script.compute(100);  // the constructor
+  script.step = 1;
+  script.compute(1);
+  const size_t left = script.start("broadcast", 3 * kGB);  // 1 to 4
+  script.step = 2;
+  script.compute(1);
+  script.wait(left);
+  script.compute(1);
+  const StepTime time = predict_step(script.record, plain());
+  EXPECT_NEAR(time.total_s, 4, kExact);
+  EXPECT_NEAR(time.exposed_s, 2, kExact);
+  EXPECT_NEAR(time.communication_s, 0, kExact);
+  EXPECT_NEAR(predict_step(script.record, plain(), 1).total_s, 1, kExact);
+  expect_contains(error_of<std::invalid_argument>([&] { predict_step(script.record, plain(), 3); }), "step 3");
+}
+
+TEST(CollectiveTime, OfOneLevelAndOfTwo) {
+  MachineSpeed speed = plain();
+  speed.within_host = {1, 1e9, 0.5e9};
+  const auto seconds = [&](const std::string& operation, int ranks, std::vector<int> members = {}) {
+    Script script;
+    script.start(operation, 16 * kGB, ranks, std::move(members));
+    return time_of(script.record.collectives[0], speed).seconds;
+  };
+  EXPECT_NEAR(seconds("all-gather", 2), 1 + 8, kExact);
+  EXPECT_NEAR(seconds("all-gather", 8), 3 + 14, kExact);
+  EXPECT_NEAR(seconds("reduce-scatter", 8), 3 + 28, kExact);
+  EXPECT_NEAR(seconds("all-reduce", 8), 6 + 14 + 28, kExact);
+  EXPECT_NEAR(seconds("broadcast", 5), 3 + 16, kExact);
+  EXPECT_NEAR(seconds("reduce", 5), 3 + 32, kExact);
+  speed.ranks_per_host = 4;
+  expect_contains(error_of<std::invalid_argument>([&] { seconds("all-gather", 8); }), "between hosts");
+  speed.between_hosts = {10, 0.25e9, 0};
+  EXPECT_NEAR(seconds("all-gather", 4), 2 + 12, kExact);
+  EXPECT_NEAR(seconds("all-gather", 8), (2 + 12) + (10 + 4 / 2 / 0.25), kExact);
+  EXPECT_NEAR(seconds("all-gather", 2, {0, 4}), 10 + 16 / 2 / 0.25, kExact);
+  EXPECT_NEAR(seconds("all-gather", 2, {4, 6}), 1 + 8, kExact);
+  expect_contains(error_of<std::invalid_argument>([&] { seconds("gossip", 2); }), "gossip");
+}
+
+TEST(SpeedCurve, GoesThroughItsPoints) {
+  const SpeedCurve curve({{10, 2}, {20, 3}, {100, 11}});
+  EXPECT_NEAR(curve.seconds_of(5), 1, kExact);
+  EXPECT_NEAR(curve.seconds_of(15), 2.5, kExact);
+  EXPECT_NEAR(curve.seconds_of(20), 3, kExact);
+  EXPECT_NEAR(curve.seconds_of(200), 22, kExact);
+  expect_contains(error_of<std::invalid_argument>([] { SpeedCurve({{2, 1}, {1, 2}}); }), "growing");
+  expect_contains(error_of<std::invalid_argument>([] { SpeedCurve::of_speed(0); }), "above 0");
+}
+
+TEST(SpeedFile, IsReadBackAndRefusedByName) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "speed.json";
+  MachineSpeed speed = plain();
+  speed.work_16bit[0] = SpeedCurve({{1e6, 1e-5}, {1e9, 0.125}});
+  speed.operators.emplace("aten::gelu", SpeedCurve({{3e3, 1e-6}, {5e5, 1e-3}}));
+  speed.operator_s = 3e-6;
+  speed.between_hosts = {1e-5, 5e10, 4e10};
+  speed.ranks_per_host = 8;
+  speed.lost_to_communication = 0.25;
+  write_speed(speed, file);
+  const MachineSpeed read = read_speed(file);
+  for (size_t i = 0; i < kWorkClasses; ++i) {
+    EXPECT_EQ(read.work[i].points(), speed.work[i].points());
+    EXPECT_EQ(read.work_16bit[i].points(), speed.work_16bit[i].points());
+  }
+  ASSERT_EQ(read.operators.size(), 1U);
+  EXPECT_EQ(read.operators.at("aten::gelu").points(), speed.operators.at("aten::gelu").points());
+  EXPECT_EQ(read.operator_s, speed.operator_s);
+  EXPECT_EQ(read.within_host, speed.within_host);
+  EXPECT_EQ(read.between_hosts, speed.between_hosts);
+  EXPECT_EQ(read.ranks_per_host, 8);
+  EXPECT_EQ(read.lost_to_communication, 0.25);
+
+  const std::string good = [&] {
+    std::ifstream stream(file);
+    return std::string(std::istreambuf_iterator<char>(stream), {});
+  }();
+  const auto refused = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    EXPECT_NE(text.find(from), std::string::npos) << from;
+    std::ofstream(file) << text.replace(text.find(from), from.size(), to);
+    const std::string error = error_of<std::invalid_argument>([&] { read_speed(file); });
+    expect_contains(error, file.string());
+    return error;
+  };
+  expect_contains(refused("\"operator_s\"", "\"operators\""), "'operator_s' is missing");
+  expect_contains(refused("\"version\"", "\"extra\": 1, \"version\""), "'extra' is not known");
+  expect_contains(refused("\"version\": 1", "\"version\": 9"), "9");
+  expect_contains(refused("\"latency_s\": 0.0", "\"latency_s\": -1"), "'within_host.latency_s' is -1");
+  expect_contains(refused("\"lost_to_communication\": 0.25", "\"lost_to_communication\": 2"), "0 to 1");
+  expect_contains(refused("1000000.0", "0"), "'work_16bit.matmul'");
+  refused("{", "");
+  expect_contains(error_of<std::invalid_argument>([&] { read_speed(folder.path() / "none.json"); }), "none.json");
+  EXPECT_DOUBLE_EQ(bytes_per_s_of_text("400Gbit"), 50e9);
+  EXPECT_DOUBLE_EQ(bytes_per_s_of_text("3e12"), 3e12);
+  EXPECT_DOUBLE_EQ(seconds_of_text("10us"), 10e-6);
+  expect_contains(error_of<std::invalid_argument>([] { bytes_per_s_of_text("400Gb"); }), "400Gb");
+  expect_contains(error_of<std::invalid_argument>([] { seconds_of_text("-1s"); }), "-1s");
+}
+
+RunRecord dry_gpt(int prefetch, int world, HybridSharding hybrid = {}) {
+  return dry_run(
+      [&](std::shared_ptr<Communicator> comm) {
+        return zero(
+            plan_tests::Gpt(), torch::optim::AdamWOptions(1e-3), std::move(comm),
+            {.stage = 3,
+             .fsdp = {.auto_wrap = wrap_modules<plan_tests::BlockImpl>(), .prefetch = prefetch, .hybrid = hybrid}});
+      },
+      [](auto& model) {
+        model.optimizer().zero_grad();
+        const auto tokens = torch::zeros({2, 24}, at::kLong);
+        torch::cross_entropy_loss(model(tokens), tokens.flatten()).backward();
+        model.step();
+      },
+      {.world_size = world});
+}
+
+// A real program's starts and waits: with prefetching gathers go on beside compute, without it none does.
+TEST(StepTime, OfARealStepFollowsItsPrefetching) {
+  MachineSpeed speed = plain();
+  speed.work[0] = SpeedCurve::of_speed(1e9);
+  speed.within_host = {1e-6, 1e8, 1e8};
+  const StepTime behind = predict_step(dry_gpt(0, 4), speed), ahead = predict_step(dry_gpt(1, 4), speed);
+  EXPECT_NEAR(behind.compute_s, ahead.compute_s, 1e-9);
+  EXPECT_NEAR(behind.communication_s, ahead.communication_s, 1e-9);
+  EXPECT_LT(ahead.total_s, behind.total_s - 1e-4);
+  EXPECT_GE(ahead.total_s, std::max(ahead.compute_s, 0.0));
+  EXPECT_LE(behind.total_s, behind.compute_s + behind.communication_s + 1e-9);
+
+  const RunRecord hybrid = dry_gpt(1, 4, {.ranks_per_copy = 2});
+  std::set<std::vector<int>> groups;
+  for (const RecordedCollective& collective : hybrid.collectives)
+    if (collective.members) groups.insert(*collective.members);
+  EXPECT_TRUE(groups.contains({0, 1}));
+  EXPECT_TRUE(groups.contains({0, 2}));
+  for (const RecordedCollective& collective : hybrid.collectives)
+    EXPECT_TRUE(collective.wait.has_value()) << collective.what;
+}
+
+}  // namespace
+}  // namespace tessera::step_time_test
