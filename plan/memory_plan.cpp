@@ -62,8 +62,7 @@ int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, con
 
 using Row = std::vector<std::string>;
 
-// The last column to the left, the others to the right; without those in which no row has anything but the first of
-// `plain`, or "-".
+// Without the columns in which every row has what is plain there (`plain`, by the column's name), or "-".
 std::string table_of(std::vector<Row> rows, const std::map<std::string, std::string>& plain) {
   for (size_t column = rows[0].size(); column-- > 0;) {
     const auto usual = plain.find(rows[0][column]);

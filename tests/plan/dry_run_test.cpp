@@ -120,6 +120,10 @@ void expect_as_said(const Case& each, const RunRecord& dry, const Said& said, co
   EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kGathered], said.memory.peak_gathered_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kBuckets], said.memory.peak_bucket_bytes) << where;
+  if (each.zero.fsdp.offload.params) {
+    EXPECT_EQ(dry.end[MemoryKind::kHost], said.memory.shard_bytes + said.memory.grad_bytes) << where;
+    return;
+  }
   EXPECT_EQ(dry.end[MemoryKind::kGradients], said.memory.grad_bytes) << where;
   if (each.model != "conv") {
     EXPECT_EQ(dry.end[MemoryKind::kParameters], said.memory.shard_bytes) << where;  // no buffers
@@ -154,6 +158,13 @@ std::vector<Case> cases() {
   add("FSDP, prefetch 0", "gpt", 2, fsdp({.prefetch = 0}));
   add("hybrid", "gpt", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
   add("hybrid", "mlp", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
+  const CpuOffload in_host_memory{.params = true, .grads = true};
+  add("FSDP, offload", "gpt", 2, fsdp({.offload = in_host_memory}));
+  add("FSDP, offload", "mlp", 3, fsdp({.offload = in_host_memory}));
+  add("FSDP, prefetch 2, linears", "gpt", 2, fsdp({.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .prefetch = 2}));
+  add("hybrid, bf16", "gpt", 4, fsdp({.mixed_precision = bf16.mixed_precision, .hybrid = {.ranks_per_copy = 2}}));
+  for (const int number : {1, 2})
+    add("OSS, offload", "gpt", 2, stage(number)).zero.oss.offload = {.params = true, .grads = true};
   // Ranks that are threads draw from one generator: whether a checkpointed part has drawn, and so keeps its state,
   // would be a race between them.
   add("FSDP", "checkpointed gpt", 1, fsdp({}));
