@@ -24,12 +24,12 @@ using StepClock = std::chrono::steady_clock;
 
 constexpr int kSteps = 8;
 
-struct Program {
+struct TimedTraining {
   const char* model;
   int stage;
 };
 
-constexpr Program kPrograms[] = {
+constexpr TimedTraining kTimedTrainings[] = {
     {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 3},
     {"gpt:layers=3,width=32,heads=2,vocab=64,sequence=16,batch=1", 0},
     {"gpt:layers=2,width=64,heads=2,vocab=300,sequence=32,batch=2", 2},
@@ -42,22 +42,22 @@ constexpr Program kPrograms[] = {
     {"gpt:layers=2,width=512,heads=8,vocab=3000,sequence=160,batch=4", 3},
     {"gpt:layers=8,width=256,heads=4,vocab=300,sequence=32,batch=1", 0},
 };
-constexpr size_t kQuickPrograms = 7;
+constexpr size_t kQuickTrainings = 7;
 
-auto make_training(const Program& program, const std::shared_ptr<Communicator>& comm) {
-  ZeroOptions options{.stage = program.stage};
+auto make_training(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm) {
+  ZeroOptions options{.stage = timed.stage};
   options.fsdp.auto_wrap = wrap_modules<DecoderBlockImpl>();
   const auto build = [&] {
     static std::mutex mutex;  // ranks that are threads share torch's generator
     const std::lock_guard lock(mutex);
-    return Decoder(decoder_of(program.model));
+    return Decoder(decoder_of(timed.model));
   };
-  return zero<AdamW>(program.stage == 3 ? deferred(build) : build(), torch::optim::AdamWOptions(1e-3), comm, options);
+  return zero<AdamW>(timed.stage == 3 ? deferred(build) : build(), torch::optim::AdamWOptions(1e-3), comm, options);
 }
 
 template <class Training>
-void train_once(const Program& program, Training& training) {
-  const DecoderOptions shape = decoder_of(program.model);
+void train_once(const TimedTraining& timed, Training& training) {
+  const DecoderOptions shape = decoder_of(timed.model);
   const at::Tensor tokens = at::zeros({shape.batch, shape.sequence}, at::kLong);
   training.optimizer().zero_grad();
   at::cross_entropy_loss(training(tokens), tokens.flatten()).backward();
@@ -71,14 +71,14 @@ double median_of(std::vector<double> values) {
 }
 
 // Of an unrecorded step, less its waits.
-double busy_seconds(const Program& program, const std::shared_ptr<Communicator>& comm) {
-  auto training = make_training(program, comm);
-  for (int i = 0; i < 2; ++i) train_once(program, training);
+double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm) {
+  auto training = make_training(timed, comm);
+  for (int i = 0; i < 2; ++i) train_once(timed, training);
   std::vector<double> seconds;
   for (int i = 0; i < 4 * kSteps; ++i) {
     const double waited_s = comm->traffic().wait_s;
     const auto begin = StepClock::now();
-    train_once(program, training);
+    train_once(timed, training);
     seconds.push_back(std::chrono::duration<double>(StepClock::now() - begin).count() -
                       (comm->traffic().wait_s - waited_s));
   }
@@ -109,16 +109,16 @@ std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples)
   return {static_cast<double>(steps[2].size()), total_s};
 }
 
-// Steps of a program: what an unrecorded one takes, and what a recorded one knows of it.
+// Steps of a training: what an unrecorded one takes, and what a recorded one knows of it.
 struct Explained {
   double busy_s, kernels_s, operators;
 };
 
 // The factor for kernels, which are a little slower while they are recorded, and the seconds of an operator beside its
-// kernel that explain all programs best, by relative errors: busy = factor * kernels + between * operators.
-std::pair<double, double> explain(const std::vector<Explained>& programs) {
+// kernel that explain all trainings best, by relative errors: busy = factor * kernels + between * operators.
+std::pair<double, double> explain(const std::vector<Explained>& trainings) {
   double kk = 0, ko = 0, oo = 0, k = 0, o = 0;
-  for (const auto& [busy_s, kernels_s, operators] : programs) {
+  for (const auto& [busy_s, kernels_s, operators] : trainings) {
     const double x = kernels_s / busy_s, y = operators / busy_s;
     kk += x * x, ko += x * y, oo += y * y, k += x, o += y;
   }
@@ -164,14 +164,15 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, 
 }  // namespace
 
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick) {
-  const auto programs = at::ArrayRef<Program>(kPrograms).slice(0, quick ? kQuickPrograms : std::size(kPrograms));
+  const auto trainings =
+      at::ArrayRef<TimedTraining>(kTimedTrainings).slice(0, quick ? kQuickTrainings : std::size(kTimedTrainings));
   Samples samples;
   std::vector<Explained> explained;
-  for (const Program& program : programs) {
-    const double busy_s = busy_seconds(program, comm);
+  for (const TimedTraining& timed : trainings) {
+    const double busy_s = busy_seconds(timed, comm);
     const RunRecord record =
-        record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(program, group); },
-                   [&](auto& training) { train_once(program, training); }, comm, kSteps);
+        record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(timed, group); },
+                   [&](auto& training) { train_once(timed, training); }, comm, kSteps);
     const auto [count, kernels_s] = add_kernels(record, samples);
     explained.push_back({busy_s, kernels_s, count});
   }

@@ -13,8 +13,8 @@ namespace tessera {
 namespace {
 
 // By Communicator::Collective::Kind.
-constexpr const char* kNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
-                                  "reduce",     "scatter",        "all-reduce", "all-to-all"};
+constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
+                                           "reduce",     "scatter",        "all-reduce", "all-to-all"};
 
 // Bytes [begin, begin + numel) of elements.
 char* at_element(const at::Tensor& tensor, int64_t element) {
@@ -78,7 +78,7 @@ Pending CountingCommunicator::start(Collective collective) {
   Recorder* recorder = Recorder::current();
   Pending pending;
   if (recorder != nullptr) {
-    RecordedCollective recorded{kNames[kind], what, size(), bytes};
+    RecordedCollective recorded{kOperationNames[kind], what, size(), bytes};
     recorded.members = members_;
     const size_t place = recorder->add_collective(std::move(recorded));
     pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));

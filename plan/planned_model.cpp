@@ -72,7 +72,7 @@ class PlannedDecoder : public PlannedModel {
 
 // ---- archives -----------------------------------------------------------------------------------
 
-bool is_number(const std::string& name) {
+bool is_position(const std::string& name) {
   return !name.empty() && std::all_of(name.begin(), name.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
@@ -83,7 +83,7 @@ std::vector<std::string> repeated_classes(ExportedModule& model) {
   for (const auto& item : model.named_modules("", /*include_self=*/false)) {
     const std::string& fqn = item.key();
     if (fqn.starts_with(within)) continue;
-    if (!is_number(fqn.substr(fqn.rfind('.') + 1)) || item.value()->parameters().empty()) continue;
+    if (!is_position(fqn.substr(fqn.rfind('.') + 1)) || item.value()->parameters().empty()) continue;
     ++counts[item.value()->name()];
     within = fqn + ".";
   }

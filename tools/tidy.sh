@@ -20,7 +20,7 @@ for entry in json.load(open(f"{build}/compile_commands.json")):
     if f"{library}/CMakeFiles/tessera_{library}.dir" not in entry["command"]:
         continue
     if not wanted or library in wanted:
-        files["files" if library in ("checkpoint", "exported") else "train"].append(entry["file"])
+        files["files" if library in ("checkpoint", "exported", "plan") else "train"].append(entry["file"])
     if entry["file"].endswith("/gloo_communicator.cpp"):
         words = shlex.split(entry["command"])
         flags = words[1:words.index("-o")]
