@@ -51,6 +51,10 @@ const FsdpOptions& checked(const FsdpOptions& options) {
   if (!options.offload.directory.empty() && !options.offload.params)
     throw std::invalid_argument("FsdpOptions::offload.directory is '" + options.offload.directory +
                                 "', but offload.params is false: shards that stay on the device cannot lie on a disk");
+  if (options.hybrid.ranks_per_secondary_copy > 0 && !options.reshard_after_forward)
+    throw std::invalid_argument("FsdpOptions::hybrid.ranks_per_secondary_copy is " +
+                                std::to_string(options.hybrid.ranks_per_secondary_copy) +
+                                ", but reshard_after_forward is false: backward gathers nothing, expected 0");
   check_least("prefetch", options.prefetch, 0);
   check_least("keep_recent", options.keep_recent, 1);
   return options;

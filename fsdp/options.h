@@ -42,6 +42,11 @@ struct HybridSharding {
   // and reduce-scatters stay within them; each rank's part of the gradients is then averaged
   // with its counterparts in the other copies. 0: all ranks share one copy.
   int ranks_per_copy = 0;
+  // How many ranks, consecutive ones, those of a host usually, keep what a forward that records for autograd has
+  // gathered, each a part of it, until backward is through with it (ZeRO++'s hpZ; FSDP2's reshard_after_forward = n).
+  // Backward, and further forwards under no_sync(), gather from these parts: among ranks that are near. Divides
+  // the ranks of a copy. Costs 1 / n of the model in the dtype that is gathered. 0: no such parts.
+  int ranks_per_secondary_copy = 0;
 };
 
 // In what form bytes travel between the ranks that share a copy of the model, for links that are slow: a quarter of

@@ -14,6 +14,18 @@ void ResidentUnits::begin_forward() {
   set_current({}, Page::GradMode::kNone);
   for (auto& unit : model_.units())
     if (unit->state() == Unit::State::kGathering || unit->state() == Unit::State::kFetching) release(*unit);
+  if (!accumulates_) drop_secondaries();
+}
+
+void ResidentUnits::expect_forward(bool accumulates) {
+  forward_is_new_ = true;
+  accumulates_ = accumulates;
+}
+
+// What all ranks do at the same point. Whether shards were written to is seen by each for itself, and a rank that has
+// nothing of a parameter may leave it out.
+void ResidentUnits::drop_secondaries() {
+  for (auto& unit : model_.units()) unit->drop_secondary();
 }
 
 // The first is expected to use units in forward's order, reversed.
@@ -25,7 +37,10 @@ void ResidentUnits::begin_backward() {
 
 void ResidentUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward) {
   PrefetchOrder& order = backward ? backward_order_ : forward_order_;
-  if (!backward && std::exchange(forward_is_new_, false)) order.begin_pass();
+  if (!backward && std::exchange(forward_is_new_, false)) {
+    order.begin_pass();
+    if (!accumulates_) drop_secondaries();
+  }
   for (Unit* unit : needed)
     if (unit->is_stale() && unit->state() != Unit::State::kSharded && !unit->is_pinned()) release(*unit);
   evict_for(needed);
@@ -35,6 +50,7 @@ void ResidentUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, b
     unit->use_here();
   }
   for (Unit* unit : needed) {
+    if (!backward && mode == Page::GradMode::kRecording) unit->keep_secondary();
     recent_.push_back(unit);
     order.used(unit->index());
   }
@@ -67,6 +83,7 @@ void ResidentUnits::release(Unit& unit) {
 }
 
 void ResidentUnits::release_all() {
+  if (!accumulates_) drop_secondaries();
   for (auto& unit : model_.units()) {
     release(*unit);
     unit->set_current(Page::GradMode::kNone);

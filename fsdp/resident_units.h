@@ -26,8 +26,8 @@ class ResidentUnits {
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void release(Unit& unit);
   void release_all();
-  // The next use that is no backward's begins another forward.
-  void expect_forward() { forward_is_new_ = true; }
+  // The next use that is no backward's begins another forward, `accumulates`: with the shards as they are.
+  void expect_forward(bool accumulates);
 
   // For the trace: the units of the last use() compute until now.
   void computing_ends();
@@ -35,6 +35,7 @@ class ResidentUnits {
   void describe(std::ostream& text) const;
 
  private:
+  void drop_secondaries();
   void evict_for(const std::vector<Unit*>& needed);
   void prefetch(const PrefetchOrder& order);
   void set_current(std::vector<Unit*> units, Page::GradMode mode);
@@ -44,6 +45,7 @@ class ResidentUnits {
   PrefetchOrder forward_order_;
   PrefetchOrder backward_order_;
   bool forward_is_new_ = true;  // no unit was used since the last backward
+  bool accumulates_ = false;    // nor will anybody have written to shards
   std::vector<Unit*> recent_;   // units that were used and are resident, the latest last
   std::vector<Unit*> current_;  // of the last operator that came here
   std::string computing_;       // their names, while they are being traced

@@ -79,7 +79,11 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
                            ": gradients of sharded parameters cannot be differentiated again");
   Quiet quiet;
   enter();
-  if (gradients_.add(parameter, gradient, sync())) resident_.release(gradients_.unit_of(parameter));
+  if (gradients_.add(parameter, gradient, sync())) {
+    Unit& unit = gradients_.unit_of(parameter);
+    if (sync()) unit.drop_secondary();  // an optimizer's step comes next
+    resident_.release(unit);
+  }
   return {};  // nothing is left for the module's own parameter
 }
 
@@ -109,7 +113,7 @@ void Scheduler::begin() {
 
 void Scheduler::end() {
   resident_.computing_ends();
-  resident_.expect_forward();
+  resident_.expect_forward(/*accumulates=*/!sync());
   sync() ? gradients_.finish() : gradients_.end_without_reducing();
   release_all();
   std::fill(awaits_write_.begin(), awaits_write_.end(), true);
@@ -118,7 +122,7 @@ void Scheduler::end() {
 }
 
 void Scheduler::abandon() {
-  resident_.expect_forward();
+  resident_.expect_forward(/*accumulates=*/false);
   gradients_.abandon();
   release_all();
 }

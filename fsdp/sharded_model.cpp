@@ -17,7 +17,10 @@ namespace {
 
 // The groups are made before the plan is known, and differ where the ranks do not agree on them.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
-  require_agreement(*comm, "FsdpOptions::hybrid", {"ranks_per_copy=" + std::to_string(options.hybrid.ranks_per_copy)});
+  const HybridSharding& hybrid = options.hybrid;
+  require_agreement(*comm, "FsdpOptions::hybrid",
+                    {"ranks_per_copy=" + std::to_string(hybrid.ranks_per_copy) +
+                     " ranks_per_secondary_copy=" + std::to_string(hybrid.ranks_per_secondary_copy)});
   return comm;
 }
 
@@ -28,12 +31,14 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
 ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options,
                            Pager* pager)
     : options_(checked(options)),
-      mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy)),
+      mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
+                      options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
       // By the group that gathers into it. It outlives the buffers.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
+      secondary_(mesh_.world->device(), MemoryKind::kSecondary),
       offload_(options.offload, *mesh_.world) {
   Quiet quiet;
   const MixedPrecision& precision = options_.mixed_precision;
@@ -72,7 +77,8 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
     own_options.shard_memory = offload_.shards(plan[index].name);
     own_options.page_id = static_cast<int>(index);
     units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *mesh_.shard, own_options, gathered_,
-                                           log_, options_.sync_module_states, offload_.source());
+                                           log_, options_.sync_module_states, offload_.source(),
+                                           SecondaryCopy{mesh_.secondary.get(), &secondary_});
     plan[index].parameters.clear();
   };
   std::vector<std::vector<at::Tensor>> deferred;
@@ -166,8 +172,10 @@ MemoryReport ShardedModel::memory() const {
   }
   report.gathered_bytes = gathered_.lent_bytes();
   report.peak_gathered_bytes = gathered_.peak_lent_bytes();
+  report.secondary_bytes = secondary_.lent_bytes();
+  report.peak_secondary_bytes = secondary_.peak_lent_bytes();
   offload_.report(report);
-  report.device_bytes = report.gathered_bytes + report.staging_bytes +
+  report.device_bytes = report.gathered_bytes + report.secondary_bytes + report.staging_bytes +
                         (options_.offload.params ? 0 : report.shard_bytes) +
                         (options_.offload.grads ? 0 : report.grad_bytes);
   return report;
@@ -197,12 +205,14 @@ std::vector<Unit*> ShardedModel::units_named(const std::vector<std::string>& nam
 
 void ShardedModel::reset_peak_memory() {
   gathered_.reset_peak();
+  secondary_.reset_peak();
   offload_.staging().reset_peak();
 }
 
 void ShardedModel::describe(std::ostream& text) const {
   text << units_.size() << " units over " << mesh_.shard->size() << " ranks";
   if (mesh_.replicas) text << ", " << mesh_.copies() << " copies";
+  if (mesh_.secondary) text << ", gathered again from " << mesh_.secondary->size();
   text << "\n";
   for (const auto& unit : units_) {
     for (const auto& group : unit->groups()) {

@@ -57,6 +57,7 @@ class ShardedModel {
   const Mesh mesh_;
   const std::shared_ptr<torch::nn::Module> module_;
   CountedBuffers gathered_;
+  CountedBuffers secondary_;
   OffloadedMemory offload_;
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;

@@ -25,14 +25,15 @@ std::string traits_of(const PlannedParameter& parameter) {
 }  // namespace
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-           CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source)
+           CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source, SecondaryCopy secondary)
     : index_(index),
       name_(label_of(plan)),
       plan_name_(plan.name),
       comm_(comm),
       memory_(buffers),
       log_(log),
-      source_(source) {
+      source_(source),
+      secondary_(secondary) {
   at::NoGradGuard no_grad;
   auto parts = split_into_flat_parameters(plan);
   for (auto& parameters : parts) {
@@ -112,7 +113,7 @@ int64_t Unit::trainable_count() const {
 }
 
 void Unit::read_ahead() {
-  if (state_ != State::kSharded || source_.engine == nullptr) return;
+  if (state_ != State::kSharded || source_.engine == nullptr || has_secondary()) return;
   for (auto& group : groups_)
     if (DiskPager* disk = DiskPager::of(group->flat.shard()); disk != nullptr && !group->flat.has_low_precision_copy())
       disk->read_ahead(group->flat.shard());
@@ -121,7 +122,7 @@ void Unit::read_ahead() {
 // A copy needs a buffer of the shard only, 1/N of what a gather does, so that one more of them is on its
 // way than gathers are. A rank alone has its shard copied to where it is used.
 void Unit::start_fetch() {
-  if (state_ != State::kSharded || source_.engine == nullptr) return;
+  if (state_ != State::kSharded || source_.engine == nullptr || has_secondary()) return;
   const bool is_alone = comm_.size() == 1;
   for (auto& group : groups_) {
     FlatParameter& flat = group->flat;
@@ -151,8 +152,10 @@ void Unit::return_staging() {
 void Unit::start_gather() {
   start_fetch();
   if (state_ != State::kSharded && state_ != State::kFetching) return;
+  if (state_ == State::kSharded && has_secondary()) return gather_secondary();
   for (size_t i = 0; i < groups_.size(); ++i) {
     PagedFlatParameter& group = *groups_[i];
+    group.secondary.reset();
     if (buffers_.size() == i)
       buffers_.push_back(memory_.take(group.flat.layout().full_numel(), group.flat.gather_dtype()));
     log_.add("all-gather", group.flat.name(), buffers_[i].numel());
@@ -187,6 +190,7 @@ void Unit::release() {
   finish_gather();
   if (state_ == State::kSharded) return;
   uses_.join();  // the buffers go
+  cut_secondary();
   // What a copy that was never waited for has to say is of no interest.
   for (auto& group : groups_) {
     group->fetching = Copy();
@@ -198,6 +202,42 @@ void Unit::release() {
     if (group->page->is_lent()) group->page->take_back();
   buffers_.clear();
   state_ = State::kSharded;
+}
+
+// ---- secondary copies ---------------------------------------------------------------------------
+
+// All groups of a unit are gathered, released and, by an optimizer, written to together.
+bool Unit::has_secondary() const {
+  return secondary_.comm != nullptr && !groups_.empty() && groups_[0]->secondary.defined() && !is_stale();
+}
+
+// The pages remain as stale, or not, as they were when the parts were cut.
+void Unit::gather_secondary() {
+  for (auto& group : groups_) {
+    buffers_.push_back(memory_.take(group->flat.layout().full_numel(), group->flat.gather_dtype()));
+    log_.add("all-gather from secondary shards", group->flat.name(), buffers_.back().numel());
+    group->gathering = secondary_.comm->all_gather(buffers_.back(), group->secondary, {}, group->flat.name());
+  }
+  state_ = State::kGathering;
+}
+
+// What came from such parts is cut from no more: it would be the same.
+void Unit::cut_secondary() {
+  if (!keeps_secondary_ || state_ != State::kResident || has_secondary() || is_stale()) return;
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    const int64_t part_numel = buffers_[i].numel() / secondary_.comm->size();
+    groups_[i]->secondary = secondary_.memory->take(part_numel, buffers_[i].scalar_type());
+    groups_[i]->secondary.copy_(buffers_[i].narrow(0, secondary_.comm->rank() * part_numel, part_numel));
+  }
+}
+
+void Unit::drop_secondary() {
+  keeps_secondary_ = false;
+  for (auto& group : groups_) {
+    if (group->secondary.defined()) group->gathering.wait();  // it may be on its way to the others
+    group->secondary.reset();
+  }
 }
 
 void Unit::wait_for_reads() {

@@ -29,12 +29,21 @@ struct PagedFlatParameter {
   DiskPager::Hold held;  // of a shard on the disk, while it is copied
   Pending gathering;
   at::Tensor wire;  // what is gathered of a flat parameter that travels in blocks; undefined else
+  // This rank's part of what was gathered last, for the ranks of a secondary copy. It is what the shards are unless
+  // `page` is stale.
+  at::Tensor secondary;
 };
 
 // Where a unit's shards come from when they lie in host memory.
 struct ShardSource {
   CopyEngine* engine = nullptr;  // null: shards are on the device
   CountedBuffers* staging = nullptr;
+};
+
+// Who keeps what forward has gathered, and in what memory (see HybridSharding::ranks_per_secondary_copy).
+struct SecondaryCopy {
+  Communicator* comm = nullptr;  // null: nobody does
+  CountedBuffers* memory = nullptr;
 };
 
 // What is gathered, used and released together: the parameters of one wrapped module.
@@ -53,7 +62,8 @@ class Unit {
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-       CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source = {});
+       CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source = {},
+       SecondaryCopy secondary = {});
   ~Unit();
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
@@ -76,6 +86,10 @@ class Unit {
   void finish_gather();             // kGathering -> kResident; waits
   void use_here() { uses_.use(); }  // of a resident one: the current stream waits for the gather, too
   void release();                   // any -> kSharded; waits for a copy or gather under way. Not for a pinned unit.
+
+  // From now on a part of what is gathered is kept for the secondary copy when the unit is released.
+  void keep_secondary() { keeps_secondary_ = secondary_.comm != nullptr; }
+  void drop_secondary();  // nothing is kept, and what was goes
 
   // Before shards in host memory are written to: waits until no copy reads them any more.
   void wait_for_reads();
@@ -105,6 +119,9 @@ class Unit {
 
  private:
   void return_staging();
+  bool has_secondary() const;
+  void gather_secondary();
+  void cut_secondary();
   void bring_home(PagedFlatParameter& group, size_t parameter);
   void point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype);
   static Page& page_in_use(const PagedFlatParameter& group) {
@@ -118,6 +135,8 @@ class Unit {
   CountedBuffers& memory_;
   OrderLog& log_;
   const ShardSource source_;
+  const SecondaryCopy secondary_;
+  bool keeps_secondary_ = false;
   bool is_whole_ = false;  // a world of one, nothing cast, on the device
   State state_ = State::kSharded;
   bool is_pinned_ = false;

@@ -10,6 +10,7 @@ enum class MemoryKind : uint8_t {
   kUnknown,      // nobody has said
   kParameters,   // this rank's shards; whole parameters, and buffers, where those are not sharded
   kGathered,     // full parameters of units in use
+  kSecondary,    // parts of those that are kept for backward, in hybrid sharding
   kBuckets,      // gradients on their way to the ranks that get them
   kGradients,    // reduced ones
   kOptimizer,    // what an optimizer keeps from step to step
@@ -20,7 +21,7 @@ enum class MemoryKind : uint8_t {
   kTransport,    // of a communicator's own, while it moves data
   kScratch,      // taken and given back inside one operator
 };
-inline constexpr size_t kMemoryKinds = 12;
+inline constexpr size_t kMemoryKinds = 13;
 
 // "gathered"; of a static string.
 std::string_view name_of(MemoryKind kind);

@@ -28,7 +28,8 @@ bool fits(const PlannedTraining& plan, int64_t memory_bytes) {
 auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
-                         (choice.ranks_per_copy != usual.ranks_per_copy ? 1 : 0);
+                         (choice.ranks_per_copy != usual.ranks_per_copy ? 1 : 0) +
+                         (choice.ranks_per_secondary_copy != usual.ranks_per_secondary_copy ? 1 : 0);
   return std::tuple(choice.offload, plan.time ? plan.time->total_s : 0, choice.checkpointed, plan.between_bytes,
                     plan.collective_bytes, departures, plan.peak.tensors());
 }
@@ -47,16 +48,19 @@ BytesByKind peak_on_device(const RunRecord& record, bool offload) {
 }
 
 // All but what stays among the ranks of a host: with one copy of the model in each host, or several, its gathers and
-// reductions.
+// reductions; and what is gathered from a secondary copy.
 int64_t between_hosts(const RunRecord& record, const TrainingChoice& choice, const Machines& machines) {
   if (machines.ranks <= machines.ranks_per_host) return 0;
   const int copy = choice.stage == 3 ? choice.ranks_per_copy : 0;
-  const bool stays = copy > 0 && machines.ranks_per_host % copy == 0;
+  const int secondary = choice.stage == 3 ? choice.ranks_per_secondary_copy : 0;
+  const auto within = [&](int ranks) { return ranks > 0 && machines.ranks_per_host % ranks == 0; };
+  const auto stays = [&](const RecordedCollective& each) {
+    if (within(secondary) && each.ranks == secondary && each.operation == "all-gather") return true;
+    return within(copy) && each.ranks == copy && (each.operation == "all-gather" || each.operation == "reduce-scatter");
+  };
   int64_t bytes = 0;
   for (const RecordedCollective& each : record.collectives)
-    if (each.step == 2 &&
-        !(stays && each.ranks == copy && (each.operation == "all-gather" || each.operation == "reduce-scatter")))
-      bytes += each.bytes;
+    if (each.step == 2 && !stays(each)) bytes += each.bytes;
   return bytes;
 }
 
@@ -96,9 +100,11 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
              choice.checkpointed ? "yes" : "no",
              of_fsdp(unit_names.at(choice.units)),
              of_fsdp(choice.ranks_per_copy == 0 ? "all" : std::to_string(choice.ranks_per_copy)),
+             of_fsdp(choice.ranks_per_secondary_copy == 0 ? "none" : std::to_string(choice.ranks_per_secondary_copy)),
              of_fsdp(std::to_string(choice.prefetch)),
              choice.offload ? "yes" : "no"};
-  for (const MemoryKind kind : kColumns) row.push_back(text_of(plan.peak[kind]));
+  for (const MemoryKind kind : kColumns)
+    row.push_back(text_of(plan.peak[kind] + (kind == MemoryKind::kGathered ? plan.peak[MemoryKind::kSecondary] : 0)));
   for (const int64_t bytes : {plan.peak.tensors(), plan.host_bytes, plan.collective_bytes, plan.between_bytes})
     row.push_back(text_of(bytes));
   const auto number = [](double value, int digits) {
@@ -165,7 +171,8 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
     return text.str();
   };
   const int best = recommended(plans, machines.memory_bytes);
-  std::vector<Row> rows = {{"stage", "reshard", "dtype", "recompute", "units", "a copy", "prefetch", "offload"}};
+  std::vector<Row> rows = {
+      {"stage", "reshard", "dtype", "recompute", "units", "a copy", "secondary", "prefetch", "offload"}};
   for (const MemoryKind kind : kColumns) rows[0].emplace_back(name_of(kind));
   rows[0].insert(rows[0].end(),
                  {"peak", "host", "exchanged", "between hosts", "step ms", "exposed ms", "tokens/s", "fits"});
@@ -181,16 +188,10 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
     if (!plan.why_not.empty())
       notes = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
   }
-  const std::map<std::string, std::string> plain = {{"units", "layers"},
-                                                    {"a copy", "all"},
-                                                    {"prefetch", "1"},
-                                                    {"offload", "no"},
-                                                    {"staging", text_of(0)},
-                                                    {"host", text_of(0)},
-                                                    {"between hosts", text_of(0)},
-                                                    {"step ms", "-"},
-                                                    {"exposed ms", "-"},
-                                                    {"tokens/s", "-"}};
+  const std::map<std::string, std::string> plain = {
+      {"units", "layers"}, {"a copy", "all"},       {"secondary", "none"}, {"prefetch", "1"},
+      {"offload", "no"},   {"staging", text_of(0)}, {"host", text_of(0)},  {"between hosts", text_of(0)},
+      {"step ms", "-"},    {"exposed ms", "-"},     {"tokens/s", "-"}};
   return std::string(is_large ? "GiB" : "MiB") + " at the peak of a step on each of " + std::to_string(machines.ranks) +
          " ranks, of " + text_of(machines.memory_bytes) + "\n\n" + table_of(std::move(rows), plain) + notes + "\n" +
          (best >= 0 ? plans[static_cast<size_t>(best)].options

@@ -16,15 +16,28 @@ std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machi
   add([](TrainingChoice& other) { other.checkpointed = !other.checkpointed; });
   if (choice.stage > 0) add([](TrainingChoice& other) { other.offload = !other.offload; });
   if (choice.stage < 3) return all;
-  add([](TrainingChoice& other) { other.reshard_after_forward = !other.reshard_after_forward; });
+  add([](TrainingChoice& other) {
+    other.reshard_after_forward = !other.reshard_after_forward;
+    other.ranks_per_secondary_copy = 0;
+  });
   add([](TrainingChoice& other) { other.bf16 = !other.bf16; });
   for (const UnitChoice units : {UnitChoice::kLayers, UnitChoice::kLinears, UnitChoice::kWhole})
     add([&](TrainingChoice& other) { other.units = units; });
   for (const int prefetch : {0, 1, 2}) add([&](TrainingChoice& other) { other.prefetch = prefetch; });
-  add([](TrainingChoice& other) { other.ranks_per_copy = 0; });
+  const auto of_copy = [&](int ranks) {
+    add([&](TrainingChoice& other) {
+      other.ranks_per_copy = ranks;
+      other.ranks_per_secondary_copy = 0;
+    });
+  };
+  of_copy(0);
   for (int ranks = machines.ranks_per_host; ranks > 1; ranks /= 2)
-    if (machines.ranks_per_host % ranks == 0 && machines.ranks % ranks == 0 && ranks < machines.ranks)
-      add([&](TrainingChoice& other) { other.ranks_per_copy = ranks; });
+    if (machines.ranks_per_host % ranks == 0 && machines.ranks % ranks == 0 && ranks < machines.ranks) of_copy(ranks);
+  // Within a host, of a copy that reaches across hosts.
+  if (choice.reshard_after_forward && choice.ranks_per_copy == 0 && machines.ranks_per_host > 1 &&
+      machines.ranks_per_host < machines.ranks && machines.ranks % machines.ranks_per_host == 0)
+    for (const int ranks : {0, machines.ranks_per_host})
+      add([&](TrainingChoice& other) { other.ranks_per_secondary_copy = ranks; });
   return all;
 }
 

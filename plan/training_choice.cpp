@@ -23,7 +23,7 @@ ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units) {
   options.fsdp.auto_wrap = std::move(units);
   options.fsdp.reshard_after_forward = choice.reshard_after_forward;
   options.fsdp.prefetch = choice.prefetch;
-  options.fsdp.hybrid.ranks_per_copy = choice.ranks_per_copy;
+  options.fsdp.hybrid = {choice.ranks_per_copy, choice.ranks_per_secondary_copy};
   if (choice.offload) options.fsdp.offload = {.params = true, .grads = true};
   if (choice.bf16) {
     options.fsdp.mixed_precision.param_dtype = at::kBFloat16;
@@ -43,7 +43,12 @@ std::string options_text(const TrainingChoice& choice, const std::string& units)
     if (choice.bf16) add(".mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}");
     if (choice.offload) add(".offload = {.params = true, .grads = true}");
     if (choice.prefetch != 1) add(".prefetch = " + std::to_string(choice.prefetch));
-    if (choice.ranks_per_copy != 0) add(".hybrid = {.ranks_per_copy = " + std::to_string(choice.ranks_per_copy) + "}");
+    std::string hybrid;
+    if (choice.ranks_per_copy != 0) hybrid = ".ranks_per_copy = " + std::to_string(choice.ranks_per_copy);
+    if (choice.ranks_per_secondary_copy != 0)
+      hybrid += (hybrid.empty() ? "" : ", ") +
+                (".ranks_per_secondary_copy = " + std::to_string(choice.ranks_per_secondary_copy));
+    if (!hybrid.empty()) add(".hybrid = {" + hybrid + "}");
     if (!fsdp.empty()) text += ", .fsdp = {" + fsdp + "}";
   }
   text += "}";

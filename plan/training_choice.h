@@ -22,6 +22,7 @@ struct TrainingChoice {
   bool checkpointed = false;               // each layer is computed again in backward
   UnitChoice units = UnitChoice::kLayers;  // stage 3
   int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
+  int ranks_per_secondary_copy = 0;        // stage 3 with reshard_after_forward: HybridSharding; 0: none
   int prefetch = 1;                        // stage 3
   bool offload = false;                    // stages 1 to 3: gradients, state and, in 3, shards in host memory
   bool operator==(const TrainingChoice&) const = default;

@@ -364,6 +364,9 @@ std::vector<Setup> fsdp_setups() {
        {.auto_wrap = linears, .reshard_after_forward = false, .offload = {.params = true, .grads = true}}, worlds);
   more("fsdp_offload_params", {.auto_wrap = linears, .offload = {.params = true}}, worlds);
   more("fsdp_reduce_dtype", {.auto_wrap = linears, .mixed_precision = {.reduce_dtype = at::kDouble}}, worlds);
+  more("fsdp_secondary", {.auto_wrap = linears, .hybrid = {.ranks_per_secondary_copy = 2}}, {4});
+  more("fsdp_secondary_copies", {.auto_wrap = linears, .hybrid = {.ranks_per_copy = 2, .ranks_per_secondary_copy = 1}},
+       {4});
   more("fsdp_hybrid_keep", {.auto_wrap = linears, .reshard_after_forward = false, .hybrid = {.ranks_per_copy = 2}},
        {4});
   return setups;

@@ -119,6 +119,7 @@ void expect_as_said(const Case& each, const RunRecord& dry, const Said& said, co
   if (each.zero.stage != 3) return;
   EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kGathered], said.memory.peak_gathered_bytes) << where;
+  EXPECT_EQ(dry.most[MemoryKind::kSecondary], said.memory.peak_secondary_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kBuckets], said.memory.peak_bucket_bytes) << where;
   if (each.zero.fsdp.offload.params) {
     EXPECT_EQ(dry.end[MemoryKind::kHost], said.memory.shard_bytes + said.memory.grad_bytes) << where;
@@ -158,6 +159,7 @@ std::vector<Case> cases() {
   add("FSDP, prefetch 0", "gpt", 2, fsdp({.prefetch = 0}));
   add("hybrid", "gpt", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
   add("hybrid", "mlp", 4, fsdp({.hybrid = {.ranks_per_copy = 2}}));
+  add("secondary copies", "gpt", 4, fsdp({.hybrid = {.ranks_per_secondary_copy = 2}}));
   const CpuOffload in_host_memory{.params = true, .grads = true};
   add("FSDP, offload", "gpt", 2, fsdp({.offload = in_host_memory}));
   add("FSDP, offload", "mlp", 3, fsdp({.offload = in_host_memory}));

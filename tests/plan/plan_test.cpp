@@ -305,6 +305,25 @@ TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
   EXPECT_EQ(best_of(8, 1e12).choice.stage, 0);
 }
 
+// Where a copy in each host does not fit, backward at least gathers within one.
+TEST(PlanSearch, FindsSecondaryCopies) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=24,width=128,heads=2,vocab=100,sequence=8"));
+  const auto planned = [&](const TrainingChoice& choice) { return plan_training(*model, choice, {16, 4}); };
+  const PlannedTraining whole = planned({.stage = 3}), copies = planned({.stage = 3, .ranks_per_copy = 4}),
+                        near = planned({.stage = 3, .ranks_per_secondary_copy = 4});
+  EXPECT_LT(near.between_bytes, whole.between_bytes);
+  EXPECT_GT(near.between_bytes, copies.between_bytes);
+  EXPECT_GT(near.peak.tensors(), whole.peak.tensors());
+  EXPECT_LT(near.peak.tensors(), copies.peak.tensors());
+  expect_contains(near.options, ".hybrid = {.ranks_per_secondary_copy = 4}");
+  const auto room = static_cast<int64_t>(1.01 * static_cast<double>(whole.peak.tensors()) / kUsable);
+  const auto tried = search_plans(*model, {16, 4, room});
+  const auto found =
+      std::ranges::find_if(tried, [](const auto& plan) { return plan.choice.ranks_per_secondary_copy == 4; });
+  ASSERT_NE(found, tried.end());
+  expect_contains(plan_text({*found}, {16, 4, room}), "secondary");
+}
+
 // Offload to host memory, without touching it.
 TEST(PlanSearch, OffloadTakesNoMemory) {
   const auto model = planned_decoder(decoder_of("gpt:layers=2,width=8192,heads=64,vocab=1000,sequence=64"));

@@ -39,6 +39,7 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
                            {"checkpointed", plan.choice.checkpointed},
                            {"units", units.at(plan.choice.units)},
                            {"ranks_per_copy", plan.choice.ranks_per_copy},
+                           {"ranks_per_secondary_copy", plan.choice.ranks_per_secondary_copy},
                            {"prefetch", plan.choice.prefetch},
                            {"offload", plan.choice.offload},
                            {"peak_bytes", plan.peak.tensors()},
