@@ -1,4 +1,5 @@
-// Parts of what forward gathered, kept for backward by fewer ranks: the same bits as without, and less that travels far.
+// Parts of what forward gathered, kept for backward by fewer ranks: the same bits as without, and less that travels
+// far.
 #include "tests/fsdp/linear_chain.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -14,7 +15,8 @@ FsdpOptions with_secondary(int ranks, int ranks_per_copy = 0) {
 }
 
 // Steps with an evaluation and two accumulated batches each; parameters written to where a user may.
-torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, const FsdpOptions& options, unsigned kind) {
+torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> comm, const FsdpOptions& options,
+                                                  unsigned kind) {
   FullyShardedDataParallel fsdp(seeded(7, [&] { return RandomNet(kind); }), comm, options);
   torch::optim::SGD optimizer(fsdp.parameters(), 0.05);
   auto loss = [&](int seed) { return fsdp(input(comm->rank() + seed, kWidth)).square().mean(); };
