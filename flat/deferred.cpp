@@ -287,6 +287,11 @@ const ReadElements* reader_of(const at::Tensor& tensor) {
   return source == nullptr ? nullptr : &source->read;
 }
 
+at::Device device_of_values(const at::Tensor& tensor) {
+  const Source* source = source_of(tensor);
+  return source != nullptr ? source->device : is_deferred(tensor) ? at::Device(at::kCPU) : tensor.device();
+}
+
 void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
                      const std::function<void(size_t, const std::vector<at::Tensor>&)>& ready) {
   struct Wanted {

@@ -75,6 +75,9 @@ at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<in
 // How such a tensor is read; null for any other.
 const ReadElements* reader_of(const at::Tensor& tensor);
 
+// Where a tensor's values are or, of a deferred one, will be: what is computed by constructors, on the CPU.
+at::Device device_of_values(const at::Tensor& tensor);
+
 // Computes the values of deferred tensors, in the order in which the constructors did. `groups` says which are wanted
 // together; ready(group, values) is called once for each group, as soon as its values are final, with tensors of the
 // given ones' shapes and strides, on the device that the constructor named. Memory is freed as soon as neither the rest

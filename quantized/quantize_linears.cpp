@@ -62,7 +62,8 @@ std::string problem_of(const LinearWeight& weight, int places) {
   const at::Tensor& tensor = *weight.used;
   if (quantized(weight)) return "is quantized already";
   if (is_paged(tensor)) return "is sharded already: quantize before wrapping";
-  if (is_deferred(tensor)) return "is deferred: call materialize() on the module first";
+  if (is_deferred(tensor) && reader_of(tensor) == nullptr && !is_deferring())
+    return "is deferred: quantize inside deferred(), or call materialize() on the module first";
   if (places != 1)
     return "is tied, registered under " + std::to_string(places) + " names: leave it out (QuantizeOptions::which)";
   if (!at::isFloatingType(tensor.scalar_type()) || tensor.dim() != 2)

@@ -33,15 +33,19 @@ struct QuantizeOptions {
 //
 // Parameters are then "<layer>.weight", [encoded_bytes()] uint8, frozen; "<layer>.lora_a", [rank, in], and
 // "<layer>.lora_b", [out, rank], of the weight's dtype. They are sharded, gathered and saved as any other, the first in
-// its bytes. Before wrapping, on the device where it trains, with the values there, once. Adapters begin at 0: ranks
-// need the same seed only without sync_module_states.
+// its bytes. Before wrapping, on the device where it trains, once. Adapters begin at 0: ranks need the same seed only
+// without sync_module_states.
+//
+// In deferred(), after the model has been built, nothing is read, computed or allocated until the model is wrapped, and
+// then a weight at a time. Weights that each rank reads for itself (load_exported()) may be quantized after deferred(),
+// too; a rank reads all of those of which it keeps a part.
 //
 // A layer that is decoded in forward is decoded again in backward; nothing of it is kept in between. Convert the model
 // (to()) before: bytes that were converted are refused when they are used. clone() of a layer is not supported.
 //
 // Not collective. Throws std::invalid_argument, with nothing changed, for a model with none of these layers, and one by
-// name that is tied, paged, deferred, not of floating-point type or quantized already; for options that cannot be
-// meant.
+// name that is tied, paged, not of floating-point type or quantized already, or was written down by a deferred() that
+// has ended; for options that cannot be meant.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
 // Computes with weights that have the adapters in them, decoded and kept for it, in evaluation; a module that trains

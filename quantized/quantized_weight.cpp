@@ -13,6 +13,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/flat/deferred.h"
+
 namespace tessera {
 namespace {
 
@@ -51,10 +53,15 @@ QuantizedWeight::QuantizedWeight(torch::nn::Module& owner, const std::string& na
       dtype_(owner.named_parameters(/*recurse=*/false)[name].scalar_type()),
       bytes_(owner.named_parameters(/*recurse=*/false)[name]) {
   at::NoGradGuard no_grad;
-  const at::TensorOptions options = bytes_.options().requires_grad(false);
+  // Not the deferred one's own device, which is meta.
+  const auto options = at::TensorOptions().dtype(dtype_).device(device_of_values(bytes_));
   bytes_.set_requires_grad(false);
   bytes_.mutable_grad().reset();
-  if (format_ != WeightFormat::kFull) bytes_.set_data(encoded(format_, bytes_));
+  if (format_ != WeightFormat::kFull) {
+    const at::Tensor bytes = is_deferred(bytes_) ? encoded_later(format_, bytes_) : encoded(format_, bytes_);
+    const OrdinaryScope ordinary;  // set_data() asks an operator whether it may
+    bytes_.set_data(bytes);
+  }
   if (lora_.rank > 0) {
     at::Tensor a = at::empty({lora_.rank, sizes_[1]}, options);
     torch::nn::init::kaiming_uniform_(a, std::sqrt(5));
@@ -69,7 +76,8 @@ std::shared_ptr<QuantizedWeight> QuantizedWeight::make(torch::nn::Module& owner,
 }
 
 at::Tensor QuantizedWeight::handle() {
-  return stand_in_view(shared_from_this(), fqn_, bytes_.device(), dtype_, sizes_);
+  const OrdinaryScope ordinary;
+  return stand_in_view(shared_from_this(), fqn_, device_of_values(bytes_), dtype_, sizes_);
 }
 
 at::Tensor QuantizedWeight::base(at::ScalarType dtype) const {

@@ -1,19 +1,25 @@
 #include "tessera/quantized/weight_format.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <torch/library.h>
 
 #include <array>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 
+#include "tessera/flat/deferred.h"
 #include "tessera/flat/int8_blocks.h"
 #include "tessera/optim/adamw_8bit.h"
 
@@ -164,6 +170,40 @@ at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   const at::Tensor places = nearest(scaled_rows(rows, scales), normal_floats(values.device())).view({-1, 2});
   layout.codes(bytes).copy_(places.select(1, 0).bitwise_left_shift(4).bitwise_or_(places.select(1, 1)));
   return bytes;
+}
+
+// One operator, which deferred() writes down and does with the values.
+static at::Tensor encode_weight(const at::Tensor& weight, int64_t format) {
+  const auto as = static_cast<WeightFormat>(format);
+  if (weight.is_meta()) return at::empty({encoded_bytes(as, weight.numel())}, weight.options().dtype(at::kByte));
+  return encoded(as, weight);
+}
+
+TORCH_LIBRARY_FRAGMENT(tessera, library) {
+  library.def("encode_weight(Tensor weight, int format) -> Tensor",
+              torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(encode_weight)));
+}
+
+at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight) {
+  at::NoGradGuard no_grad;
+  const ReadElements* read = reader_of(weight);
+  if (read == nullptr) {
+    static const auto encode = c10::Dispatcher::singleton()
+                                   .findSchemaOrThrow("tessera::encode_weight", "")
+                                   .typed<at::Tensor(const at::Tensor&, int64_t)>();
+    return encode.call(weight, static_cast<int64_t>(format));
+  }
+  auto read_part = [=, read = *read, sizes = weight.sizes().vec(), strides = weight.strides().vec(),
+                    dtype = weight.scalar_type()](Range bytes, void* target) {
+    at::NoGradGuard no_grad;
+    const OrdinaryScope ordinary;
+    const at::Tensor whole = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype));
+    read({0, whole.numel()}, whole.mutable_data_ptr());
+    std::memcpy(target, encoded(format, whole).const_data_ptr<uint8_t>() + bytes.begin,
+                static_cast<size_t>(bytes.numel()));
+  };
+  return deferred_from({encoded_bytes(format, weight.numel())}, {1}, at::kByte, device_of_values(weight),
+                       std::move(read_part));
 }
 
 at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, at::ScalarType dtype) {

@@ -110,14 +110,28 @@ TEST(ExportedWrappers, AdaptersTrainBesideQuantizedWeights) {
     EXPECT_EQ(model->named_parameters()[names[0] + ".weight"].scalar_type(), at::kByte);
     return model;
   };
+  // As a model that is too large for one rank is loaded: quantized inside deferred(), or after it.
+  auto quantized_later = [&](const ExportedOptions& options, bool inside) {
+    return seeded(5, [&] {
+      const auto quantize = [](const Model& model) { quantize_linears(*model, {.lora = {.rank = 2}}); };
+      const Model model = deferred([&] {
+        const Model loaded = load("decoder_meta", options);
+        if (inside) quantize(loaded);
+        return loaded;
+      });
+      if (!inside) quantize(model);
+      return model;
+    });
+  };
   const Model exact = load("decoder_meta");
   const at::Tensor before = loss_with(exact, "decoder_meta", 0, 0);
-  for (const bool checkpoints : {false, true}) {
+  for (const int how : {0, 1, 2}) {
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
       const Model reference = quantized();
       ExportedOptions options;
-      if (checkpoints) options.checkpointed = wrap_classes({"Block"});
-      FullyShardedDataParallel fsdp(quantized(options), comm, {.auto_wrap = wrap_classes({"Block"})});
+      if (how != 0) options.checkpointed = wrap_classes({"Block"});
+      const Model model = how == 0 ? quantized(options) : quantized_later(options, how == 1);
+      FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_classes({"Block"})});
       torch::optim::AdamW sharded(fsdp.parameters(), 1e-2);
       torch::optim::AdamW whole(reference->parameters(), 1e-2);
       for (int step = 0; step < kSteps; ++step) {

@@ -258,6 +258,40 @@ TEST(QuantizedSharding, HasTheBitsOfOneProcess) {
   }
 }
 
+// The values of an ordinary model with the same seed, though nobody has had it.
+TEST(QuantizedSharding, OfDeferredModelsIsTheSame) {
+  for (const WeightFormat format : kFormats) {
+    const auto build = [&] {
+      Net net;
+      quantize_linears(*net, {.format = format, .lora = {.rank = 3}});
+      return net;
+    };
+    const auto later = [&] { return seeded(9, [&] { return deferred(build); }); };
+    for (const int world : {1, 2, 3}) {
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        for (const bool sync : {true, false}) {
+          Net reference = seeded(9, build);
+          FsdpOptions options = fsdp_options();
+          options.sync_module_states = sync;
+          const Net net = later();
+          for (const at::Tensor& parameter : net->parameters()) EXPECT_TRUE(is_deferred(parameter));
+          FullyShardedDataParallel fsdp(net, comm, options);
+          torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+          const std::string where = c10::str("format ", static_cast<int>(format), ", world ", world);
+          train_and_compare(fsdp, optimizer, reference, world, comm->rank(), where);
+          expect_same_parameters(fsdp, *reference, where);
+        }
+      });
+    }
+    Net filled = later(), reference = seeded(9, build);
+    materialize(*filled);
+    EXPECT_TRUE(torch::equal(loss_of(filled, 0, 0), loss_of(reference, 0, 0)));
+  }
+  Net written_down = deferred([] { return Net(); });
+  expect_contains(error_of<std::invalid_argument>([&] { quantize_linears(*written_down); }),
+                  "'in.weight' is deferred: quantize inside deferred()");
+}
+
 // Scales are in the bytes: nothing casts them.
 TEST(QuantizedSharding, HasTheSameValuesUnderMixedPrecisionAndOffload) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
