@@ -19,6 +19,7 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
+OUT = os.path.join(ROOT, "out/bench")
 MIB = 1 << 20
 
 # name: (stage, what it is). Stages 1 and 2 compete: both split the optimizer's state.
@@ -41,7 +42,8 @@ PROGRAMS = {
 }
 # Ours against the fastest peer of the stage: at most this.
 TARGETS = {("tessera fsdp", "deep"): 0.5, ("tessera fsdp", "recipe"): 0.6, ("tessera fsdp", "gpt"): 0.85, ("tessera fsdp", "mlp"): 0.3,
-           ("tessera sdp", "recipe"): 0.7, ("tessera sdp", "gpt"): 0.9}
+           ("tessera sdp", "recipe"): 0.7, ("tessera sdp", "gpt"): 0.9, ("tessera fsdp", "llama"): 0.8, ("tessera sdp", "llama"): 0.9,
+           ("tessera local", "llama"): 1.0}
 OWN_TARGETS = {("tessera fsdp", "tessera ddp", "gpt"): 1.1}  # among ourselves
 # What is freed goes back to the system at once, instead of staying in glibc's heap: for one more run with this model.
 RETURNS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4194304"}
@@ -49,14 +51,16 @@ MEMORY_MODEL = "recipe"
 # How far a loss may be from ours, relatively. Early on it is rounding, of sums in another order; Adam divides by roots of
 # squares near zero, so that in ten steps of a deep model this grows a million times.
 EARLY_STEPS, EARLY_TOLERANCE, LATE_TOLERANCE = 4, 1e-5, 2e-2
-STEPS = {"gpt": (8, 2), "deep": (10, 3), "recipe": (5, 2), "mlp": (60, 10)}  # timed, warm-up
+STEPS = {"gpt": (8, 2), "llama": (8, 2), "deep": (10, 3), "recipe": (5, 2), "mlp": (60, 10), "gpt2": (18, 2)}  # timed, warm-up
+# Models of transformers that ours trains from an archive (models.py writes it): the class of a layer, the vocabulary.
+ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", default=os.path.join(ROOT, "build/release"))
-    parser.add_argument("--out", default=os.path.join(ROOT, "out/bench"))
-    parser.add_argument("--models", nargs="+", default=["mlp", "deep", "gpt", "recipe"])
+    parser.add_argument("--out", default=OUT, help="results.json, archives; anywhere but there the tables are written there too, not to docs/")
+    parser.add_argument("--models", nargs="+", default=["mlp", "deep", "gpt", "llama", "recipe"], choices=list(STEPS))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS))
     parser.add_argument("--rounds", type=int, default=5)
@@ -74,10 +78,22 @@ def command(args, program, model, ranks):
     steps, warmup = STEPS[model]
     if args.quick:
         steps, warmup = max(3, steps // 2), max(1, warmup // 2)
-    common = ["--model", model, "--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup), "--threads", "1"]
+    common = ["--ranks", str(ranks), "--steps", str(steps), "--warmup", str(warmup), "--threads", "1"]
     if program.startswith("tessera "):
-        return [os.path.join(args.build, "bench/train_step"), "--wrapper", program.split()[1], "--json", *common]
-    return [sys.executable, os.path.join(HERE, "peer.py"), "--peer", program, *common]
+        ours = [os.path.join(args.build, "bench/train_step"), "--wrapper", program.split()[1], "--json", *common]
+        return ours + (of_archive(args, model) if model in ARCHIVES else ["--model", model])
+    return [sys.executable, os.path.join(HERE, "peer.py"), "--peer", program, "--model", model, *common]
+
+
+def of_archive(args, model):
+    path = os.path.join(args.out, model + ".pt2")
+    source = os.path.join(HERE, "models.py")
+    if not os.path.exists(path) or os.path.getmtime(path) < os.path.getmtime(source):
+        os.makedirs(args.out, exist_ok=True)
+        subprocess.run([sys.executable, source, model, path], check=True)
+    unit, vocabulary = ARCHIVES[model]
+    batch = {"gpt2": 1}.get(model, 4)
+    return ["--model", "archive", "--archive", path, "--unit", unit, "--vocabulary", str(vocabulary), "--batch", str(batch)]
 
 
 def run(args, program, model, ranks, environment=None):
@@ -153,7 +169,7 @@ def loss_problem(results, model, ranks, program):
 
 
 def peers_of(results, model, ranks, ours):
-    stages = {0: (0,), 1: (1, 2), 2: (1, 2), 3: (3,)}[PROGRAMS[ours][0]]
+    stages = {None: (None,), 0: (0,), 1: (1, 2), 2: (1, 2), 3: (3,)}[PROGRAMS[ours][0]]
     found = []
     for program, (stage, _) in PROGRAMS.items():
         if stage in stages and not program.startswith("tessera") and good_runs(results, model, ranks, program):
@@ -186,6 +202,39 @@ def cases(results):
     return [(model, int(ranks)) for model, ranks in keys]
 
 
+def fastest_peer(results, model, ranks, ours):
+    peers = peers_of(results, model, ranks, ours)
+    return min(peers, key=lambda peer: median_of(results, model, ranks, peer, "step_s_median")) if peers else None
+
+
+def least_growth(results, model, ranks, programs):
+    grown = [statistics.median(growth_mib(run) for run in runs) for program in programs if (runs := good_runs(results, model, ranks, program))]
+    return min(grown) if grown else None
+
+
+def glance_table(results):
+    """Ours over the fastest peer of the stage, and over the one with the least memory, and whether that is the goal."""
+    columns = {"tessera fsdp": "FSDP", "tessera sdp": "OSS + SDP", "tessera ddp": "DDP", "tessera local": "one process"}
+    lines = ["| step time, ours / the fastest peer's | " + " | ".join(columns.values()) + " | FSDP's memory |",
+             "| --- " * (len(columns) + 2) + "|"]
+    for model, ranks in cases(results):
+        cells = []
+        for ours in columns:
+            peer = fastest_peer(results, model, ranks, ours)
+            values = ratios(results, model, ranks, ours, peer, "step_s_median") if peer else []
+            if not values:
+                cells.append("")
+                continue
+            goal = TARGETS.get((ours, model))
+            met = "" if goal is None else f" (goal {goal}: {'met' if statistics.median(values) <= goal else '**missed**'})"
+            cells.append(f"{statistics.median(values):.2f}{met}")
+        own = least_growth(results, model, ranks, ["tessera fsdp"])
+        theirs = least_growth(results, model, ranks, peers_of(results, model, ranks, "tessera fsdp"))
+        cells.append(f"{own / theirs:.2f}" if own and theirs else "")
+        lines.append(f"| {model}, {ranks} ranks | " + " | ".join(cells) + " |")
+    return lines
+
+
 def ratio_line(results, model, ranks, ours, other, target):
     time_ratios = ratios(results, model, ranks, ours, other, "step_s_median")
     if not time_ratios:
@@ -199,10 +248,8 @@ def ratio_table(results):
     lines = ["| model | ranks | ours | fastest peer of the stage | step time, ours / theirs | processor time, ours / theirs | target |",
              "| --- | --- | --- | --- | --- | --- | --- |"]
     for model, ranks in cases(results):
-        for ours in ("tessera fsdp", "tessera sdp", "tessera oss", "tessera ddp"):
-            peers = peers_of(results, model, ranks, ours)
-            if peers:
-                fastest = min(peers, key=lambda peer: median_of(results, model, ranks, peer, "step_s_median"))
+        for ours in ("tessera fsdp", "tessera sdp", "tessera oss", "tessera ddp", "tessera local"):
+            if fastest := fastest_peer(results, model, ranks, ours):
                 lines += ratio_line(results, model, ranks, ours, fastest, TARGETS.get((ours, model)))
         for (ours, other, of_model), target in OWN_TARGETS.items():
             if model == of_model:
@@ -280,22 +327,25 @@ def draw(results, folder):
         plt.close(figure)
 
 
-def render(results):
-    document = os.path.join(ROOT, "docs/benchmarks.md")
-    folder = os.path.join(ROOT, "docs/benchmarks")
+def render(results, out):
+    document, folder = (os.path.join(ROOT if out == OUT else out, name) for name in ("docs/benchmarks.md", "docs/benchmarks"))
     os.makedirs(folder, exist_ok=True)
     draw(results, folder)
     most = max(len(runs) for runs in results["runs"].values())
-    text = "\n".join([f"Measured on {results['machine']}, in at most {most} rounds.", "", *ratio_table(results), "",
+    text = "\n".join([f"Measured on {results['machine']}, in at most {most} rounds.", "", *glance_table(results), "", *ratio_table(results), "",
                       "![Step time of every program](benchmarks/step_time.svg)", "", "![Memory of every program](benchmarks/memory.svg)", "",
                       "### Every program", "", *full_table(results), "", "### Programs that failed, or train otherwise", "", *problems(results)])
     begin, end = "<!-- begin: written by `make bench` -->", "<!-- end: written by `make bench` -->"
-    with open(document) as file:
-        before, _, rest = file.read().partition(begin)
-    after = rest.partition(end)[2]
+    before, after = "", ""
+    if os.path.exists(document):
+        with open(document) as file:
+            before, _, rest = file.read().partition(begin)
+        after = rest.partition(end)[2]
     with open(document, "w") as file:
         file.write(f"{before}{begin}\n\n{text}\n\n{end}{after}")
     print("\n".join(ratio_table(results)))
+    print()
+    print("\n".join(glance_table(results)))
     print("\n".join(problems(results)))
 
 
@@ -308,7 +358,7 @@ def main():
             results = json.load(file)
     if not args.render:
         measure(args, results)
-    render(results)
+    render(results, os.path.abspath(args.out))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """The models, values and data of bench/train_step, for Python's wrappers.
 
+    tools/python.sh bench/compare/models.py llama llama.pt2  # writes the archive that train_step trains
+
 Parameters and data are the same function of (index of the parameter, index of the element) as there,
 so that both sides start from the same bits whatever their random generators do.
 """
 import math
+import sys
 
 import numpy as np
 import torch
@@ -16,7 +19,11 @@ SIZES = {  # batch of a rank, layers, width
     "deep": (8, 48, 512),
     "recipe": (20, 20, 2000),
     "mlp": (16, 2, 256),
+    "llama": (4, 8, 384),
+    "gpt2": (1, 12, 768),
 }
+# Models of transformers, which ours trains from an archive: the class of a layer, tokens in the vocabulary.
+ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
 
 
 class CausalSelfAttention(nn.Module):
@@ -81,6 +88,30 @@ class Chain(nn.Module):
         return self.loss(x, targets)
 
 
+class LossOf(nn.Module):
+    """A causal language model of transformers, with its loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, targets):
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def of_transformers(name, layers, width):
+    import transformers
+
+    vocabulary = ARCHIVES[name][1]
+    if name == "llama":
+        config = transformers.LlamaConfig(vocab_size=vocabulary, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
+                                          num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=1024)
+    else:  # dropout would draw other numbers on each side
+        config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return LossOf(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"))
+
+
 def hashed(stream, numel):
     """`numel` numbers of [-1, 1), as doubles."""
     with np.errstate(over="ignore"):
@@ -106,6 +137,8 @@ def choices(shape, stream, count):
 def make_model(args):
     if args.model == "gpt":
         model = Gpt(args.vocabulary, args.layers, args.width, args.heads, args.context)
+    elif args.model in ARCHIVES:
+        model = of_transformers(args.model, args.layers, args.width)
     elif args.model == "mlp":
         model = Chain([256, 128, 10], True, F.cross_entropy)
     else:
@@ -121,8 +154,9 @@ def make_model(args):
 
 def make_batch(args, rank):
     stream = DATA_STREAM + 2 * rank
-    if args.model == "gpt":
-        tokens = choices((args.batch, args.context + 1), stream, args.vocabulary)
+    if args.model == "gpt" or args.model in ARCHIVES:
+        vocabulary = ARCHIVES[args.model][1] if args.model in ARCHIVES else args.vocabulary
+        tokens = choices((args.batch, args.context + 1), stream, vocabulary)
         return tokens[:, : args.context], tokens[:, 1:]
     inputs = values((args.batch, args.width), stream, math.sqrt(3.0))
     if args.model == "mlp":
@@ -131,5 +165,21 @@ def make_batch(args, rank):
 
 
 def unit_class(args):
-    """What is wrapped by itself: a block of gpt, each linear layer of the others."""
+    """What is wrapped by itself: a block of gpt, a layer of transformers' models, each linear layer of the others."""
+    if args.model in ARCHIVES:
+        import importlib
+
+        package = f"transformers.models.{args.model}.modeling_{args.model}"
+        return getattr(importlib.import_module(package), ARCHIVES[args.model][0])
     return Block if args.model == "gpt" else nn.Linear
+
+
+def write_archive(name, path, context=128):
+    batch, layers, width = SIZES[name]
+    tokens, targets = torch.zeros(2, batch, context, dtype=torch.long).unbind()
+    program = torch.export.export(of_transformers(name, layers, width).train(), (tokens, targets.clone()))
+    torch.export.save(program, path)
+
+
+if __name__ == "__main__":
+    write_archive(*sys.argv[1:])

@@ -19,7 +19,7 @@ PEERS = ["local", "ddp", "zero1", "fairscale_sdp", "deepspeed1", "deepspeed2", "
 def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--peer", choices=PEERS, required=True)
-    parser.add_argument("--model", default="gpt", choices=["gpt", "deep", "recipe", "mlp"])
+    parser.add_argument("--model", default="gpt", choices=["gpt", "deep", "recipe", "mlp", "llama", "gpt2"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--layers", type=int)
@@ -214,6 +214,8 @@ def run(args):
     if args.peer.startswith("fairscale"):
         import fairscale.nn.data_parallel  # noqa: F401
         import fairscale.optim.oss  # noqa: F401
+    if args.model in models.ARCHIVES:
+        models.unit_class(args)  # imports transformers
     # What a first step brings into memory besides the model: modules that torch imports late.
     tiny = torch.nn.Linear(4, 4)
     tiny(torch.ones(1, 4)).sum().backward()

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "gpt.h"
+#include "tessera/exported/exported_module.h"
 
 namespace train_step {
 namespace {
@@ -24,6 +25,19 @@ class GptModelImpl : public ModelImpl {
 
  private:
   train_gpt::Gpt gpt_{nullptr};
+};
+
+// What Python exported, its loss included.
+class ArchiveModelImpl : public ModelImpl {
+ public:
+  explicit ArchiveModelImpl(const std::string& archive)
+      : exported_(register_module("exported", tessera::load_exported(archive))) {}
+  at::Tensor forward(const at::Tensor& inputs, const at::Tensor& targets) override {
+    return exported_->forward(inputs, targets).tensor();
+  }
+
+ private:
+  std::shared_ptr<tessera::ExportedModule> exported_;
 };
 
 // Linear layers one after the other: with ReLU between them, or not.
@@ -51,6 +65,7 @@ class ChainImpl : public ModelImpl {
 
 Model construct(const Options& options) {
   if (options.model == "gpt") return std::make_shared<GptModelImpl>(options);
+  if (options.model == "archive") return std::make_shared<ArchiveModelImpl>(options.archive);
   if (options.model == "mlp")
     return std::make_shared<ChainImpl>(std::vector<int64_t>{256, 128, 10}, true, ChainImpl::Loss::kCrossEntropy);
   return std::make_shared<ChainImpl>(std::vector<int64_t>(options.layers + 1, options.width), options.model == "deep",
@@ -111,7 +126,7 @@ void set_values(const Options& options, const std::vector<tessera::NamedShard>& 
 
 Batch make_batch(const Options& options, int rank) {
   const int64_t stream = kDataStream + 2 * rank, rows = options.batch;
-  if (options.model == "gpt") {
+  if (options.model == "gpt" || options.model == "archive") {
     const auto tokens = choices({rows, options.context + 1}, stream, options.vocabulary);
     return {tokens.narrow(1, 0, options.context), tokens.narrow(1, 1, options.context)};
   }
@@ -120,9 +135,10 @@ Batch make_batch(const Options& options, int rank) {
   return {inputs, values({rows, options.width}, stream + 1, std::sqrt(3.0)).to(options.dtype)};
 }
 
-bool is_unit(const Options& options, const torch::nn::Module& module) {
-  return options.model == "gpt" ? module.as<train_gpt::BlockImpl>() != nullptr
-                                : module.as<torch::nn::LinearImpl>() != nullptr;
+tessera::WrapPolicy units_of(const Options& options) {
+  if (options.model == "archive") return tessera::wrap_classes({options.unit});
+  return options.model == "gpt" ? tessera::wrap_modules<train_gpt::BlockImpl>()
+                                : tessera::wrap_modules<torch::nn::LinearImpl>();
 }
 
 }  // namespace train_step

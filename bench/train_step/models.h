@@ -7,6 +7,7 @@
 
 #include "options.h"
 #include "tessera/flat/model_shards.h"
+#include "tessera/flat/unit_plan.h"
 
 namespace train_step {
 
@@ -32,8 +33,9 @@ void set_values(const Options& options, const std::vector<tessera::NamedShard>& 
 // The part of the data that `rank` has; the same in each step, and by the same function.
 Batch make_batch(const Options& options, int rank);
 
-// A wrapper's unit, as Python's programs wrap too: a block of gpt, each linear layer of the others.
-bool is_unit(const Options& options, const torch::nn::Module& module);
+// A wrapper's units, as Python's programs wrap too: a block of gpt, --unit of an archive, each linear layer of the
+// others.
+tessera::WrapPolicy units_of(const Options& options);
 
 // Element `index` of stream `stream`: a number of [-1, 1), by an integer hash.
 double hashed(int64_t stream, int64_t index);

@@ -28,8 +28,8 @@ void fill_in(Options& options) {
     const char* model;
     int64_t batch, layers, width;
   };
-  for (const Sizes& sizes :
-       {Sizes{"gpt", 4, 6, 384}, Sizes{"deep", 8, 48, 512}, Sizes{"recipe", 20, 20, 2000}, Sizes{"mlp", 16, 2, 256}}) {
+  for (const Sizes& sizes : {Sizes{"gpt", 4, 6, 384}, Sizes{"deep", 8, 48, 512}, Sizes{"recipe", 20, 20, 2000},
+                             Sizes{"mlp", 16, 2, 256}, Sizes{"archive", 4, 1, 1}}) {
     if (options.model != sizes.model) continue;
     if (options.batch == 0) options.batch = sizes.batch;
     if (options.layers == 0) options.layers = sizes.layers;
@@ -38,7 +38,9 @@ void fill_in(Options& options) {
 }
 
 void check(const Options& options) {
-  check_choice("model", options.model, {"gpt", "deep", "recipe", "mlp"});
+  check_choice("model", options.model, {"gpt", "deep", "recipe", "mlp", "archive"});
+  if ((options.model == "archive") == options.archive.empty() || (options.model == "archive") == options.unit.empty())
+    throw po::error("--model archive, --archive and --unit go together");
   check_choice("wrapper", options.wrapper, {"local", "ddp", "oss", "sdp", "fsdp"});
   check_choice("optimizer", options.optimizer, {"adam", "sgd"});
   check_least("ranks", options.ranks, 1);
@@ -67,14 +69,16 @@ std::optional<Options> parse(int argc, char** argv) {
   bool no_reshard = false, whole = false;
   po::options_description all("train_step: how long one training step takes, what it holds and what it sends");
   all.add_options()("help,h", "this text")("model", po::value(&options.model)->default_value(options.model),
-                                           "gpt, deep, recipe or mlp")(
+                                           "gpt, deep, recipe, mlp or archive")(
+      "archive", po::value(&options.archive), "of --model archive: what torch.export.save() wrote, a loss of tokens")(
+      "unit", po::value(&options.unit), "of --model archive: the class of its layers, LlamaDecoderLayer, say")(
       "wrapper", po::value(&options.wrapper)->default_value(options.wrapper),
       "local (each rank by itself), ddp, oss (with ddp), sdp (with oss) or fsdp")(
       "optimizer", po::value(&options.optimizer)->default_value(options.optimizer), "adam (fused) or sgd")(
       "ranks", po::value(&options.ranks)->default_value(options.ranks),
       "processes to start; under a launcher its ranks are taken")(
       "batch", po::value(&options.batch),
-      "rows, or sequences, of each rank; default: gpt 4, deep 8, recipe 20, mlp 16")(
+      "rows, or sequences, of each rank; default: gpt 4, deep 8, recipe 20, mlp 16, archive 4")(
       "steps", po::value(&options.steps)->default_value(options.steps), "timed steps")(
       "warmup", po::value(&options.warmup)->default_value(options.warmup), "steps before these")(
       "threads", po::value(&options.threads)->default_value(options.threads), "intra-operator threads of each rank")(
@@ -83,8 +87,8 @@ std::optional<Options> parse(int argc, char** argv) {
       "or --count: blocks of gpt (6), linear layers of deep (48) and recipe (20)")(
       "width", po::value(&options.width), "features: gpt 384, deep 512, recipe 2000")(
       "heads", po::value(&options.heads)->default_value(options.heads), "of gpt")(
-      "context", po::value(&options.context)->default_value(options.context), "tokens in a sequence of gpt")(
-      "vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt")(
+      "context", po::value(&options.context)->default_value(options.context), "tokens in a sequence of gpt or archive")(
+      "vocabulary", po::value(&options.vocabulary)->default_value(options.vocabulary), "of gpt or archive")(
       "prefetch", po::value(&options.prefetch)->default_value(options.prefetch), "of fsdp: units gathered ahead")(
       "wire", po::value(&wire)->default_value(wire),
       "exact or int8: how fsdp's parameters and gradients, and sdp's gradients, travel")(
@@ -112,6 +116,8 @@ std::optional<Options> parse(int argc, char** argv) {
   options.deferred = !whole;
   for (const char* flag : {"batch", "layers", "width"})
     if (values.count(flag) > 0) check_least(flag, values[flag].as<int64_t>(), 1);
+  if (options.model == "archive" && values.count("layers") + values.count("width") > 0)
+    throw po::error("--layers and --width are the archive's own");
   fill_in(options);
   check(options);
   return options;

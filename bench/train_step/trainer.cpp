@@ -92,8 +92,7 @@ class Wrapped : public Trainer {
 tessera::ZeroOptions zero_options(const Options& options) {
   tessera::ZeroOptions zero;
   zero.stage = options.wrapper == "ddp" ? 0 : options.wrapper == "oss" ? 1 : options.wrapper == "sdp" ? 2 : 3;
-  zero.fsdp.auto_wrap = tessera::wrap_if(
-      [options](const std::string&, const torch::nn::Module& module) { return is_unit(options, module); });
+  zero.fsdp.auto_wrap = units_of(options);
   zero.fsdp.prefetch = options.prefetch;
   if (options.int8_wire) {
     zero.fsdp.wire = {tessera::WireFormat::kInt8Blocks, tessera::WireFormat::kInt8Blocks};

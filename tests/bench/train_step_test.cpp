@@ -122,7 +122,7 @@ TEST(TrainStepMore, Bfloat16HalvesTheBytes) {
 TEST(TrainStepMore, MistakesEndWithAMessage) {
   ChildProcess child({built(TRAIN_STEP_EXECUTABLE), "--model", "resnet"});
   EXPECT_EQ(child.wait(), 2);
-  EXPECT_NE(child.output().find("--model must be gpt, deep, recipe or mlp, got 'resnet'"), std::string::npos)
+  EXPECT_NE(child.output().find("--model must be gpt, deep, recipe, mlp or archive, got 'resnet'"), std::string::npos)
       << child.output();
 }
 
