@@ -155,7 +155,7 @@ Tensors gather_gradients(tessera::FullyShardedModule& fsdp, tessera::Communicato
       has.fill_(1);
     }
     full = full.contiguous();
-    comm.all_reduce(full).wait();
+    comm.all_reduce(full.is_complex() ? at::view_as_real(full) : full).wait();
     comm.all_reduce(has).wait();
     if (has.item<float>() > 0) gradients["grad." + shard.fqn] = full;
   }

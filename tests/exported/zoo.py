@@ -27,7 +27,7 @@ import export_model  # noqa: E402
 
 STEPS = 3
 QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm")  # of `make interop`, which has no torchvision
-KNOWN_TO_FAIL = {"deit"}  # docs/exported.md says why
+KNOWN_TO_FAIL = set()  # docs/exported.md says why
 MODELS = {}
 
 
@@ -44,7 +44,11 @@ def dim(name, most=8):
 SMALL = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
              max_position_embeddings=32)
 GROUPED = dict(SMALL, num_key_value_heads=2)
-TEXT = ("input_ids", "attention_mask", "labels")
+LATENT = dict(SMALL, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, kv_lora_rank=16,
+              qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
+BART = dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61, max_position_embeddings=32, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2)
 
 
 def text_model(model_type, task="causal-lm", **settings):
@@ -82,26 +86,67 @@ for name, (task, settings) in {
     "mixtral": ("causal-lm", dict(GROUPED, num_local_experts=4)),
     "mamba": ("causal-lm", dict(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)),
     "olmo2": ("causal-lm", GROUPED),
+    **{name: ("causal-lm", dict(GROUPED, pad_token_id=0)) for name in (
+        "stablelm", "cohere", "starcoder2", "olmo", "granite", "smollm3", "glm", "nemotron", "seed_oss", "exaone4",
+        "ernie4_5", "arcee")},
+    "gptj": ("causal-lm", dict(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=32, rotary_dim=8)),
+    "codegen": ("causal-lm", dict(n_layer=2, n_head=4, n_embd=32, vocab_size=61, n_positions=32, n_ctx=32, rotary_dim=4)),
+    "gpt_neo": ("causal-lm", dict(hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4,
+                                  vocab_size=61, max_position_embeddings=32, window_size=8)),
+    "gpt_bigcode": ("causal-lm", dict(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=32)),
+    "openai-gpt": ("causal-lm", dict(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=32)),
+    "mpt": ("causal-lm", dict(d_model=32, n_heads=4, n_layers=2, vocab_size=61, max_seq_len=32, expansion_ratio=2)),
+    "xglm": ("causal-lm", dict(d_model=32, ffn_dim=48, num_layers=2, attention_heads=4, vocab_size=61,
+                               max_position_embeddings=32)),
+    "biogpt": ("causal-lm", SMALL),
+    "xlnet": ("causal-lm", dict(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=61, use_mems_train=False,
+                                use_mems_eval=False)),
+    "gemma3_text": ("causal-lm", dict(GROUPED, head_dim=8, sliding_window=8)),
+    "qwen2_moe": ("causal-lm", dict(GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                    shared_expert_intermediate_size=16, decoder_sparse_step=1)),
+    "qwen3_moe": ("causal-lm", dict(GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    "olmoe": ("causal-lm", dict(GROUPED, num_experts=4, num_experts_per_tok=2, pad_token_id=0)),
+    "deepseek_v2": ("causal-lm", dict(LATENT, q_lora_rank=None, n_group=None, topk_group=None, topk_method="greedy")),
+    "deepseek_v3": ("causal-lm", dict(LATENT, q_lora_rank=16, n_group=2, topk_group=1)),
+    "mamba2": ("causal-lm", dict(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4, num_heads=4, head_dim=16,
+                                 n_groups=1, chunk_size=8)),
+    "falcon_mamba": ("causal-lm", dict(hidden_size=32, num_hidden_layers=2, vocab_size=61, state_size=4)),
+    "rwkv": ("causal-lm", dict(hidden_size=32, num_hidden_layers=2, vocab_size=61, attention_hidden_size=32,
+                               context_length=32)),
+    "recurrent_gemma": ("causal-lm", dict(SMALL, num_key_value_heads=1, lru_width=32, attention_window_size=8,
+                                          num_hidden_layers=3)),
+    "jamba": ("causal-lm", dict(GROUPED, num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4,
+                                attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+                                pad_token_id=0)),
     "bert": ("masked-lm", SMALL),
     "roberta": ("masked-lm", dict(SMALL, max_position_embeddings=40)),
     "distilbert": ("masked-lm", dict(dim=32, hidden_dim=48, n_layers=2, n_heads=4, vocab_size=61, max_position_embeddings=32)),
     "electra": ("masked-lm", dict(SMALL, embedding_size=32)),
     "albert": ("masked-lm", dict(SMALL, embedding_size=16)),
-    "t5": ("seq2seq-lm", dict(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=61)),
-    "bart": ("seq2seq-lm", dict(d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-                                decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=61,
-                                max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-                                decoder_start_token_id=2, forced_eos_token_id=2)),
+    **{name: ("masked-lm", dict(SMALL, pad_token_id=0)) for name in (
+        "deberta", "deberta-v2", "ernie", "roformer", "convbert", "megatron-bert", "layoutlm", "modernbert")},
+    **{name: ("masked-lm", dict(SMALL, max_position_embeddings=40)) for name in ("mpnet", "camembert", "xlm-roberta", "luke")},
+    "squeezebert": ("masked-lm", dict(SMALL, embedding_size=32, q_groups=1, k_groups=1, v_groups=1, post_attention_groups=1,
+                                      intermediate_groups=1, output_groups=1)),
+    "big_bird": ("masked-lm", dict(SMALL, attention_type="original_full")),
+    "esm": ("masked-lm", dict(SMALL, pad_token_id=1, mask_token_id=4, max_position_embeddings=40, token_dropout=False)),
+    **{name: ("seq2seq-lm", dict(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0))
+       for name in ("t5", "mt5", "umt5")},
+    "longt5": ("seq2seq-lm", dict(d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, vocab_size=61, local_radius=4,
+                                  decoder_start_token_id=0)),
+    **{name: ("seq2seq-lm", BART) for name in (
+        "bart", "mbart", "pegasus", "blenderbot", "blenderbot-small", "marian", "plbart", "m2m_100")},
 }.items():
     MODELS[name] = text_model(name, task, **settings)
 
 
-def vision(model_type, **settings):
+def vision(model_type, class_name="AutoModelForImageClassification", **settings):
     def build():
         import transformers
 
         config = transformers.AutoConfig.for_model(model_type, **settings)
-        net = transformers.AutoModelForImageClassification.from_config(config)
+        automatic = getattr(transformers, class_name)
+        net = automatic.from_config(config) if class_name.startswith("Auto") else automatic(config)
         size = settings.get("image_size", 32)
         given = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 1])}
         batch = dim("batch")
@@ -111,7 +156,21 @@ def vision(model_type, **settings):
 
 PATCHES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 MODELS["vit"] = vision("vit", **PATCHES)
-MODELS["deit"] = vision("deit", **PATCHES)
+MODELS["deit"] = vision("deit", "DeiTForImageClassification", **PATCHES)  # the automatic one has a teacher, and no loss
+MODELS["beit"] = vision("beit", **PATCHES)
+MODELS["vit_msn"] = vision("vit_msn", **PATCHES)
+PYRAMID = dict(num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2])
+MODELS["segformer"] = vision("segformer", **PYRAMID, sr_ratios=[2, 1], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+                             decoder_hidden_size=16)
+MODELS["pvt_v2"] = vision("pvt_v2", **PYRAMID, image_size=32, sr_ratios=[2, 1], num_attention_heads=[1, 2], mlp_ratios=[2, 2])
+MODELS["poolformer"] = vision("poolformer", **PYRAMID, padding=[1, 1], mlp_ratio=2.0)
+MODELS["convnextv2"] = vision("convnextv2", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)
+MODELS["resnet_hf"] = vision("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+MODELS["regnet_hf"] = vision("regnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], groups_width=8)
+MODELS["mobilevit"] = vision("mobilevit", image_size=32, hidden_sizes=[16, 24, 32], neck_hidden_sizes=[8, 8, 16, 16, 24, 24, 48],
+                             num_attention_heads=2)
+MODELS["focalnet"] = vision("focalnet", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], focal_levels=[1, 1],
+                            focal_windows=[3, 3])
 MODELS["dinov2"] = vision("dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 MODELS["swin_hf"] = vision("swin", image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
 
@@ -162,16 +221,46 @@ def tv(function, size=64, **settings):
     return build
 
 
-for name in ("resnet18", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_small", "densenet121", "vgg11_bn"):
+for name in ("resnet18", "convnext_tiny", "efficientnet_b0", "swin_t", "mobilenet_v3_small", "densenet121", "vgg11_bn",
+             "regnet_y_400mf", "shufflenet_v2_x0_5", "squeezenet1_1", "mnasnet0_5", "alexnet", "mobilenet_v2",
+             "resnext50_32x4d", "wide_resnet50_2", "efficientnet_v2_s", "swin_v2_t"):
     MODELS[name] = tv(name)
+MODELS["googlenet"] = tv("googlenet", aux_logits=False, init_weights=False)
+MODELS["vit_b_16"] = tv("vit_b_16", image_size=64)
 
 
-@model("fcn_resnet50")
-def segmentation():
-    import torchvision
+@model("maxvit")
+def maxvit():
+    from torchvision.models import MaxVit
 
-    net = torchvision.models.segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=3)
-    return net, {"x": torch.randn(2, 3, 32, 32)}, {"x": {0: dim("batch")}}
+    net = MaxVit(input_size=(64, 64), stem_channels=8, partition_size=2, block_channels=[8, 16], block_layers=[1, 1], head_dim=8,
+                 stochastic_depth_prob=0.0, num_classes=5)
+    return net, {"x": torch.randn(2, 3, 64, 64)}, None
+
+
+def video(function):
+    def build():
+        from torchvision.models import video as models
+
+        return getattr(models, function)(weights=None, num_classes=4), {"x": torch.randn(2, 3, 8, 32, 32)}, {"x": {0: dim("batch")}}
+    return build
+
+
+for name in ("r3d_18", "r2plus1d_18"):
+    MODELS[name] = video(name)
+
+
+def segmentation(function, size):
+    def build():
+        import torchvision
+
+        net = getattr(torchvision.models.segmentation, function)(weights=None, weights_backbone=None, num_classes=3)
+        return net, {"x": torch.randn(2, 3, size, size)}, {"x": {0: dim("batch")}}
+    return build
+
+
+MODELS["fcn_resnet50"] = segmentation("fcn_resnet50", 32)
+MODELS["deeplabv3_mobilenet"] = segmentation("deeplabv3_mobilenet_v3_large", 64)
 
 
 @model("timm_mixer")
@@ -285,7 +374,7 @@ def without_dropout(net):
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "drop_prob" in name or name == "layerdrop"):
+            if isinstance(value, float) and ("dropout" in name or name in ("drop_prob", "drop_rate", "layerdrop")):
                 setattr(module, name, 0.0)
 
 
