@@ -1,15 +1,18 @@
-// What does the host optimizer cost, and what does the disk add? First a step of AdamW on a fp32 parameter
-// with torch::optim's loop, libtorch's fused operator, and HostAdamW without and with its copy in 16
-// bit; then the same step with parameter and state on a disk, beside what the disk does by itself.
+// What does the host optimizer cost, what does the disk add, and what does a speculative step save? First a step of
+// AdamW on a fp32 parameter with torch::optim's loop, libtorch's fused operator, and HostAdamW: as it is, so that the
+// step can be taken back, and with its copy in 16 bit. Then the same step with parameter and state on a disk, beside
+// what the disk does by itself. Last, iterations under clipping, whose steps wait for the norm or do not.
 //
 // Targets: HostAdamW 8 times torch::optim::AdamW; the disk tier close to the disk's own bandwidth. The folder is
 // that of TESSERA_BENCH_DISK, or the system's for temporary files.
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <thread>
 
 #include "tessera/flat/shard_mark.h"
 #include "tessera/optim/adam_kernel.h"
@@ -44,6 +47,21 @@ void report(benchmark::State& state, double bytes_per_element) {
       benchmark::Counter(static_cast<double>(kNumel) * 1e-6, benchmark::Counter::kIsIterationInvariantRate);
   state.counters["GB/s"] = benchmark::Counter(static_cast<double>(kNumel) * bytes_per_element * 1e-9,
                                               benchmark::Counter::kIsIterationInvariantRate);
+}
+
+// The step that can be taken back.
+void host_adamw_revocable(benchmark::State& state) {
+  at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
+  tessera::HostAdamW optimizer({parameter}, kOptions);
+  parameter.mutable_grad() = torch::full({kNumel}, 0.01);
+  const auto steps = optimizer.revocable_steps();
+  auto step = [&] {
+    steps->step({parameter});
+    steps->keep();
+  };
+  step();
+  for (auto _ : state) step();
+  report(state, 32);  // and what the parameter was
 }
 
 template <class Optimizer>
@@ -127,12 +145,93 @@ void host_adamw_on_disk(benchmark::State& state) {
   state.counters["moved_MB/s"] = benchmark::Counter(moved * 1e-6, benchmark::Counter::kIsRate);
 }
 
+// Backward waits here, as for a device that computes while the host has nothing to do.
+struct OnDevice : torch::autograd::Function<OnDevice> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t device_ms) {
+    context->saved_data["ms"] = device_ms;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(context->saved_data["ms"].toInt()));
+    return {gradients[0], at::Tensor()};
+  }
+};
+
+// A chain of layers under FSDP with offload; a thread computes, another steps.
+struct Training {
+  Training(std::shared_ptr<tessera::Communicator> comm, double max_norm, bool speculative)
+      : fsdp(layers(), comm,
+             {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}}),
+        optimizer(fsdp.parameters(), kOptions),
+        step(fsdp, optimizer, {.max_norm = max_norm, .speculative = speculative}) {}
+  static torch::nn::Sequential layers() {
+    torch::manual_seed(1);
+    torch::nn::Sequential net;
+    for (int i = 0; i < 32; ++i) net->push_back(torch::nn::Linear(1024, 1024));
+    return net;
+  }
+  double iteration_ms(at::Tensor x, int64_t device_ms) {
+    const auto began = std::chrono::steady_clock::now();
+    optimizer.zero_grad();
+    torch::nn::Sequential net = fsdp.module();
+    for (size_t i = 0; i < net->size(); ++i)
+      x = OnDevice::apply(net[i]->as<torch::nn::Linear>()->forward(x), device_ms);
+    x.square().mean().backward();
+    const auto ended = std::chrono::steady_clock::now();
+    step.finish();
+    finish_ms.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - ended).count());
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
+  }
+  tessera::FullyShardedDataParallel<torch::nn::Sequential> fsdp;
+  tessera::HostAdamW optimizer;
+  tessera::StepInBackward step;
+  std::vector<double> finish_ms;  // what is left for after backward
+};
+
+double median(std::vector<double> values) {
+  std::ranges::nth_element(values, values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));
+  return values[values.size() / 2];
+}
+
+// Turn by turn, so that what else the machine does falls on both. `max_norm` decides whether all clip, or none; the
+// arguments are rows of a batch, and milliseconds of backward of a layer in which the host has nothing to do.
+void step_under_clipping(benchmark::State& state, double max_norm) {
+  at::set_num_threads(1);
+  tessera::run_ranks(1, [&](std::shared_ptr<tessera::Communicator> comm) {
+    Training waiting(comm, max_norm, false), speculative(comm, max_norm, true);
+    const at::Tensor x = torch::ones({state.range(0), 1024});
+    std::vector<double> waiting_ms, speculative_ms, ratios;
+    auto turn = [&](Training& training) { return training.iteration_ms(x, state.range(1)); };
+    for (int i = 0; i < 3; ++i) turn(waiting), turn(speculative);
+    for (auto _ : state) {
+      waiting_ms.push_back(turn(waiting));
+      speculative_ms.push_back(turn(speculative));
+      ratios.push_back(speculative_ms.back() / waiting_ms.back());
+    }
+    const auto expected = waiting.fsdp.full_state_dict(), own = speculative.fsdp.full_state_dict();
+    for (const auto& entry : expected)
+      if (!torch::equal(entry.value(), own[entry.key()])) state.SkipWithError("the two differ");
+    state.counters["waiting_ms"] = median(waiting_ms);
+    state.counters["speculative_ms"] = median(speculative_ms);
+    state.counters["waiting_finish_ms"] = median(waiting.finish_ms);
+    state.counters["speculative_finish_ms"] = median(speculative.finish_ms);
+    state.counters["ratio"] = median(ratios);
+    state.counters["taken_back"] = static_cast<double>(speculative.step.times_taken_back());
+  });
+}
+void nothing_clips(benchmark::State& state) { step_under_clipping(state, 1e9); }
+void everything_clips(benchmark::State& state) { step_under_clipping(state, 1e-9); }
+
 BENCHMARK(torch_adamw)->Unit(benchmark::kMillisecond)->UseRealTime();
 BENCHMARK(fused_adamw)->Unit(benchmark::kMillisecond)->UseRealTime();
 BENCHMARK(host_adamw)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK(host_adamw_revocable)->Unit(benchmark::kMillisecond)->UseRealTime();
 BENCHMARK(host_adamw_with_bf16_copy)->Unit(benchmark::kMillisecond)->UseRealTime();
 BENCHMARK(disk_by_itself)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(2);
 BENCHMARK(host_adamw_on_disk)->Unit(benchmark::kMillisecond)->UseRealTime()->Iterations(5);
+BENCHMARK(nothing_clips)->Unit(benchmark::kMillisecond)->UseRealTime()->Args({64, 0})->Args({1, 4})->Iterations(20);
+BENCHMARK(everything_clips)->Unit(benchmark::kMillisecond)->UseRealTime()->Args({64, 0})->Args({1, 4})->Iterations(20);
 
 }  // namespace
 

@@ -59,7 +59,10 @@ struct BackwardPass::Token {
   explicit Token(std::weak_ptr<BackwardPass> owner) : pass(std::move(owner)) {}
   ~Token() {
     if (is_over) return;
-    if (const auto owner = pass.lock()) owner->failed();
+    if (const auto owner = pass.lock()) {
+      owner->failed();
+      owner->after_failure();
+    }
   }
   const std::weak_ptr<BackwardPass> pass;
   bool is_over = false;
@@ -79,6 +82,15 @@ void BackwardPass::enter() {
 }
 
 void BackwardPass::ended() {
+  try {
+    finish_pass();
+  } catch (...) {
+    after_failure();
+    throw;
+  }
+}
+
+void BackwardPass::finish_pass() {
   std::lock_guard lock(mutex_);
   Quiet quiet;
   token_.reset();

@@ -20,6 +20,7 @@
 namespace tessera {
 namespace {
 
+constexpr double kNormMargin = 1e-6;  // torch's
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
@@ -65,11 +66,13 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
       throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
                                ": the norm of the gradients is " + std::to_string(value));
   // fmin() is 1 for NaN: gradients are left as they are.
-  const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + 1e-6), at::ones_like(norm));
+  const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + kNormMargin), at::ones_like(norm));
   scale(shards, factor);
   scale(also, factor);
   return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(std::move(norm));
 }
+
+bool clips_gradients(double norm, double max_norm) { return !(max_norm / (norm + kNormMargin) >= 1); }
 
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
   if (parts.empty()) return {};

@@ -18,6 +18,10 @@ namespace tessera {
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
                              bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {});
 
+// Whether a set of that norm is changed for this max_norm; also for a norm that is infinite or NaN. (It is scaled by
+// max_norm / (norm + 1e-6) if that is less than 1, as torch does; times 1 leaves the bits.)
+bool clips_gradients(double norm, double max_norm);
+
 // The 2-norm of each of a list of tensors of which this rank holds parts: what layer-wise optimizers (LAMB, LARS,
 // Adafactor) need of whole parameters. An undefined or empty part counts as 0. All norms travel in one all-reduce,
 // summed in double. Collective, the same number of parts on all ranks; null for tensors that are whole.

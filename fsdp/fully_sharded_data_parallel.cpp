@@ -32,9 +32,14 @@ GradNorm FullyShardedModule::clip_grad_norm_on_device_(double max_norm, double n
   return scheduler_->clip_grad_norm(max_norm, norm_type, error_if_nonfinite);
 }
 
-Scope FullyShardedModule::on_gradients(Arrived arrived) {
-  scheduler_->observe_gradients(std::move(arrived));
-  return Scope([scheduler = scheduler_] { scheduler->observe_gradients(nullptr); });
+Scope FullyShardedModule::on_gradients(Arrived arrived, Failed failed) {
+  scheduler_->observe_gradients(std::move(arrived), std::move(failed));
+  return Scope([scheduler = scheduler_] { scheduler->observe_gradients(nullptr, nullptr); });
+}
+
+Scope FullyShardedModule::refuse_use(std::string reason) {
+  scheduler_->refuse_use(std::move(reason));
+  return Scope([scheduler = scheduler_] { scheduler->refuse_use({}); });
 }
 
 BackwardPass& FullyShardedModule::backward_pass() const { return *scheduler_; }

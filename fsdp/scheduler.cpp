@@ -54,6 +54,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
     if (inside_backward()) enter();
     for (Unit* unit : needed) gradients_.require_unchanged(*unit);
   } else {
+    require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
     // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
     for (Unit* unit : needed) inspect(*unit);
@@ -90,6 +91,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
 Scope Scheduler::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
+  require_use("forward()");
   const bool trains = sync() && c10::GradMode::is_enabled();
   Quiet quiet;
   recover();
@@ -143,7 +145,16 @@ void Scheduler::set_divisor(double divisor) {
   gradients_.reducer().set_divisor(divisor);
 }
 
-void Scheduler::observe_gradients(GradientReducer::Observer observer) {
+void Scheduler::require_use(const std::string& use) const {
+  if (!refusal_.empty()) throw std::logic_error(use + " on rank " + model_.rank_text() + ": " + refusal_);
+}
+
+void Scheduler::refuse_use(std::string reason) {
+  std::lock_guard lock(mutex_);
+  refusal_ = std::move(reason);
+}
+
+void Scheduler::observe_gradients(GradientReducer::Observer observer, std::function<void()> failed) {
   std::lock_guard lock(mutex_);
   require_outside_backward("on_gradients");
   GradientReducer& reducer = gradients_.reducer();
@@ -154,11 +165,22 @@ void Scheduler::observe_gradients(GradientReducer::Observer observer) {
         "on_gradients with FsdpOptions::check_finite: the check comes at the end of backward, when "
         "steps have been taken already");
   reducer.set_observer(std::move(observer));
+  observer_of_failures_ = std::move(failed);
+}
+
+void Scheduler::after_failure() {
+  std::function<void()> observer;
+  {
+    std::lock_guard lock(mutex_);
+    observer = observer_of_failures_;
+  }
+  if (observer) observer();
 }
 
 void Scheduler::summon(const SummonOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
+  require_use("summon_full_params");
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
   const Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options, world.device()).units);
@@ -217,6 +239,7 @@ GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error
 void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
+  require_use("full_state_dict");
   Quiet quiet;
   recover();
   tessera::visit_full_state(model_, visit, options);

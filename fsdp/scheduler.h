@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -34,7 +35,8 @@ class Scheduler : public Pager, public BackwardPass {
   void set_divisor(double divisor) override;
 
   Scope begin_forward();  // ends where forward does, within this object's life
-  void observe_gradients(GradientReducer::Observer observer);
+  void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
+  void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
 
@@ -50,6 +52,7 @@ class Scheduler : public Pager, public BackwardPass {
   void end() override;
   void fail() override { gradients_.fail(); }
   void abandon() override;
+  void after_failure() override;
 
  private:
   Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
@@ -59,11 +62,14 @@ class Scheduler : public Pager, public BackwardPass {
   void inspect_all();
   void release_all();
   void require_outside_backward(const char* call) const;
+  void require_use(const std::string& use) const;
 
   ShardedModel model_;
   ShardedGradients gradients_;
   ResidentUnits resident_;
   std::vector<bool> awaits_write_;  // by unit: nothing has written to its shards since the last backward
+  std::function<void()> observer_of_failures_;
+  std::string refusal_;  // why nobody may use the parameters outside backward
   bool first_backward_ = true;
   bool summoned_ = false;
   bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another

@@ -19,19 +19,20 @@ constexpr int64_t kCachedNumel = 2048;
 
 // The loop, for the compiler to make vectors of in each function below, which differ in the
 // instructions that they may use. Always inlined: an out-of-line copy would have none of them.
-template <bool kDecoupled, bool kAmsgrad>
-[[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamFactors& f) {
-  float* __restrict parameter = span.parameter;
-  const float* __restrict gradient = span.gradient;
-  float* __restrict average = span.average;
-  float* __restrict square = span.square;
-  float* __restrict maximum = span.maximum;
-  // The arrays do not overlap. (Once inlined, GCC forgets what __restrict said, and with five arrays its checks
-  // at run time are too many: it would take one element at a time.)
+// The new state goes to `to`, which is `span` itself unless the step is taken beside: then it gets the old parameter.
+template <bool kBeside, bool kDecoupled, bool kAmsgrad>
+[[gnu::always_inline]] inline void update(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
+  float* parameter = span.parameter;
+  const float* gradient = span.gradient;
+  const float *average = span.average, *square = span.square, *maximum = span.maximum;
+  float *before = to.parameter, *new_average = to.average, *new_square = to.square, *new_maximum = to.maximum;
+  // The arrays do not overlap, or are the same. (With so many, GCC's checks at run time are too many: it would take one
+  // element at a time.)
 #pragma GCC ivdep
   for (int64_t i = 0; i < span.numel; ++i) {
     float p = parameter[i];
     float g = gradient[i];
+    if constexpr (kBeside) before[i] = p;
     if constexpr (kDecoupled) {
       p *= f.decay;
     } else {
@@ -39,22 +40,23 @@ template <bool kDecoupled, bool kAmsgrad>
     }
     const float m = f.beta1 * average[i] + f.one_minus_beta1 * g;
     const float v = f.beta2 * square[i] + f.one_minus_beta2 * g * g;
-    average[i] = m;
-    square[i] = v;
+    new_average[i] = m;
+    new_square[i] = v;
     float largest = v;
     if constexpr (kAmsgrad) {
       largest = maximum[i] > v ? maximum[i] : v;
-      maximum[i] = largest;
+      new_maximum[i] = largest;
     }
     parameter[i] = p - f.step * m / (std::sqrt(largest) * f.root_correction + f.eps);
   }
 }
 
-[[gnu::always_inline]] inline void update_any(const AdamSpan& span, const AdamFactors& f) {
+template <bool kBeside>
+[[gnu::always_inline]] inline void update_any(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
   if (f.is_decoupled) {
-    span.maximum != nullptr ? update<true, true>(span, f) : update<true, false>(span, f);
+    span.maximum != nullptr ? update<kBeside, true, true>(span, to, f) : update<kBeside, true, false>(span, to, f);
   } else {
-    span.maximum != nullptr ? update<false, true>(span, f) : update<false, false>(span, f);
+    span.maximum != nullptr ? update<kBeside, false, true>(span, to, f) : update<kBeside, false, false>(span, to, f);
   }
 }
 
@@ -72,14 +74,22 @@ void round_to_half(const float* from, uint16_t* to, int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) to[i] = c10::Half(from[i]).x;
 }
 
-void update_baseline(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
+template <bool kBeside>
+void update_baseline(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
+  update_any<kBeside>(span, to, f);
+}
 void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { round_to_bfloat16(from, to, numel); }
 
 #ifdef TESSERA_X86
-[[gnu::target("avx2,fma")]] void update_avx2(const AdamSpan& span, const AdamFactors& f) { update_any(span, f); }
+template <bool kBeside>
+[[gnu::target("avx2,fma")]] void update_avx2(const AdamSpan& span, const AdamSpan& to, const AdamFactors& f) {
+  update_any<kBeside>(span, to, f);
+}
+template <bool kBeside>
 [[gnu::target("avx512f,avx512bw,avx512vl,prefer-vector-width=512")]] void update_avx512(const AdamSpan& span,
+                                                                                        const AdamSpan& to,
                                                                                         const AdamFactors& f) {
-  update_any(span, f);
+  update_any<kBeside>(span, to, f);
 }
 [[gnu::target("avx2,fma")]] void bfloat16_avx2(const float* from, uint16_t* to, int64_t numel) {
   round_to_bfloat16(from, to, numel);
@@ -94,11 +104,11 @@ void bfloat16_baseline(const float* from, uint16_t* to, int64_t numel) { round_t
 }
 #endif
 
-using Update = void (*)(const AdamSpan&, const AdamFactors&);
+using Update = void (*)(const AdamSpan&, const AdamSpan&, const AdamFactors&);
 using Round = void (*)(const float*, uint16_t*, int64_t);
 
 struct Kernels {
-  Update update = &update_baseline;
+  Update update = &update_baseline<false>, update_beside = &update_baseline<true>;
   Round bfloat16 = &bfloat16_baseline;
   Round half = &round_to_half;
   const char* name = "baseline";
@@ -108,11 +118,12 @@ Kernels choose() {
   Kernels kernels;
 #ifdef TESSERA_X86
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    kernels = {&update_avx2, &bfloat16_avx2, &round_to_half, "avx2"};
+    kernels = {&update_avx2<false>, &update_avx2<true>, &bfloat16_avx2, &round_to_half, "avx2"};
     if (__builtin_cpu_supports("f16c")) kernels.half = &half_avx2;
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
-    kernels.update = &update_avx512;
+    kernels.update = &update_avx512<false>;
+    kernels.update_beside = &update_avx512<true>;
     kernels.name = "avx512";
   }
 #endif
@@ -122,6 +133,18 @@ Kernels choose() {
 const Kernels& kernels() {
   static const Kernels chosen = choose();
   return chosen;
+}
+
+void step(const AdamSpan& span, const AdamSpan& to, const AdamFactors& factors, Update update_all) {
+  const Kernels& chosen = kernels();
+  if (span.low_precision_dtype == LowPrecision::kNone) return update_all(span, to, factors);
+  const Round round = span.low_precision_dtype == LowPrecision::kBFloat16 ? chosen.bfloat16 : chosen.half;
+  for (int64_t begin = 0; begin < span.numel; begin += kCachedNumel) {
+    const int64_t end = std::min(begin + kCachedNumel, span.numel);
+    const AdamSpan cached = span.part(begin, end);
+    update_all(cached, to.part(begin, end), factors);
+    round(cached.parameter, cached.low_precision, cached.numel);
+  }
 }
 
 }  // namespace
@@ -153,15 +176,10 @@ AdamSpan AdamSpan::part(int64_t begin, int64_t end) const {
   return span;
 }
 
-void adam_step(const AdamSpan& span, const AdamFactors& factors) {
-  const Kernels& chosen = kernels();
-  if (span.low_precision_dtype == LowPrecision::kNone) return chosen.update(span, factors);
-  const Round round = span.low_precision_dtype == LowPrecision::kBFloat16 ? chosen.bfloat16 : chosen.half;
-  for (int64_t begin = 0; begin < span.numel; begin += kCachedNumel) {
-    const AdamSpan cached = span.part(begin, std::min(begin + kCachedNumel, span.numel));
-    chosen.update(cached, factors);
-    round(cached.parameter, cached.low_precision, cached.numel);
-  }
+void adam_step(const AdamSpan& span, const AdamFactors& factors) { step(span, span, factors, kernels().update); }
+
+void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFactors& factors) {
+  step(span, beside, factors, kernels().update_beside);
 }
 
 const char* adam_instructions() { return kernels().name; }

@@ -45,6 +45,10 @@ struct AdamSpan {
 // the order of torch::optim's operations.)
 void adam_step(const AdamSpan& span, const AdamFactors& factors);
 
+// The same step, bit for bit, with the new state written to `beside`, which also gets what the parameter was: so that
+// the step can be taken back. (`beside` has no copy in 16 bit, and its gradient is not looked at.) One thread.
+void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFactors& factors);
+
 // "avx512", "avx2" or "baseline": what adam_step() uses here.
 const char* adam_instructions();
 

@@ -2,9 +2,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 namespace tessera {
+
+// Steps of some of an optimizer's parameters that can be taken back, from copies. Refers to the optimizer, which
+// outlives it. Used by one thread at a time; nothing here is collective.
+class RevocableSteps {
+ public:
+  virtual ~RevocableSteps() = default;
+  // PartialStep::step_parameters(parameters), with copies of what it changes: the parameters' elements, and the
+  // optimizer's state of them (whose tensors may be others afterwards). A parameter once before keep() or roll_back().
+  // Throws what that throws, and for copies that there is no room for; some may have been stepped then, and roll_back()
+  // knows which.
+  virtual void step(const std::vector<at::Tensor>& parameters) = 0;
+  // Parameters, their copies in 16 bit, and the optimizer's state become bit for bit what they were before these steps.
+  // Throws what writing throws (a disk): to be called again.
+  virtual void roll_back() = 0;
+  // The steps stay.
+  virtual void keep() = 0;
+};
 
 // An optimizer that can take a step for some of its parameters and leave the others for later.
 class PartialStep {
@@ -13,6 +31,8 @@ class PartialStep {
   // What step() does, for those of `parameters` that have a gradient. Throws std::invalid_argument
   // for a tensor that is no parameter of the optimizer.
   virtual void step_parameters(const std::vector<at::Tensor>& parameters) = 0;
+  // For steps that may have to be taken back; null: this optimizer cannot.
+  virtual std::unique_ptr<RevocableSteps> revocable_steps() { return nullptr; }
 };
 
 }  // namespace tessera

@@ -1,28 +1,74 @@
 #include "tessera/optim/step_in_backward.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Type.h>
 
 #include <exception>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
 #include <utility>
 
+#include "tessera/flat/shard_norm.h"
+
 namespace tessera {
+namespace {
+
+std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const StepInBackwardOptions& options) {
+  if (!options.speculative) return nullptr;
+  if (!options.max_norm)
+    throw std::invalid_argument(
+        "StepInBackward: speculative without max_norm, expected both: no step has to wait where nothing is clipped");
+  auto steps = optimizer.revocable_steps();
+  if (!steps)
+    throw std::invalid_argument("StepInBackward: speculative with a " + c10::demangle(typeid(optimizer).name()) +
+                                ", expected an optimizer whose steps can be taken back (PartialStep::revocable_steps): "
+                                "HostAdam or HostAdamW");
+  return steps;
+}
+
+}  // namespace
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
-    : source_(source), optimizer_(optimizer), options_(options) {
-  subscription_.emplace(
-      source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); }));
+    : source_(source), optimizer_(optimizer), options_(options), speculation_(speculation_of(optimizer, options)) {
+  subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
+                                            speculation_ ? GradientSource::Failed([this] { abandon(); }) : nullptr));
   // As many threads for a step as the caller would take.
   worker_.add([threads = at::get_num_threads()] { at::set_num_threads(threads); }).get();
 }
 
-StepInBackward::~StepInBackward() { subscription_.reset(); }
+StepInBackward::~StepInBackward() {
+  abandon();
+  subscription_.reset();
+}
 
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
-  if (options_.max_norm) {
+  if (speculation_) {
+    speculate(parameters);
+  } else if (options_.max_norm) {
     deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
   } else {
     steps_.push_back(worker_.add([this, parameters] { optimizer_.step_parameters(parameters); }));
   }
+}
+
+// What it throws leaves backward, which has failed then: abandon().
+void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
+  if (must_be_taken_back_)
+    throw std::logic_error(
+        "StepInBackward: a backward after one whose steps could not be taken back, expected finish()");
+  if (!refusal_)
+    refusal_.emplace(source_.refuse_use(
+        "steps of a backward have been taken that may be taken back: call StepInBackward::finish() first"));
+  for (const at::Tensor& parameter : parameters)
+    if (!taken_.insert(parameter.unsafeGetTensorImpl()).second)
+      throw std::logic_error(
+          c10::str("StepInBackward: a parameter of shape ", parameter.sizes(),
+                   " has a gradient of a second backward before finish(), expected finish() after each backward, or "
+                   "no_sync() in the first"));
+  deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
+  steps_.push_back(worker_.add([this, parameters] { speculation_->step(parameters); }));
 }
 
 // A step that fails does not keep the others from being taken.
@@ -38,7 +84,66 @@ void StepInBackward::wait_for_steps() {
   if (failure) std::rethrow_exception(failure);
 }
 
+// On the worker's thread: after the steps that are under way, whatever the caller is in the middle of.
+void StepInBackward::take_back() {
+  worker_.add([this] { speculation_->roll_back(); }).get();
+}
+
+void StepInBackward::forget_speculation() {
+  if (!deferred_.empty()) speculation_->keep();
+  deferred_.clear();
+  taken_.clear();
+  refusal_.reset();
+  must_be_taken_back_ = false;
+}
+
+// If the copies cannot be written back, the values stay refused, and the next finish() tries again.
+void StepInBackward::abandon() noexcept {
+  if (!refusal_) return;
+  must_be_taken_back_ = true;
+  try {
+    try {
+      wait_for_steps();
+    } catch (const std::exception&) {  // it is taken back with the others
+    }
+    take_back();
+    forget_speculation();
+  } catch (const std::exception& failure) {
+    TORCH_WARN("StepInBackward: steps could not be taken back: ", failure.what());
+  }
+}
+
+// Collective first, also where a step has failed: the other ranks wait for this one.
+double StepInBackward::finish_speculation() {
+  try {
+    if (must_be_taken_back_) {
+      take_back();
+      forget_speculation();
+    }
+    std::exception_ptr failure;
+    try {
+      wait_for_steps();  // they read the gradients
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    const double norm =
+        source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
+    if (failure) std::rethrow_exception(failure);
+    if (clips_gradients(norm, *options_.max_norm)) {
+      take_back();
+      ++times_taken_back_;
+      speculation_->step(deferred_);  // so that it can be taken back if it fails
+    }
+    forget_speculation();
+    return norm;
+  } catch (...) {
+    abandon();
+    throw;
+  }
+}
+
 std::optional<double> StepInBackward::finish() {
+  if (speculation_) return finish_speculation();
   if (!options_.max_norm) {
     wait_for_steps();
     return std::nullopt;

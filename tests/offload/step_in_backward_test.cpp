@@ -1,8 +1,13 @@
 // The optimizer's step unit by unit in backward: the same bits as after it.
 #include <condition_variable>
+#include <limits>
 
+#include "tessera/flat/shard_norm.h"
+#include "tessera/optim/optimizer_state.h"
+#include "tests/support/matrix.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::step_in_backward_test {
 namespace {
@@ -71,6 +76,7 @@ struct Observed : PartialStep {
     ++steps;
     changed.notify_all();
   }
+  std::unique_ptr<RevocableSteps> revocable_steps() override;
   bool wait_for_a_step() {
     std::unique_lock lock(mutex);
     return changed.wait_for(lock, std::chrono::seconds(60), [&] { return steps > 0; });
@@ -80,6 +86,21 @@ struct Observed : PartialStep {
   std::condition_variable changed;
   int steps = 0;
 };
+
+struct ObservedSteps : RevocableSteps {
+  explicit ObservedSteps(Observed& of) : observed(of), inner(of.optimizer.revocable_steps()) {}
+  void step(const std::vector<at::Tensor>& parameters) override {
+    inner->step(parameters);
+    std::lock_guard lock(observed.mutex);
+    ++observed.steps;
+    observed.changed.notify_all();
+  }
+  void roll_back() override { inner->roll_back(); }
+  void keep() override { inner->keep(); }
+  Observed& observed;
+  std::unique_ptr<RevocableSteps> inner;
+};
+std::unique_ptr<RevocableSteps> Observed::revocable_steps() { return std::make_unique<ObservedSteps>(*this); }
 
 struct CallInBackward : torch::autograd::Function<CallInBackward> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, int64_t call) {
@@ -149,6 +170,326 @@ TEST(StepInBackward, AFailedStepReachesFinish) {
     StepInBackward step(fsdp, optimizer);
     fsdp(torch::ones({2, 8})).sum().backward();
     EXPECT_EQ(error_of<std::runtime_error>([&] { step.finish(); }), "no step today");
+    step.finish();
+  });
+}
+
+// ---- speculation ---------------------------------------------------------------------------------
+
+constexpr double kMaxNorm = 0.5;
+constexpr int kSteps = 12;
+enum class Norms { kNever, kAlways, kAlternately, kNan, kInfinite };
+
+// What a step's loss is multiplied by, for a norm that clips or does not.
+double loss_factor(Norms norms, int step) {
+  const bool clips = norms == Norms::kAlways || (norms == Norms::kAlternately && step % 2 == 0);
+  if (norms == Norms::kNan && step == kSteps - 2) return std::numeric_limits<double>::quiet_NaN();
+  if (norms == Norms::kInfinite && step == kSteps - 2) return 1e30;  // its square is too much for fp32
+  return clips ? 100 : 1e-4;
+}
+
+std::string bits_of(const at::Tensor& tensor) {
+  const at::Tensor own = tensor.detach().contiguous().clone();  // from a disk, too
+  return {static_cast<const char*>(own.const_data_ptr()), own.nbytes()};
+}
+
+// Parameters and state, to the bit, NaN too; "" for a parameter without a state.
+std::vector<std::string> bits_of(const FullyShardedModule& fsdp, torch::optim::Optimizer& optimizer) {
+  std::vector<std::string> all;
+  for (const at::Tensor& parameter : fsdp.parameters()) {
+    all.push_back(bits_of(parameter));
+    const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+    if (found == optimizer.state().end()) {
+      all.emplace_back();
+      continue;
+    }
+    const ParameterState state = read_state(*found->second);
+    for (const auto& [name, number] : state.numbers) all.push_back(name + " " + std::to_string(number));
+    for (const auto& [name, tensor] : state.tensors) all.push_back(name + " " + bits_of(tensor));
+  }
+  return all;
+}
+
+enum class Tier { kDevice, kHost, kHostBfloat16, kHostDouble, kDisk, kDiskBfloat16 };
+
+FsdpOptions options_for(Tier tier, const std::string& folder) {
+  FsdpOptions options{.auto_wrap = wrap_by_size(40)};
+  if (tier != Tier::kDevice) options.offload = {.params = true, .grads = true};
+  if (tier == Tier::kHostBfloat16 || tier == Tier::kDiskBfloat16)
+    options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+  if (tier == Tier::kDisk || tier == Tier::kDiskBfloat16) {
+    options.offload.directory = folder;
+    options.offload.disk_buffer_bytes = 24 * 8192;
+  }
+  return options;
+}
+
+struct Trained {
+  std::vector<std::vector<std::string>> after;  // each step
+  int64_t times_taken_back = 0;
+};
+
+template <class Optimizer, class Options>
+Trained train_clipped(std::shared_ptr<Communicator> comm, Tier tier, Norms norms, const Options& options,
+                      bool speculative) {
+  const TemporaryFolder folder;
+  const at::ScalarType dtype = tier == Tier::kHostDouble ? at::kDouble : at::kFloat;
+  auto linear = [&] { return torch::nn::Linear(kWidth, kWidth); };
+  torch::nn::Sequential linears = seeded(7, [&] { return torch::nn::Sequential(linear(), linear(), linear()); });
+  torch::nn::Sequential model = tier == Tier::kDevice || tier == Tier::kHost
+                                    ? torch::nn::Sequential(seeded(7, [] { return RandomNet(503); }))
+                                    : linears;
+  model->to(dtype);
+  FullyShardedDataParallel fsdp(model, comm, options_for(tier, folder.path()));
+  Optimizer optimizer(fsdp.parameters(), options);
+  StepInBackward step(fsdp, optimizer, {.max_norm = kMaxNorm, .speculative = speculative});
+  Trained trained;
+  for (int i = 0; i < kSteps; ++i) {
+    optimizer.zero_grad();
+    const at::Tensor out = fsdp(batch(100 * i + comm->rank()).to(dtype)).to(dtype);
+    (torch::mse_loss(out, batch(7 * i).to(dtype)) * loss_factor(norms, i)).backward();
+    const double norm = *step.finish();
+    if (norms <= Norms::kAlternately) {
+      EXPECT_EQ(norm > kMaxNorm, loss_factor(norms, i) == 100) << norm;
+    }
+    trained.after.push_back(bits_of(fsdp, optimizer));
+  }
+  trained.times_taken_back = step.times_taken_back();
+  return trained;
+}
+
+template <class Optimizer, class Options>
+void compare(std::shared_ptr<Communicator> comm, Tier tier, Norms norms, const Options& options) {
+  SCOPED_TRACE(
+      c10::str("tier ", static_cast<int>(tier), ", norms ", static_cast<int>(norms), ", ", comm->size(), " ranks"));
+  const Trained waiting = train_clipped<Optimizer>(comm, tier, norms, options, false),
+                speculative = train_clipped<Optimizer>(comm, tier, norms, options, true);
+  for (int i = 0; i < kSteps; ++i) EXPECT_EQ(waiting.after[i], speculative.after[i]) << "after step " << i;
+  const int64_t expected = norms == Norms::kNever         ? 0
+                           : norms == Norms::kAlways      ? kSteps
+                           : norms == Norms::kAlternately ? kSteps / 2
+                                                          : -1;
+  if (expected >= 0) {
+    EXPECT_EQ(speculative.times_taken_back, expected);
+  } else {
+    EXPECT_GT(speculative.times_taken_back, 0);
+  }
+}
+
+TEST(Speculation, IsWaitingBitForBit) {
+  const auto adamw = torch::optim::AdamWOptions(1e-2).weight_decay(0.1);
+  for (const int world : {1, 2, 3}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      int turn = comm->size();
+      for (const Tier tier :
+           {Tier::kDevice, Tier::kHost, Tier::kHostBfloat16, Tier::kHostDouble, Tier::kDisk, Tier::kDiskBfloat16}) {
+        for (const Norms norms : {Norms::kNever, Norms::kAlways, Norms::kAlternately, Norms::kNan, Norms::kInfinite}) {
+          const int kind = turn++ % 3;
+          if (turn % 2 == 0 && !has_full_matrix()) continue;
+          if (kind == 0) {
+            compare<HostAdamW>(comm, tier, norms, adamw);
+          } else if (kind == 1) {
+            compare<HostAdamW>(comm, tier, norms, torch::optim::AdamWOptions(adamw).amsgrad(true));
+          } else {
+            compare<HostAdam>(comm, tier, norms, torch::optim::AdamOptions(1e-2).weight_decay(0.01));
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(Speculation, KnowsWhichNormsClip) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    for (const double norm :
+         {0.0, 0.5, 1 - 2e-6, 1 - 1e-6, std::nextafter(1 - 1e-6, 0.0), std::nextafter(1 - 1e-6, 2.0), 1 - 5e-7, 1.0,
+          1 + 1e-9, 3.0, std::numeric_limits<double>::infinity()}) {
+      const at::Tensor gradient = torch::full({1}, norm, at::kDouble);
+      const at::Tensor before = gradient.clone();
+      clip_shards_by_norm({gradient}, 1.0, 2.0, false, *comm);
+      EXPECT_EQ(clips_gradients(norm, 1.0), !torch::equal(gradient, before)) << norm;
+    }
+    EXPECT_TRUE(clips_gradients(std::numeric_limits<double>::quiet_NaN(), 1.0));
+  });
+}
+
+// Eight layers, the first of which calls back in backward, when others' gradients have arrived.
+struct Layers {
+  explicit Layers(std::shared_ptr<Communicator> comm) : fsdp(make(), comm, options()) {}
+  static torch::nn::Sequential make() {
+    return seeded(3, [] {
+      torch::nn::Sequential model;
+      for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(kWidth, kWidth));
+      return model;
+    });
+  }
+  static FsdpOptions options() {
+    return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}};
+  }
+  at::Tensor loss(std::function<void()>& in_backward) const {
+    torch::nn::Sequential model = fsdp.module();
+    at::Tensor x = torch::ones({2, kWidth});
+    for (int i = 0; i < 8; ++i) {
+      x = model[i]->as<torch::nn::Linear>()->forward(x);
+      if (i == 0) x = CallInBackward::apply(x, reinterpret_cast<int64_t>(&in_backward));
+    }
+    return x.square().sum();
+  }
+  FullyShardedDataParallel<torch::nn::Sequential> fsdp;
+};
+
+constexpr StepInBackwardOptions kSpeculative{.max_norm = 1e6, .speculative = true};
+
+TEST(Speculation, StepsWhileBackwardGoesOn) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Layers layers(comm);
+    HostAdam optimizer(layers.fsdp.parameters(), torch::optim::AdamOptions(1e-2));
+    Observed observed(optimizer);
+    StepInBackward step(layers.fsdp, observed, kSpeculative);
+    std::function<void()> wait = [&] { EXPECT_TRUE(observed.wait_for_a_step()); };
+    layers.loss(wait).backward();
+    step.finish();
+    EXPECT_EQ(observed.steps, 8);  // and none after backward
+    EXPECT_EQ(step.times_taken_back(), 0);
+  });
+}
+
+// Whatever ends it, before and after states exist: as it was, and as good as new.
+TEST(Speculation, ABackwardThatFailsLeavesEverythingAsItWas) {
+  for (const int world : {1, 2}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      Layers layers(comm), undisturbed(comm);
+      const torch::optim::AdamWOptions options(1e-2);
+      HostAdamW optimizer(layers.fsdp.parameters(), options), expected(undisturbed.fsdp.parameters(), options);
+      Observed observed(optimizer);
+      StepInBackward step(layers.fsdp, observed, kSpeculative);
+      StepInBackward other(undisturbed.fsdp, expected, {.max_norm = 1e6});
+      std::function<void()> nothing = [] {};
+      std::function<void()> fail = [&] {
+        EXPECT_TRUE(observed.wait_for_a_step());
+        throw std::runtime_error("no backward today");
+      };
+      for (int i = 0; i < 3; ++i) {
+        optimizer.zero_grad();
+        observed.steps = 0;
+        const auto before = bits_of(layers.fsdp, optimizer);
+        EXPECT_EQ(error_of<std::runtime_error>([&] { layers.loss(fail).backward(); }), "no backward today");
+        EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+        optimizer.zero_grad();
+        layers.loss(nothing).backward();
+        step.finish();
+        expected.zero_grad();
+        undisturbed.loss(nothing).backward();
+        other.finish();
+        EXPECT_EQ(bits_of(layers.fsdp, optimizer), bits_of(undisturbed.fsdp, expected));
+        EXPECT_NE(bits_of(layers.fsdp, optimizer), before);
+      }
+    });
+  }
+}
+
+TEST(Speculation, ValuesThatMayBeTakenBackAreRefused) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Layers layers(comm);
+    HostAdamW optimizer(layers.fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    std::function<void()> nothing = [] {};
+    const auto before = bits_of(layers.fsdp, optimizer);
+    {
+      StepInBackward step(layers.fsdp, optimizer, kSpeculative);
+      layers.loss(nothing).backward();
+      auto refused = [&](const char* what, auto call) {
+        const std::string error = error_of<std::logic_error>(call);
+        expect_contains(error, what);
+        expect_contains(error, "StepInBackward::finish()");
+      };
+      refused("forward() on rank 0", [&] { layers.fsdp(torch::ones({2, kWidth})); });
+      refused("summon_full_params", [&] { const Scope scope = layers.fsdp.summon_full_params(); });
+      refused("full_state_dict", [&] { layers.fsdp.full_state_dict(); });
+    }
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);  // no finish(), no step
+    layers.fsdp(torch::ones({2, kWidth}));
+  });
+}
+
+// Steps, then fails: at a step, at the rollback.
+struct Unreliable : PartialStep {
+  explicit Unreliable(HostAdamW& inner) : optimizer(inner) {}
+  void step_parameters(const std::vector<at::Tensor>& parameters) override { optimizer.step_parameters(parameters); }
+  std::unique_ptr<RevocableSteps> revocable_steps() override {
+    struct Steps : RevocableSteps {
+      Steps(Unreliable& of) : own(of), inner(of.optimizer.revocable_steps()) {}
+      void step(const std::vector<at::Tensor>& parameters) override {
+        inner->step(parameters);
+        if (own.fails_step) throw std::runtime_error("no step today");
+        if (own.fails_again && parameters.size() > 2) throw std::runtime_error("no second step");  // of all at once
+      }
+      void roll_back() override {
+        if (std::exchange(own.fails_rollback, false)) throw std::runtime_error("no way back");
+        inner->roll_back();
+      }
+      void keep() override { inner->keep(); }
+      Unreliable& own;
+      std::unique_ptr<RevocableSteps> inner;
+    };
+    return std::make_unique<Steps>(*this);
+  }
+  HostAdamW& optimizer;
+  bool fails_step = false, fails_again = false, fails_rollback = false;
+};
+
+TEST(Speculation, AFinishThatThrowsLeavesEverythingAsItWas) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Layers layers(comm);
+    HostAdamW optimizer(layers.fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    Unreliable unreliable(optimizer);
+    StepInBackward step(layers.fsdp, unreliable, {.max_norm = 1e-3, .speculative = true});
+    std::function<void()> nothing = [] {};
+    auto finish = [&] {
+      optimizer.zero_grad();
+      layers.loss(nothing).backward();
+      step.finish();
+    };
+    finish();
+    const auto before = bits_of(layers.fsdp, optimizer);
+    unreliable.fails_step = true;
+    EXPECT_EQ(error_of<std::runtime_error>(finish), "no step today");
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+    unreliable.fails_step = false;
+    unreliable.fails_again = true;
+    EXPECT_EQ(error_of<std::runtime_error>(finish), "no second step");
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+    unreliable.fails_again = false;
+    unreliable.fails_rollback = unreliable.fails_step = true;  // the rollback after the step that failed
+    EXPECT_EQ(error_of<std::runtime_error>(finish), "no step today");
+    EXPECT_NE(bits_of(layers.fsdp, optimizer), before);
+    expect_contains(error_of<std::logic_error>([&] { layers.loss(nothing); }), "may be taken back");
+    unreliable.fails_step = false;
+    step.finish();  // tries again, and has nothing else to do
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+    finish();
+    EXPECT_NE(bits_of(layers.fsdp, optimizer), before);
+  });
+}
+
+TEST(Speculation, MistakesAreNamed) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    Layers layers(comm);
+    HostAdamW optimizer(layers.fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    Failing failing;
+    expect_contains(
+        error_of<std::invalid_argument>([&] { StepInBackward step(layers.fsdp, optimizer, {.speculative = true}); }),
+        "speculative without max_norm");
+    expect_contains(error_of<std::invalid_argument>([&] { StepInBackward step(layers.fsdp, failing, kSpeculative); }),
+                    "speculative with a tessera::step_in_backward_test");
+    std::function<void()> nothing = [] {};
+    StepInBackward step(layers.fsdp, optimizer, kSpeculative);  // nobody is told about gradients yet
+    const at::Tensor loss = layers.loss(nothing);
+    const auto before = bits_of(layers.fsdp, optimizer);
+    loss.backward({}, /*retain_graph=*/true);
+    EXPECT_NE(error_of<std::logic_error>([&] { loss.backward(); }), "");  // what forward used has been changed
+    EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+    optimizer.zero_grad();
+    layers.loss(nothing).backward();
     step.finish();
   });
 }

@@ -1,0 +1,56 @@
+// The C++ half of bench/cpu_adam.py: adam_turns THREADS. For each line of its input it takes one step of AdamW on 16 Mi
+// elements of fp32, with the optimizer that the line names (host, fused), and prints "MS CPU_MS": on the clock, and of
+// the process's processors.
+#include <torch/torch.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <iostream>
+#include <string>
+
+#include "tessera/tessera.h"
+
+namespace {
+
+constexpr int64_t kNumel = 16 << 20;
+
+double processor_ms() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
+}
+
+template <class Optimizer>
+struct Stepped {
+  at::Tensor parameter = torch::zeros({kNumel}).set_requires_grad(true);
+  Optimizer optimizer{std::vector<at::Tensor>{parameter}, torch::optim::AdamWOptions(1e-3).weight_decay(0.1)};
+  Stepped() { parameter.mutable_grad() = torch::full({kNumel}, 0.01); }
+  void step() {
+    const double cpu = processor_ms();
+    const auto began = std::chrono::steady_clock::now();
+    optimizer.step();
+    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
+    std::printf("%.3f %.3f\n", ms, processor_ms() - cpu);
+    std::fflush(stdout);
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  at::set_num_threads(argc > 1 ? std::atoi(argv[1]) : at::get_num_threads());
+  Stepped<tessera::HostAdamW> host;
+  Stepped<tessera::AdamW> fused;
+  for (std::string line; std::getline(std::cin, line);) {
+    if (line == "host") {
+      host.step();
+    } else if (line == "fused") {
+      fused.step();
+    } else {
+      std::fprintf(stderr, "adam_turns: '%s', expected host or fused\n", line.c_str());
+      return 2;
+    }
+  }
+}
