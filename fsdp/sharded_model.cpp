@@ -7,6 +7,7 @@
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/deferred.h"
+#include "tessera/flat/memory_warning.h"
 #include "tessera/flat/module_state.h"
 #include "tessera/flat/quiet.h"
 #include "tessera/flat/shardable.h"
@@ -50,6 +51,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   require_shardable(planned, *mesh_.world, "FullyShardedDataParallel", /*may_be_deferred=*/true);
   planned.clear();
   check_agreement(plan);
+  warn_if_short_of_memory(plan);
   make_units(plan, pager);
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
@@ -116,6 +118,34 @@ void ShardedModel::check_agreement(const std::vector<PlannedUnit>& plan) const {
       lines.push_back("unit '" + unit.name + "': " + line);
   for (std::string& line : describe_buffers(*module_)) lines.push_back(std::move(line));
   require_agreement(*mesh_.world, "the module to shard", lines);
+}
+
+// What is on a disk does not count, nor on an accelerator what is in host memory.
+void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const {
+  const CpuOffload& offload = options_.offload;
+  const bool is_in_memory = mesh_.world->device().is_cpu() && offload.directory.empty();
+  const int64_t ranks = mesh_.shard->size();
+  MemoryNeed need;
+  int64_t full_bytes = 0, largest_bytes = 0;
+  for (const PlannedUnit& unit : plan) {
+    int64_t gathered_bytes = 0;
+    for (const PlannedParameter& parameter : unit.parameters) {
+      const at::Tensor& tensor = parameter.tensor;
+      const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
+      if (is_in_memory || !offload.params) need.parameters += own_bytes / ranks;
+      if (tensor.requires_grad() && (is_in_memory || !offload.grads)) need.gradients += own_bytes / ranks;
+      if (tensor.device() == mesh_.world->device()) need.freed += own_bytes;
+      const bool is_cast = options_.mixed_precision.param_dtype && at::isFloatingType(tensor.scalar_type());
+      gathered_bytes += tensor.numel() * static_cast<int64_t>(c10::elementSize(
+                                             is_cast ? *options_.mixed_precision.param_dtype : tensor.scalar_type()));
+    }
+    full_bytes += gathered_bytes;
+    largest_bytes = std::max(largest_bytes, gathered_bytes);
+  }
+  const int64_t most_units = options_.keep_recent + options_.prefetch;
+  if (ranks > 1)
+    need.in_use = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
+  tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
 }
 
 // In place: the module's members are these very tensors.

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/flat/memory_warning.h"
 #include "tessera/flat/quiet.h"
 #include "tessera/memory/memory_cache.h"
 
@@ -18,6 +19,12 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                std::vector<PlannedParameter> parameters,
                                                                std::shared_ptr<Communicator> comm, std::string who,
                                                                OwnerOf owner_of, ReplicatedOptions options) {
+  // Parameters are there already. With owners a rank gets about its share of the gradients.
+  MemoryNeed need;
+  for (const PlannedParameter& parameter : parameters)
+    if (parameter.tensor.requires_grad()) need.gradients += static_cast<int64_t>(parameter.tensor.nbytes());
+  if (owner_of) need.gradients /= comm->size();
+  warn_if_short_of_memory(who, need, *comm);
   std::shared_ptr<ReplicatedGradients> made(new ReplicatedGradients(
       std::move(module), std::move(parameters), std::move(comm), std::move(who), std::move(owner_of), options));
   made->install();

@@ -1,0 +1,67 @@
+#include "tessera/flat/memory_warning.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <iomanip>
+#include <sstream>
+#include <stdexcept>
+
+#include "tessera/launch/launch_environment.h"
+#include "tessera/memory/free_memory.h"
+#include "tessera/memory/without_data.h"
+
+namespace tessera {
+namespace {
+
+std::string text_of(int64_t bytes) {
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(1);
+  bytes >= (1 << 30) ? text << static_cast<double>(bytes) / (1 << 30) << " GiB"
+                     : text << static_cast<double>(bytes) / (1 << 20) << " MiB";
+  return text.str();
+}
+
+struct Place {
+  int ranks, rank;  // of this host
+};
+
+// Ranks that no launcher has started are threads of this process.
+Place place_on_host(const Communicator& comm) {
+  try {
+    const auto environment = parse_launch_environment(std::getenv);
+    if (environment.launched() && environment.local_world_size > 0)
+      return {std::min(environment.local_world_size, comm.size()), std::max(environment.local_rank, 0)};
+  } catch (const std::invalid_argument&) {  // init() says so, to those who call it
+  }
+  return {comm.size(), comm.rank()};
+}
+
+}  // namespace
+
+std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes) {
+  const int64_t total = need.parameters + need.gradients + need.in_use;
+  if ((total - need.freed) * ranks <= free_bytes) return {};
+  std::string text = who + ":";
+  if (need.parameters > 0) text += " parameters (" + text_of(need.parameters) + "),";
+  text += " gradients (" + text_of(need.gradients) + ")";
+  if (need.in_use > 0) text += " and units in use (" + text_of(need.in_use) + ")";
+  text += " take " + text_of(total);
+  text += ranks == 1 ? " on this rank" : " on each of " + std::to_string(ranks) + " ranks that share this memory";
+  text += ", of which " + text_of(free_bytes) + " are free";
+  if (need.freed > 0) text += ", and " + text_of(need.freed * ranks) + " will be";
+  return text + ". The optimizer's state and activations come on top: tessera plan says what fits";
+}
+
+void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm) {
+  if (is_without_data()) return;
+  const Place place = comm.device().is_cpu() ? place_on_host(comm) : Place{1, 0};
+  if (place.rank != 0) return;
+  const auto free_bytes = free_memory_bytes(comm.device());
+  if (!free_bytes) return;
+  const std::string text = memory_warning(who + " on rank " + std::to_string(comm.rank()), need, place.ranks, *free_bytes);
+  if (!text.empty()) TORCH_WARN(text);
+}
+
+}  // namespace tessera

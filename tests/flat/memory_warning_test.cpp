@@ -1,0 +1,69 @@
+// What a wrapper says before it takes more memory than there is.
+#include "tessera/flat/memory_warning.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include "tessera/memory/free_memory.h"
+#include "tests/support/reference.h"
+
+namespace tessera::memory_warning_test {
+namespace {
+
+using namespace testing_support;
+
+constexpr int64_t kGib = int64_t{1} << 30;
+
+TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
+  const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .in_use = kGib};
+  EXPECT_EQ(memory_warning("W", need, 2, 18 * kGib), "");
+  const std::string text = memory_warning("W on rank 0", need, 2, 18 * kGib - 1);
+  expect_contains(text, "W on rank 0: parameters (4.0 GiB), gradients (4.0 GiB) and units in use (1.0 GiB) take 9.0 GiB");
+  expect_contains(text, "on each of 2 ranks that share this memory, of which 18.0 GiB are free. The optimizer's state");
+  MemoryNeed freeing = need;
+  freeing.freed = 5 * kGib;
+  EXPECT_EQ(memory_warning("W", freeing, 2, 8 * kGib), "");
+  expect_contains(memory_warning("W", freeing, 2, 7 * kGib), "of which 7.0 GiB are free, and 10.0 GiB will be");
+  expect_contains(memory_warning("W", {.gradients = 3 << 20}, 1, 2 << 20), "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
+}
+
+TEST(MemoryWarning, KnowsWhatTheSystemHas) {
+  const auto free_bytes = free_memory_bytes(at::kCPU);
+  ASSERT_TRUE(free_bytes.has_value());
+  EXPECT_GT(*free_bytes, 0);
+  EXPECT_LT(*free_bytes, ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
+}
+
+// Counts the warnings of its thread that are ours.
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find("that share this memory") != std::string::npos) texts.push_back(warning.msg());
+  }
+  std::vector<std::string> texts;
+};
+
+// Before anything is allocated: each parameter is more than the machine has, and never gets that far.
+TEST(MemoryWarning, ComesBeforeTheMemoryIsTaken) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    { FullyShardedDataParallel fits(torch::nn::Linear(8, 8), comm); }
+    EXPECT_TRUE(warnings.texts.empty());
+    const auto read = [](Range, void*) { throw std::runtime_error("read"); };
+    struct Wide : torch::nn::Module {
+      explicit Wide(const ReadElements& read) {
+        const std::vector<int64_t> sizes{1 << 24, 1 << 24};  // 1 PiB, more than addresses reach
+        weight = register_parameter("weight", deferred_from(sizes, {1 << 24, 1}, at::kFloat, at::kCPU, read));
+      }
+      at::Tensor forward(const at::Tensor& x) { return x; }
+      at::Tensor weight;
+    };
+    EXPECT_ANY_THROW(FullyShardedDataParallel(std::make_shared<Wide>(read), comm));
+    ASSERT_EQ(warnings.texts.size(), comm->rank() == 0 ? 1U : 0U);
+    if (comm->rank() == 0)
+      expect_contains(warnings.texts[0], "FullyShardedDataParallel on rank 0: parameters (524288.0 GiB), gradients (524288.0");
+  });
+}
+
+}  // namespace
+}  // namespace tessera::memory_warning_test
