@@ -145,7 +145,7 @@ struct Pass {
     // The pass writes memory without an operator, so the version is raised here, by which others know of writes.
     for (const at::Tensor& parameter : written) {
       parameter.unsafeGetTensorImpl()->bump_version();
-      note_write(parameter);
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // else hold() has counted it
       if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
     }
   }

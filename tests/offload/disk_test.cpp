@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <random>
 
+#include "tessera/flat/shard_mark.h"
 #include "tessera/paging/disk_pager.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
@@ -244,6 +245,29 @@ TEST(DiskTier, TrainsBitEqualToMemory) {
       }
     });
   }
+}
+
+// Else forward would read the shard to make the copy anew, each time.
+TEST(DiskTier, ACopyIn16BitFollowsTheSteps) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path()});
+  const at::Tensor parameter = pager.make({100}, {1}, at::kFloat, "a shard").detach().set_requires_grad(true);
+  const auto copy = std::make_shared<LowPrecisionCopy>(
+      LowPrecisionCopy{torch::zeros({100}, at::kBFloat16), page_of(parameter)->writes()});
+  mark_as_shard(parameter, {copy->values, copy});
+  HostAdamW optimizer({parameter}, torch::optim::AdamWOptions(1e-2));
+  parameter.mutable_grad() = torch::linspace(-1, 1, 100);
+  const auto steps = optimizer.revocable_steps();
+  auto follows = [&](const char* what) {
+    EXPECT_EQ(copy->writes, page_of(parameter)->writes()) << what;
+    EXPECT_TRUE(torch::equal(copy->values, parameter.detach().to(at::kBFloat16))) << what;
+  };
+  optimizer.step();
+  follows("a step");
+  steps->step({parameter});
+  follows("a step that can be taken back");
+  steps->roll_back();
+  follows("a step that was taken back");
 }
 
 // Shards and state of 24 MB through buffers of 9.
