@@ -60,8 +60,11 @@ void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, con
   if (place.rank != 0) return;
   const auto free_bytes = free_memory_bytes(comm.device());
   if (!free_bytes) return;
-  const std::string text = memory_warning(who + " on rank " + std::to_string(comm.rank()), need, place.ranks, *free_bytes);
-  if (!text.empty()) TORCH_WARN(text);
+  const std::string text =
+      memory_warning(who + " on rank " + std::to_string(comm.rank()), need, place.ranks, *free_bytes);
+  if (!text.empty()) {
+    TORCH_WARN(text);
+  }
 }
 
 }  // namespace tessera

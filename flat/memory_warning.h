@@ -18,9 +18,9 @@ struct MemoryNeed {
 // What is to be said where `ranks` such ranks share `free_bytes` of memory; "" if there is room.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
-// TORCH_WARNs so: before a wrapper takes memory, since on Linux the one who takes too much is killed and says nothing. On
-// the CPU the first rank of each host speaks for all of them, on accelerators each for its own. Says nothing in a dry
-// run, nor where free memory is not known. Not collective, does not throw.
+// TORCH_WARNs so: before a wrapper takes memory, since on Linux the one who takes too much is killed and says nothing.
+// On the CPU the first rank of each host speaks for all of them, on accelerators each for its own. Says nothing in a
+// dry run, nor where free memory is not known. Not collective, does not throw.
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm);
 
 }  // namespace tessera

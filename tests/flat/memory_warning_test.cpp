@@ -18,13 +18,15 @@ TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
   const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .in_use = kGib};
   EXPECT_EQ(memory_warning("W", need, 2, 18 * kGib), "");
   const std::string text = memory_warning("W on rank 0", need, 2, 18 * kGib - 1);
-  expect_contains(text, "W on rank 0: parameters (4.0 GiB), gradients (4.0 GiB) and units in use (1.0 GiB) take 9.0 GiB");
+  expect_contains(text,
+                  "W on rank 0: parameters (4.0 GiB), gradients (4.0 GiB) and units in use (1.0 GiB) take 9.0 GiB");
   expect_contains(text, "on each of 2 ranks that share this memory, of which 18.0 GiB are free. The optimizer's state");
   MemoryNeed freeing = need;
   freeing.freed = 5 * kGib;
   EXPECT_EQ(memory_warning("W", freeing, 2, 8 * kGib), "");
   expect_contains(memory_warning("W", freeing, 2, 7 * kGib), "of which 7.0 GiB are free, and 10.0 GiB will be");
-  expect_contains(memory_warning("W", {.gradients = 3 << 20}, 1, 2 << 20), "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
+  expect_contains(memory_warning("W", {.gradients = 3 << 20}, 1, 2 << 20),
+                  "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
 }
 
 TEST(MemoryWarning, KnowsWhatTheSystemHas) {
@@ -61,7 +63,8 @@ TEST(MemoryWarning, ComesBeforeTheMemoryIsTaken) {
     EXPECT_ANY_THROW(FullyShardedDataParallel(std::make_shared<Wide>(read), comm));
     ASSERT_EQ(warnings.texts.size(), comm->rank() == 0 ? 1U : 0U);
     if (comm->rank() == 0)
-      expect_contains(warnings.texts[0], "FullyShardedDataParallel on rank 0: parameters (524288.0 GiB), gradients (524288.0");
+      expect_contains(warnings.texts[0],
+                      "FullyShardedDataParallel on rank 0: parameters (524288.0 GiB), gradients (524288.0");
   });
 }
 
