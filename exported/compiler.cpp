@@ -332,60 +332,89 @@ std::unique_ptr<Step> Compiler::compile_higher_order(const json& node, const std
   return step;
 }
 
-std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, HigherOrderArguments& arguments,
-                                                  Scope& scope, Description description) {
-  GraphStep::Call call{std::move(description.text), std::move(description.module), {}, {}};
-  const FindSlot find_slot = scope.finder();
-  auto take_graph = [&] {
-    auto graph = compile_graph(arguments.next_graph(), false);
-    call.graphs.push_back(graph);
-    return graph;
-  };
-  // What graphs are given: the operands, but for the first few.
-  auto take_rest = [&](size_t first = 0) {
-    for (Operand& operand : arguments.rest(find_slot)) call.operands.push_back(std::move(operand));
+// What a step with graphs in it is made of.
+struct Compiler::CallReader {
+  Compiler& compiler;
+  HigherOrderArguments& arguments;
+  FindSlot find_slot;
+  GraphStep::Call call;
+  std::shared_ptr<Graph> last_graph;
+
+  // Each returns how many there are: results of the graph, operands so far.
+  size_t take_graph() {
+    last_graph = compiler.compile_graph(arguments.next_graph(), false);
+    call.graphs.push_back(last_graph);
+    return last_graph->outputs.size();
+  }
+  size_t take_operands() {
+    add(read_arguments(arguments.next_any(), find_slot));
+    return call.operands.size();
+  }
+  // What is left. Graphs are given the operands, but for the first few.
+  void take_rest(size_t first = 0) {
+    add(arguments.rest(find_slot));
     for (const auto& graph : call.graphs)
       if (const size_t given = call.operands.size() - first; graph->inputs.size() != given)
         throw ExportedError("its graph takes " + std::to_string(graph->inputs.size()) + " values and is given " +
                             std::to_string(given));
-  };
+  }
+  void add(std::vector<Operand> operands) {
+    for (Operand& operand : operands) call.operands.push_back(std::move(operand));
+  }
+};
 
+std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, HigherOrderArguments& arguments,
+                                                  Scope& scope, Description description) {
+  CallReader reader{
+      *this, arguments, scope.finder(), {std::move(description.text), std::move(description.module), {}, {}}, nullptr};
   if (name == "wrap_with_set_grad_enabled") {
     const bool mode = bool_of(arguments.next("as_bool"));
-    take_graph();
-    take_rest();
-    return std::make_unique<GradModeStep>(std::move(call), mode);
+    reader.take_graph();
+    reader.take_rest();
+    return std::make_unique<GradModeStep>(std::move(reader.call), mode);
   }
   if (name == "wrap_with_autocast") {
     const AutocastStep::Mode mode = autocast_mode(arguments);
-    take_graph();
-    take_rest();
-    return std::make_unique<AutocastStep>(std::move(call), mode);
+    reader.take_graph();
+    reader.take_rest();
+    return std::make_unique<AutocastStep>(std::move(reader.call), mode);
   }
   if (name == "cond") {
-    call.operands = {read_argument(arguments.next_any(), find_slot)};
-    const size_t outputs = take_graph()->outputs.size();
-    if (outputs != take_graph()->outputs.size()) throw ExportedError("its graphs differ in outputs");
-    take_rest(1);
-    return std::make_unique<ConditionStep>(std::move(call));
-  }
-  if (name == "while_loop") {
-    take_graph();
-    const size_t outputs = take_graph()->outputs.size();
-    call.operands = read_arguments(arguments.next_any(), find_slot);
-    if (outputs != call.operands.size())
-      throw ExportedError("its body makes " + std::to_string(outputs) + " values of " +
-                          std::to_string(call.operands.size()));
-    take_rest();
-    return std::make_unique<LoopStep>(std::move(call));
+    reader.call.operands = {read_argument(arguments.next_any(), reader.find_slot)};
+    const size_t outputs = reader.take_graph();
+    if (outputs != reader.take_graph()) throw ExportedError("its graphs differ in outputs");
+    reader.take_rest(1);
+    return std::make_unique<ConditionStep>(std::move(reader.call));
   }
   if (name == "tag_activation_checkpoint" || name == "wrap_activation_checkpoint") {
-    const auto graph = take_graph();
-    take_rest();
-    move_state_into(*graph, call.operands, scope);
-    return std::make_unique<CheckpointStep>(std::move(call));
+    reader.take_graph();
+    reader.take_rest();
+    move_state_into(*reader.last_graph, reader.call.operands, scope);
+    return std::make_unique<CheckpointStep>(std::move(reader.call));
   }
+  if (auto loop = compile_loop(name, reader)) return loop;
   throw ExportedError("this higher-order operator is not supported");
+}
+
+// Null if it is none.
+std::unique_ptr<GraphStep> Compiler::compile_loop(const std::string& name, CallReader& reader) {
+  if (name == "while_loop") {
+    reader.take_graph();
+    const size_t outputs = reader.take_graph(), operands = reader.take_operands();
+    if (outputs != operands)
+      throw ExportedError("its body makes " + std::to_string(outputs) + " values of " + std::to_string(operands));
+    reader.take_rest();
+    return std::make_unique<LoopStep>(std::move(reader.call));
+  }
+  if (name != "scan" && name != "map_impl") return nullptr;
+  const size_t results = reader.take_graph();
+  const size_t carried = name == "scan" ? reader.take_operands() : 0;
+  const size_t scanned = reader.take_operands() - carried;
+  if (carried > results)
+    throw ExportedError("its graph makes " + std::to_string(results) + " values, expected the " +
+                        std::to_string(carried) + " that are carried on or more");
+  reader.take_rest();
+  return std::make_unique<ScanStep>(std::move(reader.call), carried, scanned);
 }
 
 AutocastStep::Mode Compiler::autocast_mode(HigherOrderArguments& arguments) const {

@@ -53,6 +53,7 @@ class Compiler {
  private:
   struct Scope;
   class HigherOrderArguments;
+  struct CallReader;
   struct Description {
     std::string text, module;
   };
@@ -65,6 +66,7 @@ class Compiler {
                                              Description description);
   std::unique_ptr<GraphStep> compile_call(const std::string& name, HigherOrderArguments& arguments, Scope& scope,
                                           Description description);
+  std::unique_ptr<GraphStep> compile_loop(const std::string& name, CallReader& reader);
   AutocastStep::Mode autocast_mode(HigherOrderArguments& arguments) const;
   static void move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope);
   void note_training_argument(OperatorStep& step, const Scope& scope);

@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_native_batch_norm_legit.h>
+#include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -125,6 +126,29 @@ void LoopStep::run(Frame& frame) const {
   }
   values.resize(result_count());
   set_results(frame, std::move(values));
+}
+
+void ScanStep::run(Frame& frame) const {
+  const std::vector<c10::IValue> values = take_operands(frame);
+  std::vector<c10::IValue> given = values;
+  int64_t count = -1;
+  for (size_t i = carried_; i < carried_ + scanned_; ++i) {
+    const at::Tensor tensor = values[i].toTensor();
+    TORCH_CHECK(tensor.dim() > 0 && (count < 0 || tensor.size(0) == count), "operand ", i, " has the shape ",
+                tensor.sizes(), ", expected ", count < 0 ? 1 : count, " elements or more in its first dimension");
+    count = tensor.size(0);
+  }
+  TORCH_CHECK(count > 0, "there is nothing to go over: expected one element or more, got ", count);
+  std::vector<std::vector<at::Tensor>> stacks(result_count() - carried_);
+  for (int64_t element = 0; element < count; ++element) {
+    for (size_t i = carried_; i < carried_ + scanned_; ++i) given[i] = values[i].toTensor().select(0, element);
+    std::vector<c10::IValue> results = graph()->run(given, frame.execution);
+    std::move(results.begin(), results.begin() + static_cast<std::ptrdiff_t>(carried_), given.begin());
+    for (size_t i = 0; i < stacks.size(); ++i) stacks[i].push_back(results[carried_ + i].toTensor());
+  }
+  given.resize(carried_);
+  for (const auto& stack : stacks) given.emplace_back(at::stack(stack));
+  set_results(frame, std::move(given));
 }
 
 void CheckpointStep::run(Frame& frame) const {

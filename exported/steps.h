@@ -132,6 +132,19 @@ class LoopStep : public GraphStep {
   void run(Frame& frame) const override;
 };
 
+// torch map and scan: the graph is run for each element of the first dimension of some operands, and is given the last
+// ones whole. Its first results are carried on to the next element, and begin with the first operands; others are
+// stacked. Operands: `carried`, then `scanned`, then the rest.
+class ScanStep : public GraphStep {
+ public:
+  ScanStep(Call call, size_t carried, size_t scanned)
+      : GraphStep(std::move(call)), carried_(carried), scanned_(scanned) {}
+  void run(Frame& frame) const override;
+
+ private:
+  const size_t carried_, scanned_;
+};
+
 // A graph that backward computes again (recompute/checkpointed.h).
 class CheckpointStep : public GraphStep {
  public:

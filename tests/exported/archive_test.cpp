@@ -242,7 +242,7 @@ TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
     // Where to look if the process crashes (TESSERA_FUZZ_SEED begins there); thousands a second are tried.
     if (text != nullptr && (tried % 1024 == 0 || seed_text != nullptr)) std::cout << "from seed " << seed << std::endl;
     std::mt19937_64 random(seed);
-    const std::string name = std::array<const char*, 4>{"control", "decoder", "norms", "energy"}[random() % 4];
+    const std::string name = std::array{"control", "decoder", "norms", "energy", "recurrent"}[random() % 5];
     Changed changed(name);
     for (uint64_t changes = 1 + random() % 3; changes > 0; --changes) change(changed.program["graph_module"], random);
     changed.members[changed.folder + "models/model.json"] = changed.program.dump();

@@ -13,6 +13,8 @@ import zipfile
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -104,6 +106,21 @@ class Control(nn.Module):
         z[:, 1] = 0
         z[0].mul_(2)
         return [z * table, y.sum(-1), torch.where(y > 0, y, 1)]
+
+
+class Recurrent(nn.Module):
+    """Loops over rows: of a state that is carried on, backwards too, and of a map that uses parameters. The state begins
+    as a parameter: of one that begins without a gradient torch 2.11's scan loses the gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.each, self.start = nn.Linear(4, 3), nn.Linear(3, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        step = lambda carry, row: (carry * 0.5 + row.sin(), carry * row)
+        last, products = scan(step, self.start, self.into(x), dim=0)
+        back, sums = scan(lambda carry, row: (carry + row, carry + 1), last, products, reverse=True)
+        return back, sums, map_rows(lambda row: self.each(row).tanh(), products)
 
 
 class Energy(nn.Module):
@@ -235,6 +252,7 @@ def main():
     make("energy", Energy(), {"positions": torch.randn(3, 4, 2)}, {"positions": {0: batch}})
     make("adapted", Adapted(), {"x": torch.randn(3, 6)}, {"x": {0: batch}})
     make("adapted_bf16", Adapted().to(torch.bfloat16), {"x": torch.randn(3, 6).to(torch.bfloat16)}, {"x": {0: batch}})
+    make("recurrent", Recurrent(), {"x": torch.randn(3, 4)}, {"x": {0: batch}})
 
 
 if __name__ == "__main__":

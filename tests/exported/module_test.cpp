@@ -68,7 +68,7 @@ TEST_P(Archives, EvaluateAsPythonDoes) {
 
 INSTANTIATE_TEST_SUITE_P(All, Archives,
                          testing::Values("decoder", "decoder_meta", "norms", "norms_decomposed", "norms_eval",
-                                         "control", "energy", "adapted"),
+                                         "control", "recurrent", "energy", "adapted"),
                          [](const auto& param) { return std::string(param.param); });
 
 TEST(ExportedModule, HasPythonsNamesAndClasses) {
