@@ -12,6 +12,7 @@ first dimension is the batch.
 """
 
 import argparse
+import contextlib
 import copy
 import importlib
 import inspect
@@ -58,6 +59,7 @@ def implementations(config, attention="sdpa"):
 
 def from_config(automatic, config, attention="sdpa"):
     options = implementations(config, attention)
+    config.architectures = config.architectures or []  # where there are several, it looks for one in this list
     try:
         return automatic.from_config(copy.deepcopy(config), **options)
     except ValueError as error:  # not every architecture has a choice of attention
@@ -132,19 +134,36 @@ def add_lora(model, rank, targets):
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets or "all-linear"))
 
 
+@contextlib.contextmanager
+def named_inputs(model, names):
+    """Gives forward(**kwargs) a parameter for each: torch.export takes no dynamic shapes of others."""
+    forward, own = model.forward, model.__dict__.get("forward")
+    parameters = inspect.signature(forward).parameters
+    missing = [name for name in names if name not in parameters]
+    if not missing:
+        yield
+        return
+    kept = [p for p in parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+    def named(*args, **kwargs):
+        return forward(*args, **kwargs)
+
+    named.__signature__ = inspect.Signature(
+        kept + [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in missing])
+    model.forward = named
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
 def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
     """torch.export of the model in train mode: dropout and batch norm can be switched off later, not on."""
     model.train(train)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), None)
-    if isinstance(inputs, dict) and shapes is not None:  # one entry for each input, in the order of forward()
-        parameters = inspect.signature(model.forward).parameters
-        by_name = {name: value for name, value in shapes.items()}
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()) and not set(by_name) <= set(parameters):
-            own = {name: by_name.pop(name) for name in list(by_name) if name not in parameters}
-            keyword = next(n for n, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD)
-            by_name[keyword] = own
-        shapes = by_name
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), named_inputs(model, kwargs or {}), backward_of_its_own() as found:
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict)
@@ -154,7 +173,84 @@ def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
             # It cannot prove something about all lengths (that 24 s <= 48 s, say): checked when the graph runs, instead.
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict,
                                           prefer_deferred_runtime_asserts_over_guards=True)
-        return program.run_decompositions({}) if decompose else program
+        if decompose or has_vmap(program):
+            program = program.run_decompositions({})
+    found |= functions_of(program)
+    if found:
+        check_gradients(model, program, args, kwargs or {}, found)
+    return program
+
+
+# ---- what torch.export loses -----------------------------------------------------------------------
+
+
+def has_vmap(program):
+    """torch.vmap leaves calls in a graph that cannot be saved, and that are gone when it is decomposed."""
+    return any(getattr(node.target, "__module__", None) == "torch._functorch.predispatch" for node in program.graph.nodes)
+
+
+@contextlib.contextmanager
+def backward_of_its_own():
+    """Names of what torch.export drops without a word while it traces: the backward of a torch.autograd.Function, in
+    whose place the derivatives of its forward's operators come, and hooks on tensors."""
+    found, apply, register = set(), torch.autograd.Function.__dict__["apply"], torch.Tensor.register_hook
+
+    def recorded(own, *args, **kwargs):
+        if not own.__module__.startswith("torch._"):
+            found.add(f"{own.__name__} (torch.autograd.Function)")
+        return apply.__get__(None, own)(*args, **kwargs)
+
+    def hooked(self, hook):
+        found.add("Tensor.register_hook")
+        return register(self, hook)
+
+    torch.autograd.Function.apply, torch.Tensor.register_hook = classmethod(recorded), hooked
+    try:
+        yield found
+    finally:
+        torch.autograd.Function.apply, torch.Tensor.register_hook = apply, register
+
+
+def functions_of(program):
+    """The same of a program that TorchDynamo has traced, which looks into Function.apply() itself."""
+    nodes = (node for graph in program.graph_module.modules() if hasattr(graph, "graph") for node in graph.graph.nodes)
+    return {"a torch.autograd.Function" for node in nodes if "autograd.Function" in str(node.meta.get("source_fn_stack"))}
+
+
+def gradients_of(model, args, kwargs):
+    """By name, of the mean squares of all results, with the numbers that one seed draws. Buffers stay what they were."""
+    buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+    cloned = lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value
+    real = lambda tensor: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        results = model(*map(cloned, args), **{name: cloned(value) for name, value in kwargs.items()})
+    leaves = [real(leaf) for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    loss = sum(leaf.float().pow(2).mean() for leaf in leaves if leaf.is_floating_point())
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad
+    gradients = (torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_graph
+                 else [None] * len(trained))
+    with torch.no_grad():
+        for name, tensor in model.named_buffers():
+            tensor.copy_(buffers[name])
+    return {name: torch.zeros(()) if gradient is None else real(gradient).double()
+            for name, gradient in zip(trained, gradients)}
+
+
+def check_gradients(model, program, args, kwargs, found):
+    expected, got = gradients_of(model, args, kwargs), gradients_of(program.module(), args, kwargs)
+    for name, gradient in expected.items():
+        difference = (gradient - got[name]).abs().max().item()
+        scale, eps = gradient.abs().max().item(), torch.finfo(model.get_parameter(name).dtype).eps
+        if not difference <= 16 * eps**0.5 * scale + 1e-6:
+            raise ValueError(
+                f"the gradient of '{name}' would be another: it differs by {difference:.3g}, of values up to {scale:.3g}. "
+                f"The model uses {', '.join(sorted(found))}, whose backward torch.export does not keep. Write forward with "
+                "operators that have the derivative: a straight-through estimator as x + (f(x) - x).detach(), say.")
+
+
+# ---- archives ----------------------------------------------------------------------------------------
 
 
 def ties(model):

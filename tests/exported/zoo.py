@@ -3,8 +3,8 @@
     tools/python.sh tests/exported/zoo.py build/release/tests/exported/exported_program [--only gpt2 llama] [--quick]
 
 For each: the loss and every gradient against Python's eager, alone and under FSDP on 2 ranks, three steps of AdamW, and
-eval() against Python's. Prints a table; docs/exported.md has the last one. Exits with 1 if a model fails that is not
-known to.
+eval() against Python's. What torch.export would change without a word has to be refused. Prints a table;
+docs/exported.md has the last one. Exits with 1 if a model fails that is not known to.
 """
 
 import argparse
@@ -24,9 +24,10 @@ from torch.utils import _pytree as pytree
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import export_model  # noqa: E402
+import programs  # noqa: E402
 
 STEPS = 3
-QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm")  # of `make interop`, which has no torchvision
+QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths")  # of `make interop`, which has no torchvision
 KNOWN_TO_FAIL = set()  # docs/exported.md says why
 MODELS = {}
 
@@ -356,6 +357,17 @@ def physics():
     return Net(), {"points": torch.rand(10, 2)}, {"points": {0: dim("batch", 64)}}
 
 
+def program(make):
+    def build():
+        net = make()
+        return net, net.inputs(), getattr(net, "shapes", None)
+    return build
+
+
+for name, make in programs.PROGRAMS.items():
+    MODELS[name] = program(make)
+
+
 # ---- comparing --------------------------------------------------------------------------------
 
 
@@ -465,6 +477,18 @@ def check(name, program, folder):
     return nodes, worst
 
 
+def check_refused(name):
+    make, named = programs.REFUSED[name]
+    net, inputs, shapes = program(make)()
+    try:
+        export_model.export(net, inputs, shapes)
+    except ValueError as error:
+        if "the gradient of 'fc.weight' would be another" not in str(error) or named not in str(error):
+            raise
+        return
+    raise AssertionError(f"{name} is exported with other gradients")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("program")
@@ -493,6 +517,9 @@ def main():
                     traceback.print_exc()
             for file in pathlib.Path(folder).iterdir():
                 file.unlink()
+    for name in [] if arguments.only else programs.REFUSED:
+        check_refused(name)
+        print(f"ok    {name} is refused", flush=True)
     print(f"{len(names) - len(failed)} of {len(names)} compute what Python computes")
     if arguments.table:
         pathlib.Path(arguments.table).write_text("\n".join(lines) + "\n")

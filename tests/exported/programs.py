@@ -1,0 +1,365 @@
+"""Models of the zoo that are plain torch, as users write them: a class a model, whose inputs() are its example. Attributes
+`shapes` are dynamic_shapes; without them nothing is dynamic.
+"""
+
+import math
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._higher_order_ops.map import map as map_rows
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+BATCH = torch.export.Dim("batch", min=2, max=8)
+
+
+class Seq2Seq(nn.Module):
+    """nn.Transformer with masks."""
+
+    shapes = {"source": {0: BATCH}, "target": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Transformer(16, 2, 1, 1, 24, batch_first=True)
+
+    def inputs(self):
+        return {"source": torch.randn(2, 7, 16), "target": torch.randn(2, 5, 16)}
+
+    def forward(self, source, target):
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return self.net(source, target, tgt_mask=mask, tgt_is_causal=True)
+
+
+class CrossAttention(nn.Module):
+    """nn.MultiheadAttention with all that it can have, and its weights as a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 2, kdim=8, vdim=12, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+
+    def inputs(self):
+        return {"query": torch.randn(2, 5, 16), "key": torch.randn(2, 6, 8), "value": torch.randn(2, 6, 12),
+                "padding": torch.arange(12).view(2, 6) % 5 == 4}
+
+    def forward(self, query, key, value, padding):
+        return self.attend(query, key, value, key_padding_mask=padding)
+
+
+class Recurrent(nn.Module):
+    """Both directions, projections, cells in a loop of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.rnn = nn.LSTM(6, 8, 2, bidirectional=True, proj_size=4), nn.RNN(8, 5, nonlinearity="relu")
+        self.cell, self.last = nn.LSTMCell(5, 6), nn.GRUCell(6, 6)
+
+    def inputs(self):
+        return {"x": torch.randn(5, 3, 6)}
+
+    def forward(self, x):
+        y, (hidden, cell) = self.lstm(x)
+        y, _ = self.rnn(y)
+        state = y.new_zeros(y.shape[1], 6), y.new_zeros(y.shape[1], 6)
+        for row in y:
+            state = self.cell(row, state)
+        return self.last(*state), hidden, cell
+
+
+class Volumes(nn.Module):
+    """Convolutions of one and three dimensions and back, padded in each way, with norms that have statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Conv1d(3, 8, 5, padding="same", dilation=2, padding_mode="circular")
+        self.wider = nn.ConvTranspose1d(8, 4, 4, 2, 1, output_padding=1, groups=2)
+        self.volume, self.back = nn.Conv3d(1, 4, 3, padding=1, padding_mode="reflect"), nn.ConvTranspose3d(4, 2, 2, 2)
+        self.norm = nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+        self.norm3, self.groups, self.local = nn.InstanceNorm3d(4), nn.GroupNorm(2, 4), nn.LocalResponseNorm(3)
+        self.batch, self.pool = nn.SyncBatchNorm(4), nn.AdaptiveAvgPool3d((1, 2, 2))
+
+    def inputs(self):
+        return {"x": torch.randn(2, 3, 16)}
+
+    def forward(self, x):
+        rows = self.wider(self.norm(self.rows(x)))
+        volume = self.norm3(self.volume(rows.unsqueeze(1).unflatten(-1, (3, 11))))
+        return self.local(self.groups(rows)), self.pool(self.back(volume)), F.normalize(rows)
+
+
+class Images(nn.Module):
+    """Operators on images that take indices, grids and scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.act, self.pool = nn.Conv2d(3, 4, 3, 2, 1), nn.PReLU(4), nn.MaxPool2d(2, return_indices=True)
+        self.unpool, self.shuffle, self.larger = nn.MaxUnpool2d(2), nn.PixelShuffle(2), nn.Upsample(scale_factor=2, mode="bicubic")
+
+    def inputs(self):
+        return {"x": torch.randn(2, 3, 16, 16)}
+
+    def forward(self, x):
+        y = self.act(self.conv(x))
+        grid = F.affine_grid(torch.eye(2, 3).expand(x.shape[0], 2, 3) * 0.9, [x.shape[0], 4, 8, 8], align_corners=False)
+        return (self.shuffle(self.unpool(*self.pool(y))), self.larger(y), F.grid_sample(y, grid, align_corners=False),
+                F.unfold(y, 2), F.lp_pool2d(y, 2, 2))
+
+
+class Bags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sum, self.max = nn.EmbeddingBag(20, 6, mode="sum"), nn.EmbeddingBag(20, 6, mode="max")
+        self.table, self.pair = nn.Embedding(20, 6, padding_idx=0, scale_grad_by_freq=True), nn.Bilinear(6, 6, 3)
+
+    def inputs(self):
+        return {"ids": torch.arange(9) * 7 % 20, "offsets": torch.tensor([0, 4, 7]), "weights": torch.rand(9)}
+
+    def forward(self, ids, offsets, weights):
+        return self.pair(self.sum(ids, offsets, per_sample_weights=weights), self.max(ids, offsets)), self.table(ids)
+
+
+class Parametrized(nn.Module):
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = parametrizations.weight_norm(nn.Linear(5, 6))
+        self.rotated = parametrizations.orthogonal(nn.Linear(6, 6))
+        self.conv = parametrizations.weight_norm(nn.Conv1d(1, 2, 3))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 5)}
+
+    def forward(self, x):
+        return self.conv(self.rotated(self.scaled(x)).unsqueeze(1))
+
+
+class Fourier(nn.Module):
+    """A Fourier neural operator, rotary positions as complex numbers, and spectra of sound."""
+
+    shapes = {"x": {0: BATCH}, "sound": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.modes, self.query = nn.Parameter(torch.randn(2, 4, 5, 2)), nn.Linear(4, 4)
+        self.register_buffer("turns", torch.polar(torch.ones(12, 2), torch.rand(12, 2)), persistent=False)
+        self.register_buffer("window", torch.hann_window(16))
+
+    def inputs(self):
+        return {"x": torch.randn(2, 2, 12), "sound": torch.randn(2, 64)}
+
+    def forward(self, x, sound):
+        spectrum = torch.fft.rfft(x, dim=-1, norm="ortho")[..., :5]
+        y = torch.einsum("bik,iok->bok", spectrum, torch.view_as_complex(self.modes))
+        y = self.query(torch.fft.irfft(y, n=x.shape[-1], dim=-1, norm="ortho").transpose(1, 2))
+        turned = torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (2, 2))) * self.turns).flatten(2)
+        spectrogram = torch.stft(sound, 16, 4, window=self.window, return_complex=True)
+        return turned, spectrogram.abs() * self.modes.mean(), torch.istft(spectrogram, 16, 4, window=self.window)
+
+
+class GraphAttention(nn.Module):
+    """Messages along edges, with softmax over those that arrive: scatter, gather and their relatives."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.scale = nn.Linear(4, 8), nn.Linear(4, 8), nn.Parameter(torch.randn(1))
+
+    def inputs(self):
+        edges = torch.cat([torch.randint(0, 6, (2, 11)), torch.arange(6).repeat(2, 1)], 1)
+        return {"x": torch.randn(6, 4), "edges": edges, "graph": torch.tensor([0, 0, 1, 1, 1, 0])}
+
+    def forward(self, x, edges, graph):
+        to, key = edges[1], self.key(x)[edges[0]]
+        score = (self.query(x)[to] * key).sum(-1)
+        most = torch.full((x.shape[0],), -math.inf).scatter_reduce(0, to, score, "amax")
+        part = (score - most.gather(0, to)).exp()
+        total = torch.zeros(x.shape[0]).scatter_add(0, to, part)
+        nodes = torch.zeros(x.shape[0], 8).index_add(0, to, key * (part / total[to]).unsqueeze(-1))
+        nodes[graph == 0] = nodes[graph == 0] * self.scale
+        return torch.zeros(2, 8).index_reduce(0, graph, nodes, "mean", include_self=False), graph.bincount(minlength=2)
+
+
+class Flow(nn.Module):
+    """Branches, checkpointed parts, rows by vmap and map, a region of another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.each = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        # Each branch uses both layers: of one that is not taken Python's gradients are 0, here there are none.
+        x = torch.cond(x.sum() > -1000, lambda v: self.a(v).sin() + self.b(v), lambda v: self.b(v).cos() - self.a(v), (x,))
+        x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.block(x).float()
+        outer = torch.vmap(lambda row: self.each(row).softmax(-1).outer(row))(x)
+        return y, outer, map_rows(lambda row: self.each(row).sin(), x)
+
+
+class Quantizer(nn.Module):
+    """A table of codes that forward itself updates, with gradients straight through it; weights as int8 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Linear(4, 6)
+        for name, value in (("codes", torch.randn(5, 6)), ("counts", torch.zeros(5)), ("steps", torch.zeros((), dtype=torch.long)),
+                            ("scale", torch.tensor(0.1)), ("zero", torch.tensor(0, dtype=torch.int32))):
+            self.register_buffer(name, value)
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        weight = torch.fake_quantize_per_tensor_affine(self.encode.weight, self.scale, self.zero, -128, 127)
+        z = F.linear(x, weight, self.encode.bias)
+        nearest = torch.cdist(z, self.codes).argmin(-1)
+        code = self.codes[nearest]
+        with torch.no_grad():
+            chosen = F.one_hot(nearest, 5).float()
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes.lerp_(chosen.t() @ z, 0.1)
+            self.steps.add_(1)
+        return z + (code - z).detach(), F.mse_loss(z, code.detach())
+
+
+class InPlace(nn.Module):
+    """Views that are written to, masks, indices."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 6), nn.Parameter(torch.randn(6))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        y = self.fc(x)
+        y[:, 1] = y[:, 0] * 2
+        y[..., 2:4] += 1
+        y.index_put_((torch.tensor([0, 1]), torch.tensor([1, 2])), torch.tensor([1.0, 2.0]), accumulate=True)
+        z = torch.empty_like(y).copy_(y)
+        z[x[:, 0] > 0] = 0.0
+        z.add_(self.scale).mul_(2)
+        return z, y.view(-1)[::2], y.t().contiguous().flip(0)
+
+
+class Lengths(nn.Module):
+    """Sizes that depend on data, and arithmetic on sizes that are known when it runs."""
+
+    shapes = {"x": {0: BATCH, 1: torch.export.Dim("length", min=2, max=40)}, "rows": None, "mask": None}
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def inputs(self):
+        return {"x": torch.randn(2, 7, 6), "rows": torch.randn(5, 6),
+                "mask": torch.tensor([True, False, True, True, False])}
+
+    def forward(self, x, rows, mask):
+        length = x.shape[1]
+        y = F.pad(x, (0, 0, 0, (8 - length % 8) % 8))
+        y = y.unflatten(1, (y.shape[1] // 4, 4)).mean(2) * length**-0.5
+        y = self.fc(y) + torch.arange(y.shape[1] - 1, -1, -1).unsqueeze(-1) / max(length, 3)
+        count = mask.sum().item()
+        torch._check(count >= 0)
+        torch._check(count <= 5)
+        chosen = torch.zeros(5, 6).index_put((mask.nonzero().squeeze(1),), self.fc(rows[mask])) / (count + 1)
+        return F.interpolate(y.transpose(1, 2), scale_factor=1.5), chosen, torch.zeros(count).sum()
+
+
+class Losses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+
+    def inputs(self):
+        return {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 4])}
+
+    def forward(self, x, labels):
+        z = self.fc(x)
+        log = F.log_softmax(z, -1)
+        return {"loss": F.cross_entropy(z, labels, label_smoothing=0.1, ignore_index=3, weight=torch.ones(5)) +
+                F.huber_loss(z, z.detach() * 2) + F.triplet_margin_loss(z, z.roll(1, 0), z.flip(0)) +
+                F.cosine_embedding_loss(z, z.roll(1, 0), torch.ones(4)) + F.multi_margin_loss(z, labels) +
+                F.kl_div(log, log.detach().roll(1, 0), log_target=True) + F.poisson_nll_loss(z, x[:, :5].abs()) +
+                F.binary_cross_entropy_with_logits(z, F.one_hot(labels, 5).float())}
+
+
+class Algebra(nn.Module):
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.experts = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(3, 4, 4))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        a = self.weight @ self.weight.t() + 4 * torch.eye(4)
+        share, chosen = (x @ self.weight[:, :3]).softmax(-1).topk(2)
+        y = torch.einsum("bd,edf->bef", x, self.experts).gather(1, chosen.unsqueeze(-1).expand(-1, -1, 4))
+        return (torch.linalg.solve(a, x.t()).t() @ torch.linalg.cholesky(a), torch.linalg.eigvalsh(a), torch.logdet(a),
+                torch.matrix_exp(self.weight - self.weight.t()), torch.linalg.svdvals(self.weight), torch.linalg.inv(a),
+                (y * share.unsqueeze(-1)).sum(1), torch.sparse.mm(torch.eye(4).to_sparse(), a), x.cumsum(0))
+
+
+PROGRAMS = {"transformer": Seq2Seq, "cross_attention": CrossAttention, "recurrent": Recurrent, "volumes": Volumes,
+            "images": Images, "bags": Bags, "parametrized": Parametrized, "fourier": Fourier,
+            "graph_attention": GraphAttention, "flow": Flow, "quantizer": Quantizer, "in_place": InPlace,
+            "lengths": Lengths, "losses": Losses, "algebra": Algebra}
+
+
+# ---- what torch.export would change, and is refused for it -------------------------------------------
+
+
+class Sign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        return gradient * x.sigmoid() * (1 + x * (1 - x.sigmoid()))
+
+
+class WithBackward(nn.Module):
+    """Of a function whose backward is not the derivative of its forward, or is; or of a hook."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.fc, self.norm, self.act = nn.Linear(4, 4), nn.BatchNorm1d(4), act
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        return F.dropout(self.norm(self.act(self.fc(x))), 0.1, self.training)
+
+
+def reversed_gradient(x):
+    if x.requires_grad:
+        x.register_hook(torch.neg)
+    return x * 1
+
+
+REFUSED = {"straight_through": (lambda: WithBackward(Sign.apply), "Sign (torch.autograd.Function)"),
+           "reversed_gradient": (lambda: WithBackward(reversed_gradient), "Tensor.register_hook")}
+PROGRAMS["swish"] = lambda: WithBackward(Swish.apply)
