@@ -50,8 +50,9 @@ interop: setup
 	@tools/python.sh --with s3 tests/interop/s3_test.py $(BUILD)/tests/interop/interop_program $(BUILD)/tools/tessera/tessera
 	@$(compile) train_gpt
 	@tools/python.sh --with tensorboard tests/interop/tensorboard_test.py $(BUILD)/examples/train_gpt
-	@$(compile) exported_program
+	@$(compile) exported_program finetune
 	@tools/python.sh tests/exported/zoo.py $(BUILD)/tests/exported/exported_program --quick
+	@tools/python.sh --with peft tests/exported/finetune_test.py $(BUILD)/examples/finetune
 
 # tools/tessera-convert on files that DeepSpeed and FairScale write. Installs both the first time.
 interop-peers: setup

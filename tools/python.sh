@@ -3,7 +3,7 @@
 # tools/setup.sh has unpacked), safetensors, transformers, numpy. The first call sets up .deps/python
 # from PyPI; nothing outside .deps changes. Arguments are Python's: tools/python.sh file.py ...
 # With "--with zoo" before them, torchvision, timm, diffusers and peft are there too; with "--with s3" a server of S3;
-# with "--with tensorboard" TensorBoard.
+# with "--with tensorboard" TensorBoard; with "--with peft" adapters of peft alone.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 torch_dir="$root/.deps/torch-2.11.0"
@@ -62,11 +62,18 @@ set_up_tensorboard() {
   touch "$environment/complete-tensorboard"
 }
 
+set_up_peft() {
+  say "adding peft"
+  "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps 'peft<1' 'accelerate<2' psutil
+  runs -c 'import peft'
+  touch "$environment/complete-peft"
+}
+
 [ -e "$environment/complete" ] || set_up
 if [ "${1:-}" = --with ]; then
   case "$2" in
-    zoo | s3 | tensorboard) [ -e "$environment/complete-$2" ] || "set_up_$2" ;;
-    *) say "--with $2: there are zoo, s3 and tensorboard"; exit 1 ;;
+    zoo | s3 | tensorboard | peft) [ -e "$environment/complete-$2" ] || "set_up_$2" ;;
+    *) say "--with $2: there are zoo, s3, tensorboard and peft"; exit 1 ;;
   esac
   shift 2
 fi

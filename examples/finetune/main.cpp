@@ -26,7 +26,7 @@ struct Options {
   std::string archive, weights, ids, out, resume;
   std::vector<std::string> classes{"LlamaDecoderLayer"};
   int stage = 3, ranks = 2;
-  int64_t steps = 200, batch = 4, length = 64, sample = 120, checkpoint_every = 0;
+  int64_t steps = 200, batch = 4, length = 64, sample = 120, checkpoint_every = 0, log_every = 20;
   double lr = 1e-3;
 };
 
@@ -95,7 +95,7 @@ void train(const Options& options, const Comm& comm) {
     ++step;
     if (options.checkpoint_every > 0 && step % options.checkpoint_every == 0)
       tessera::save_checkpoint(fs::path(options.out) / "checkpoint", model, model.optimizer(), {{"step", step}});
-    if (step % 20 != 0 && step != 1) continue;
+    if (step % options.log_every != 0 && step != 1) continue;
     at::Tensor mean = loss.detach().clone();
     comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
@@ -128,12 +128,15 @@ int main(int argc, char** argv) {
       ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "of each rank")  //
       ("length", po::value(&options.length), "of a window")("lr", po::value(&options.lr), "")       //
       ("sample", po::value(&options.sample), "characters to write at the end")                      //
+      ("log-every", po::value(&options.log_every), "steps: prints the loss")                        //
       ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
   try {
     po::variables_map values;
     po::store(po::parse_command_line(argc, argv, described), values);
     if (values.contains("help")) return std::cout << described, 0;
     po::notify(values);
+    if (options.log_every < 1)
+      throw std::invalid_argument("--log-every is " + std::to_string(options.log_every) + ", expected 1 or more");
     if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);
     train(options, tessera::init());
     return 0;
