@@ -60,8 +60,8 @@ struct BackwardPass::Token {
   ~Token() {
     if (is_over) return;
     if (const auto owner = pass.lock()) {
+      owner->after_failure();  // first: who still reads gradients, which go now
       owner->failed();
-      owner->after_failure();
     }
   }
   const std::weak_ptr<BackwardPass> pass;

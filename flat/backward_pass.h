@@ -40,7 +40,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual void end() = 0;
   virtual void fail() = 0;     // while the exception is on its way: neither collective nor throwing
   virtual void abandon() = 0;  // waits for what a failed pass has under way
-  // Last, for any exception, and before backward()'s caller is told; without the mutex, and without throwing.
+  // For any exception, before backward()'s caller is told; without the mutex, and without throwing.
   virtual void after_failure() {}
 
   // Begins a pass unless one goes on. Inside a backward only. The end belongs to the pass whose node runs: call it
