@@ -23,7 +23,7 @@ struct KindTraits {
   SpanKind span;
   bool has_shards, reduces;
 };
-// By Communicator::Collective::Kind.
+// By Collective::Kind.
 constexpr KindTraits kTraits[] = {
     {"all-gather", SpanKind::kGather, true, false},
     {"reduce-scatter", SpanKind::kReduce, true, true},
@@ -75,9 +75,7 @@ bool is_reducible(at::ScalarType dtype, ReduceOp op) {
 
 Communicator::~Communicator() = default;
 
-std::string Communicator::Collective::description() const {
-  return c10::str(kTraits[kind].name, what.empty() ? "" : " of ", what);
-}
+std::string Collective::description() const { return c10::str(kTraits[kind].name, what.empty() ? "" : " of ", what); }
 
 void Communicator::check(Collective& collective) const {
   const KindTraits& traits = kTraits[collective.kind];
@@ -143,7 +141,7 @@ uint64_t Communicator::begun_by_this_thread() { return begun_here; }
 
 Pending Communicator::begin(Collective collective) {
   check(collective);
-  count(&Counters::collectives, 1);
+  for (const auto& counter : counters_) counter->add_collective();
   ++begun_here;
   const KindTraits& traits = kTraits[collective.kind];
   if (size_ > 1) {
@@ -175,7 +173,7 @@ Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_vie
 }
 
 Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
-  return comm.begin({Communicator::Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
+  return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
 }
 
 Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
@@ -251,27 +249,16 @@ void Communicator::abort(const std::string& reason) noexcept {
   for (const auto& part : parts) part->abort(reason);
 }
 
-std::map<std::string, double> Communicator::take_waits() {
-  Counters& own = *counters_.front();
-  const std::lock_guard lock(own.waits_mutex);
-  return std::exchange(own.waits, std::map<std::string, double>()).value_or(std::map<std::string, double>());
+std::map<std::string, double> Communicator::take_waits() { return counters_.front()->take_waits(); }
+
+void Communicator::count_sent(int64_t bytes) noexcept {
+  for (const auto& counter : counters_) counter->add_sent(bytes);
 }
 
 void Communicator::count_wait(std::chrono::nanoseconds duration, const std::string& operation) {
-  constexpr size_t kMaxOperations = 4096;  // of a program that numbers its operations
-  count(&Counters::wait_ns, duration.count());
-  for (const auto& counters : counters_) {
-    const std::lock_guard lock(counters->waits_mutex);
-    if (!counters->waits) continue;
-    auto& waits = *counters->waits;
-    const bool has_room = waits.size() < kMaxOperations || waits.contains(operation);
-    waits[has_room ? operation : "other operations"] += std::chrono::duration<double>(duration).count();
-  }
+  for (const auto& counter : counters_) counter->add_wait(duration, operation);
 }
 
-Traffic Communicator::traffic() const noexcept {
-  const Counters& own = *counters_.front();
-  return {own.sent_bytes.load(), own.collectives.load(), static_cast<double>(own.wait_ns.load()) * 1e-9};
-}
+Traffic Communicator::traffic() const noexcept { return counters_.front()->total(); }
 
 }  // namespace tessera

@@ -2,32 +2,22 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "tessera/comm/collective.h"
 #include "tessera/comm/errors.h"
 #include "tessera/comm/pending.h"
+#include "tessera/comm/traffic.h"
 
 namespace tessera {
-
-// What becomes of the ranks' numbers; an average is the sum divided by the number of ranks.
-enum class ReduceOp { kSum, kAverage, kMax, kMin };
-
-// What one rank has moved since the group was made.
-struct Traffic {
-  int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
-  int64_t collectives = 0;  // operations started
-  double wait_s = 0;        // time this rank's thread spent in Pending::wait()
-};
 
 // A group of ranks that train together, seen from one of them.
 //
@@ -123,23 +113,7 @@ class Communicator {
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)
       : rank_(rank), size_(size), device_(device), timeout_(timeout) {}
 
-  // One operation. Backends get it checked: tensors flat, counts always of size() entries.
-  struct Collective {
-    enum Kind { kAllGather, kReduceScatter, kAllReduce, kBroadcast, kReduce, kScatter, kBackendAllReduce, kAllToAll };
-    Kind kind;
-    at::Tensor full;  // the only tensor of operations without shards; undefined where scatter() takes no `full`
-    at::Tensor
-        shard;  // undefined in operations without shards. Of kAllToAll: what is sent, and `full` what is received
-    std::string what;
-    std::vector<int64_t> counts{};
-    ReduceOp op = ReduceOp::kSum;
-    int root = 0;
-    std::vector<int64_t> send_counts{};  // of kAllToAll, whose `counts` are those of what is received
-    int64_t numel = 0;                   // of `full`, wherever that is
-
-    std::string description() const;  // "all-gather of unit 'blocks.3'"
-  };
-  // What backends implement. A world of one never gets here.
+  // What backends implement; they get the operation checked. A world of one never gets here.
   virtual Pending start(Collective collective) = 0;
 
   // abort(), and split() once it is known who is in the group: these ranks of this one, `position` being this rank's
@@ -152,7 +126,7 @@ class Communicator {
   // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
   virtual void require_other_ranks(std::string_view /*what*/) const {}
 
-  void count_sent(int64_t bytes) noexcept { count(&Counters::sent_bytes, bytes); }
+  void count_sent(int64_t bytes) noexcept;
   void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
  private:
@@ -161,24 +135,13 @@ class Communicator {
   std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
   void check(Collective& collective) const;
 
-  struct Counters {
-    std::atomic<int64_t> sent_bytes = 0;
-    std::atomic<int64_t> collectives = 0;
-    std::atomic<int64_t> wait_ns = 0;
-    std::mutex waits_mutex;
-    std::optional<std::map<std::string, double>> waits;  // by operation, once somebody has asked
-  };
-  void count(std::atomic<int64_t> Counters::*what, int64_t amount) noexcept {
-    for (const auto& counters : counters_) *counters.*what += amount;
-  }
-
   const int rank_;
   const int size_;
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
   std::string label_;
   // This group's own, then those of the groups that it was split from.
-  std::vector<std::shared_ptr<Counters>> counters_{std::make_shared<Counters>()};
+  std::vector<std::shared_ptr<TrafficCounter>> counters_{std::make_shared<TrafficCounter>()};
   std::mutex parts_mutex_;  // guards the next two
   std::vector<std::shared_ptr<Communicator>> parts_;
   int64_t splits_ = 0;

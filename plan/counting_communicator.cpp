@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// By Communicator::Collective::Kind.
+// By Collective::Kind.
 constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
                                            "reduce",     "scatter",        "all-reduce", "all-to-all"};
 

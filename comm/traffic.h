@@ -1,0 +1,39 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace tessera {
+
+// What one rank has moved since the group was made.
+struct Traffic {
+  int64_t sent_bytes = 0;   // payload that this rank sent to other ranks
+  int64_t collectives = 0;  // operations started
+  double wait_s = 0;        // time this rank's thread spent in Pending::wait()
+};
+
+// Counts one group's traffic, and that of the groups split from it. Any thread.
+class TrafficCounter {
+ public:
+  void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
+  void add_collective() noexcept { ++collectives_; }
+  void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
+
+  Traffic total() const noexcept;
+  // See Communicator::take_waits().
+  std::map<std::string, double> take_waits();
+
+ private:
+  std::atomic<int64_t> sent_bytes_ = 0;
+  std::atomic<int64_t> collectives_ = 0;
+  std::atomic<int64_t> wait_ns_ = 0;
+  std::mutex waits_mutex_;
+  std::optional<std::map<std::string, double>> waits_;  // by operation, once somebody has asked
+};
+
+}  // namespace tessera
