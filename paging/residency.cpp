@@ -20,6 +20,7 @@
 
 #include "tessera/paging/keyed_view.h"
 #include "tessera/paging/recompute.h"
+#include "tessera/paging/stand_in.h"
 
 namespace tessera {
 

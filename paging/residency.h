@@ -122,24 +122,6 @@ class Pager {
   virtual void before_write(const Page&) {}
 };
 
-// What is computed anew for each operator that is given one of its tensors.
-class StandIn {
- public:
-  virtual ~StandIn() = default;
-  // What the operator is called with in the tensor's place.
-  virtual at::Tensor values_for(const std::string& operation) const = 0;
-  // at::linear(input, the tensor, bias); `bias` may be undefined. Also called for the products that a linear layer is
-  // made of, torch::nn::functional::linear's: with the tensor's t(), matmul, mm, and addmm without factors.
-  virtual at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) = 0;
-};
-
-// A tensor without data, of this dtype and shape, for which `stand_in` computes and which keeps it alive. Operators
-// that would write to it throw std::logic_error, with `name`.
-at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& name, at::Device device,
-                         at::ScalarType dtype, at::IntArrayRef sizes);
-// Who stands for the tensor, or null.
-std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor);
-
 // What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is
 // computed again), records it inside a backward, which computes a checkpointed part again, or does not record it.
 Page::GradMode current_grad_mode();

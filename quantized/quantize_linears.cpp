@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tessera/flat/deferred.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/paging/residency.h"
+#include "tessera/paging/stand_in.h"
 #include "tessera/quantized/weight_format.h"
 
 namespace tessera {

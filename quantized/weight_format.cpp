@@ -195,7 +195,7 @@ at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight) {
   }
   auto read_part = [=, read = *read, sizes = weight.sizes().vec(), strides = weight.strides().vec(),
                     dtype = weight.scalar_type()](Range bytes, void* target) {
-    at::NoGradGuard no_grad;
+    const at::NoGradGuard on_its_thread;
     const OrdinaryScope ordinary;
     const at::Tensor whole = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype));
     read({0, whole.numel()}, whole.mutable_data_ptr());
