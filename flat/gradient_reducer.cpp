@@ -1,7 +1,5 @@
 #include "tessera/flat/gradient_reducer.h"
 
-#include <ATen/ops/_foreach_copy.h>
-#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/view_as_real.h>
 
@@ -24,14 +22,6 @@ bool all_of(const std::vector<bool>& flags) {
 // Complex numbers travel as pairs.
 at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
-}
-
-// On a device a launch takes the host longer than the copy of so few bytes takes the device. They stay until the bucket
-// is complete.
-bool may_wait(const at::Tensor& gradient) {
-  constexpr size_t kSmallBytes = size_t{256} << 10;
-  return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
-         gradient.nbytes() <= kSmallBytes;
 }
 
 }  // namespace
@@ -115,7 +105,7 @@ void GradientReducer::collect(size_t parameter, const at::Tensor& gradient) {
   collect(bucket.started ? bucket.late : bucket.content, state.bucket, state.member, gradient);
 }
 
-void GradientReducer::collect(Content& content, size_t bucket, size_t member, const at::Tensor& gradient) {
+void GradientReducer::collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient) {
   const bool is_first = !content.filled[member];
   content.filled[member] = true;
   if (is_first && !content.flat.defined()) {
@@ -136,39 +126,13 @@ void GradientReducer::collect(Content& content, size_t bucket, size_t member, co
     content.flat.copy_(first);
   }
   if (!content.flat.defined()) make_room(content, bucket);
-  if (is_first && may_wait(gradient)) {
-    content.uses.use();
-    content.waiting.push_back({member, gradient, gradient._version(), current_stream(gradient.device())});
-    return;
-  }
+  if (is_first && BucketContent::may_wait(gradient)) return content.wait_for_more(member, gradient);
   if (!is_first) copy_waiting(content, bucket);
-  is_first ? content.uses.use() : content.uses.join();
-  const at::Tensor place = place_of(content, bucket, member);
-  is_first ? place.copy_(gradient) : place.add_(gradient);
+  content.put(buckets_[bucket], member, gradient, is_first);
 }
 
-at::Tensor GradientReducer::place_of(const Content& content, size_t bucket, size_t member) const {
-  const GradientBucket& plan = buckets_[bucket];
-  return view_in(content.flat, plan.geometries[member], plan.layout.offset(static_cast<int64_t>(member)));
-}
-
-void GradientReducer::copy_waiting(Content& content, size_t bucket) const {
-  if (content.waiting.empty()) return;
-  content.uses.join();
-  const c10::Stream here = current_stream(content.flat.device());
-  std::vector<at::Tensor> places, gradients;
-  for (const Content::Waiting& waiting : std::exchange(content.waiting, {})) {
-    const size_t parameter = buckets_[bucket].members[waiting.member];
-    if (waiting.gradient._version() != waiting.version)
-      throw std::logic_error("the gradient of parameter '" + parameters_[parameter].fqn + "' on rank " +
-                             std::to_string(mesh_.world->rank()) +
-                             " was changed in place after it had been handed over: a hook that changes a gradient has "
-                             "to return another tensor");
-    if (waiting.stream != here) waiting.gradient.record_stream(here);
-    places.push_back(place_of(content, bucket, waiting.member));
-    gradients.push_back(waiting.gradient);
-  }
-  at::_foreach_copy_(places, gradients);
+void GradientReducer::copy_waiting(BucketContent& content, size_t bucket) const {
+  content.copy_waiting(buckets_[bucket], parameters_, mesh_.world->rank());
 }
 
 // A gradient that can be sent to its owner where it lies; else undefined.
@@ -181,7 +145,7 @@ at::Tensor GradientReducer::as_it_is(size_t bucket, const at::Tensor& gradient) 
 }
 
 // Straight in the result's memory, where this rank gets all of the bucket and nothing stands in the way.
-void GradientReducer::make_room(Content& content, size_t bucket) {
+void GradientReducer::make_room(BucketContent& content, size_t bucket) {
   const GradientBucket& plan = buckets_[bucket];
   const int64_t full_numel = plan.layout.full_numel();
   content.is_result = plan.result != nullptr && options_.to_host == nullptr && plan.result->numel() == full_numel &&
@@ -198,46 +162,17 @@ bool GradientReducer::keeps(size_t parameter) const {
 
 void GradientReducer::forget(size_t parameter) {
   if (!keeps(parameter)) return;
-  Content& content = contents_[states_[parameter].bucket].content;
-  content.filled[states_[parameter].member] = false;
-  std::erase_if(content.waiting, [&](const auto& waiting) { return waiting.member == states_[parameter].member; });
+  BucketContent& content = contents_[states_[parameter].bucket].content;
   used_[parameter] = false;
-  if (std::none_of(content.filled.begin(), content.filled.end(), [](bool filled) { return filled; })) {
-    if (content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(content.flat.nbytes());
-    content = {{}, false, false, std::move(content.filled)};
-  }
+  if (!content.forget(states_[parameter].member)) return;
+  if (content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(content.flat.nbytes());
+  content = {{}, false, false, std::move(content.filled)};
 }
 
 // ---- reductions ---------------------------------------------------------------------------------
 
 void GradientReducer::start_full_ones() {
   while (started_ < queue_.size() && contents_[queue_[started_]].missing == 0) start(queue_[started_++]);
-}
-
-// What no gradient has filled. Between members only where it comes into a shard's gradient, whose norm is taken whole,
-// or into a block, whose scale is that of its largest element.
-void GradientReducer::fill_gaps(const GradientBucket& bucket, const Content& content) const {
-  const FlatLayout& layout = bucket.layout;
-  std::vector<at::Tensor> gaps;
-  auto add_gap = [&](int64_t from, int64_t to) {
-    if (to > from) gaps.push_back(content.flat.narrow(0, from, to - from));
-  };
-  const bool between = layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(bucket);
-  int64_t end = 0;
-  for (size_t member = 0; member < bucket.members.size(); ++member) {
-    const int64_t begin = layout.offset(static_cast<int64_t>(member));
-    const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
-    if (!between && !content.filled[member]) add_gap(begin, end_of_member);
-    if (!between || !content.filled[member]) continue;  // else cleared with the gap that it lies in
-    add_gap(end, begin);
-    end = end_of_member;
-  }
-  if (between) add_gap(end, layout.full_numel());
-  if (content.flat.is_cpu()) {
-    for (at::Tensor& gap : gaps) gap.zero_();
-  } else if (!gaps.empty()) {
-    at::_foreach_zero_(gaps);  // one launch
-  }
 }
 
 void GradientReducer::start(size_t bucket) {
@@ -250,7 +185,10 @@ void GradientReducer::start(size_t bucket) {
   if (!flight.content.flat.defined()) make_room(flight.content, bucket);
   copy_waiting(flight.content, bucket);
   flight.content.uses.join();
-  if (!flight.content.is_borrowed) fill_gaps(plan, flight.content);
+  // Between members only where it comes into a shard's gradient, whose norm is taken whole, or into a block, whose
+  // scale is that of its largest element.
+  if (!flight.content.is_borrowed)
+    flight.content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(plan));
   log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, flight.content.flat.numel());
   flight.pending = reduce(flight);
   flights_[kReducing].push_back(std::move(flight));

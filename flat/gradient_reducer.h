@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/async/stream_uses.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/bucket_content.h"
 #include "tessera/flat/gradient_bucket.h"
 #include "tessera/flat/mesh.h"
 #include "tessera/flat/order_log.h"
@@ -96,31 +96,16 @@ class GradientReducer {
     size_t bucket = kNowhere, member = 0;
     bool arrived = false;  // in this pass
   };
-  struct Content {
-    at::Tensor flat;           // [layout.full_numel()] of dtype, undefined until the first gradient
-    bool is_result = false;    // it is the result's own memory
-    bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
-    std::vector<bool> filled;  // by member
-    StreamUses uses{};         // of `flat`: hooks run on the streams of the operators before them
-    // On a device: small gradients, which are copied together when one launch is enough for all.
-    struct Waiting {
-      size_t member;
-      at::Tensor gradient;
-      int64_t version;  // when it came
-      c10::Stream stream;
-    };
-    std::vector<Waiting> waiting{};
-  };
   struct BucketState {
-    Content content;
+    BucketContent content;
     size_t missing = 0;  // gradients to come in this pass
     bool queued = false, started = false;
-    Content late;  // what came after that was sent
+    BucketContent late;  // what came after that was sent
   };
   enum Stage : size_t { kReducing, kCrossing, kLeaving, kStages };
   struct Flight {
     size_t bucket;
-    Content content;
+    BucketContent content;
     at::Tensor wire;     // what travels
     at::Tensor encoded;  // in blocks: what has come, a part of each rank
     at::Tensor reduced;  // this rank's part, for the result; undefined if it gets none
@@ -130,10 +115,9 @@ class GradientReducer {
   };
 
   void collect(size_t parameter, const at::Tensor& gradient);
-  void collect(Content& content, size_t bucket, size_t member, const at::Tensor& gradient);
-  void copy_waiting(Content& content, size_t bucket) const;
-  at::Tensor place_of(const Content& content, size_t bucket, size_t member) const;
-  void make_room(Content& content, size_t bucket);
+  void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
+  void copy_waiting(BucketContent& content, size_t bucket) const;
+  void make_room(BucketContent& content, size_t bucket);
   at::Tensor as_it_is(size_t bucket, const at::Tensor& gradient) const;
   void start_full_ones();
   void start(size_t bucket);
@@ -141,7 +125,6 @@ class GradientReducer {
   bool is_encoded(const GradientBucket& bucket) const;
   Pending exchange_encoded(Flight& flight);
   void add_encoded(Flight& flight);
-  void fill_gaps(const GradientBucket& bucket, const Content& content) const;
   void finish_oldest(Stage stage, bool accept = true);
   void drain(bool accept = true);
   void settle(Flight flight);

@@ -1,0 +1,81 @@
+#include "tessera/flat/bucket_content.h"
+
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace tessera {
+
+bool BucketContent::may_wait(const at::Tensor& gradient) {
+  constexpr size_t kSmallBytes = size_t{256} << 10;
+  return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
+         gradient.nbytes() <= kSmallBytes;
+}
+
+void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
+  uses.use();
+  waiting.push_back({member, gradient, gradient._version(), current_stream(gradient.device())});
+}
+
+void BucketContent::put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first) {
+  is_first ? uses.use() : uses.join();
+  const at::Tensor place = place_of(bucket, member);
+  is_first ? place.copy_(gradient) : place.add_(gradient);
+}
+
+at::Tensor BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
+  return view_in(flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
+}
+
+void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
+                                 int rank) {
+  if (waiting.empty()) return;
+  uses.join();
+  const c10::Stream here = current_stream(flat.device());
+  std::vector<at::Tensor> places, gradients;
+  for (const Waiting& each : std::exchange(waiting, {})) {
+    if (each.gradient._version() != each.version)
+      throw std::logic_error("the gradient of parameter '" + parameters[bucket.members[each.member]].fqn +
+                             "' on rank " + std::to_string(rank) +
+                             " was changed in place after it had been handed over: a hook that changes a gradient has "
+                             "to return another tensor");
+    if (each.stream != here) each.gradient.record_stream(here);
+    places.push_back(place_of(bucket, each.member));
+    gradients.push_back(each.gradient);
+  }
+  at::_foreach_copy_(places, gradients);
+}
+
+void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members) const {
+  const FlatLayout& layout = bucket.layout;
+  std::vector<at::Tensor> gaps;
+  auto add_gap = [&](int64_t from, int64_t to) {
+    if (to > from) gaps.push_back(flat.narrow(0, from, to - from));
+  };
+  int64_t end = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const int64_t begin = layout.offset(static_cast<int64_t>(member));
+    const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
+    if (!between_members && !filled[member]) add_gap(begin, end_of_member);
+    if (!between_members || !filled[member]) continue;  // else cleared with the gap that it lies in
+    add_gap(end, begin);
+    end = end_of_member;
+  }
+  if (between_members) add_gap(end, layout.full_numel());
+  if (flat.is_cpu()) {
+    for (at::Tensor& gap : gaps) gap.zero_();
+  } else if (!gaps.empty()) {
+    at::_foreach_zero_(gaps);  // one launch
+  }
+}
+
+bool BucketContent::forget(size_t member) {
+  filled[member] = false;
+  std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
+  return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
+}
+
+}  // namespace tessera
