@@ -1,14 +1,8 @@
 #pragma once
 
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
-
 #include <functional>
 #include <memory>
-#include <optional>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -17,47 +11,9 @@
 
 #include "tessera/flat/module_state.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
-#include "tessera/optim/adafactor.h"
-#include "tessera/optim/adamw_8bit.h"
-#include "tessera/optim/lion.h"
-#include "tessera/optim/muon.h"
-#include "tessera/optim/schedule_free.h"
-#include "tessera/oss/oss.h"
-#include "tessera/sdp/distributed_data_parallel.h"
-#include "tessera/sdp/sharded_data_parallel.h"
+#include "tessera/zero/zero_options.h"
 
 namespace tessera {
-
-// The stage, and the options of each wrapper. The same on all ranks.
-struct ZeroOptions {
-  // By name, as the module registers them.
-  using Parameters = torch::OrderedDict<std::string, at::Tensor>;
-  // Parameters with options of their own, as torch's optimizers take them.
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
-  // What is split over the ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
-  int stage = 2;
-  // Makes the optimizer's groups out of the parameters by name (whole ones, or shards in stage 3).
-  // Empty: one group of all.
-  std::function<Groups(const Parameters&)> groups;
-  // Of what the stage uses: stages 0 and 1; 1 and 2; 2; 3.
-  DdpOptions ddp;
-  OssOptions oss;
-  SdpOptions sdp;
-  FsdpOptions fsdp;
-};
-
-// The optimizer that torch's options belong to: as a type, in decltype().
-torch::optim::Adam optimizer_of(const torch::optim::AdamOptions&);
-torch::optim::AdamW optimizer_of(const torch::optim::AdamWOptions&);
-torch::optim::SGD optimizer_of(const torch::optim::SGDOptions&);
-torch::optim::RMSprop optimizer_of(const torch::optim::RMSpropOptions&);
-torch::optim::Adagrad optimizer_of(const torch::optim::AdagradOptions&);
-Muon optimizer_of(const MuonOptions&);
-AdamW8bit optimizer_of(const AdamW8bitOptions&);
-Lion optimizer_of(const LionOptions&);
-Adafactor optimizer_of(const AdafactorOptions&);
-ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
 // Each call does what the wrapper of the stage does; see there for what is collective and throws.
