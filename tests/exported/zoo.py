@@ -119,6 +119,32 @@ for name, (task, settings) in {
     "jamba": ("causal-lm", dict(GROUPED, num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4,
                                 attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
                                 pad_token_id=0)),
+    "cohere2": ("causal-lm", dict(GROUPED, pad_token_id=0, sliding_window=8)),
+    "glm4": ("causal-lm", dict(GROUPED, head_dim=8, pad_token_id=0)),
+    "granitemoe": ("causal-lm", dict(GROUPED, num_local_experts=4, num_experts_per_tok=2)),
+    "gpt_oss": ("causal-lm", dict(GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)),
+    "llama4_text": ("causal-lm", dict(GROUPED, head_dim=8, num_local_experts=4, intermediate_size_mlp=48, pad_token_id=0)),
+    "qwen3_next": ("causal-lm", dict(GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                     shared_expert_intermediate_size=16, linear_key_head_dim=8, linear_value_head_dim=8,
+                                     linear_num_key_heads=2, linear_num_value_heads=2)),
+    "hunyuan_v1_dense": ("causal-lm", dict(GROUPED, head_dim=8, pad_token_id=0)),
+    "diffllama": ("causal-lm", GROUPED),
+    "helium": ("causal-lm", dict(GROUPED, head_dim=8)),
+    "lfm2": ("causal-lm", dict(GROUPED, layer_types=["conv", "full_attention"], block_ff_dim=48)),
+    "persimmon": ("causal-lm", SMALL),
+    "ctrl": ("causal-lm", dict(n_embd=32, dff=48, n_layer=2, n_head=4, vocab_size=61, n_positions=32)),
+    "zamba2": ("causal-lm", dict(GROUPED, mamba_d_state=4, mamba_headdim=16, mamba_ngroups=1, n_mamba_heads=4, chunk_size=8,
+                                 layers_block_type=["mamba", "hybrid"], use_mamba_kernels=False, num_mem_blocks=1,
+                                 use_long_context=False, adapter_rank=4)),
+    "bamba": ("causal-lm", dict(GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=4, mamba_n_groups=1, mamba_chunk_size=8,
+                                attn_layer_indices=[1], pad_token_id=0)),
+    "funnel": ("masked-lm", dict(d_model=32, n_head=4, d_head=8, d_inner=48, block_sizes=[1, 1], vocab_size=61)),
+    "fnet": ("masked-lm", dict(SMALL, use_tpu_fourier_optimizations=False)),
+    "rembert": ("masked-lm", dict(SMALL, input_embedding_size=16, output_embedding_size=16)),
+    "xmod": ("masked-lm", dict(SMALL, max_position_embeddings=40, languages=["en_XX"], default_language="en_XX")),
+    "prophetnet": ("seq2seq-lm", dict(hidden_size=32, encoder_ffn_dim=48, decoder_ffn_dim=48, num_encoder_layers=2,
+                                      num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
+                                      vocab_size=61, max_position_embeddings=32, dropout=0.0)),
     "bert": ("masked-lm", SMALL),
     "roberta": ("masked-lm", dict(SMALL, max_position_embeddings=40)),
     "distilbert": ("masked-lm", dict(dim=32, hidden_dim=48, n_layers=2, n_heads=4, vocab_size=61, max_position_embeddings=32)),
@@ -149,6 +175,7 @@ def vision(model_type, class_name="AutoModelForImageClassification", **settings)
         automatic = getattr(transformers, class_name)
         net = automatic.from_config(config) if class_name.startswith("Auto") else automatic(config)
         size = settings.get("image_size", 32)
+        size = size[0] if isinstance(size, tuple) else size
         given = {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([0, 1])}
         batch = dim("batch")
         return net, given, {name: {0: batch} for name in given}
@@ -172,6 +199,13 @@ MODELS["mobilevit"] = vision("mobilevit", image_size=32, hidden_sizes=[16, 24, 3
                              num_attention_heads=2)
 MODELS["focalnet"] = vision("focalnet", image_size=32, patch_size=4, embed_dim=8, depths=[1, 1], focal_levels=[1, 1],
                             focal_windows=[3, 3])
+MODELS["swinv2"] = vision("swinv2", image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
+MODELS["levit"] = vision("levit", "LevitForImageClassification", image_size=64, hidden_sizes=[16, 24, 32],
+                         num_attention_heads=[2, 2, 2], depths=[1, 1, 1], key_dim=[8, 8, 8])
+MODELS["hiera"] = vision("hiera", image_size=(32, 32), patch_size=(3, 3), patch_stride=(4, 4), patch_padding=(1, 1),
+                         embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_query_pool=1, query_stride=(2, 2),
+                         masked_unit_size=(4, 4), mlp_ratio=2.0)
+MODELS["bit"] = vision("bit", embedding_size=8, hidden_sizes=[32, 64], depths=[1, 1], num_groups=4, layer_type="bottleneck")
 MODELS["dinov2"] = vision("dinov2", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 MODELS["swin_hf"] = vision("swin", image_size=32, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 2], window_size=4)
 
@@ -199,15 +233,83 @@ def whisper():
                  "labels": torch.randint(3, 60, (2, 8))}, None
 
 
-@model("wav2vec2")
-def wav2vec2():
-    from transformers import Wav2Vec2Config, Wav2Vec2Model
+def speech(name, **settings):
+    def build():
+        import transformers
 
-    net = Wav2Vec2Model(Wav2Vec2Config(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16),
-        conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
-        mask_time_prob=0.0, layerdrop=0.0, apply_spec_augment=False))
-    return net, {"input_values": torch.randn(2, 400)}, None
+        config = getattr(transformers, f"{name}Config")(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16),
+            conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=4,
+            mask_time_prob=0.0, layerdrop=0.0, apply_spec_augment=False, **settings)
+        return getattr(transformers, f"{name}Model")(config), {"input_values": torch.randn(2, 400)}, None
+    return build
+
+
+for name in ("Wav2Vec2", "WavLM", "Hubert", "UniSpeech", "SEW"):
+    MODELS[name.lower()] = speech(name, **({"squeeze_factor": 1} if name == "SEW" else {}))
+
+
+@model("siglip")
+def siglip():
+    from transformers import SiglipConfig, SiglipModel
+
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+                max_position_embeddings=16)
+    net = SiglipModel(SiglipConfig(text_config=text, vision_config=PATCHES))
+    return net, {"input_ids": torch.randint(3, 59, (2, 16)), "pixel_values": torch.randn(2, 3, 32, 32)}, None
+
+
+@model("blip")
+def blip():
+    from transformers import BlipConfig, BlipForConditionalGeneration
+
+    text = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
+                max_position_embeddings=16, encoder_hidden_size=32, bos_token_id=1, pad_token_id=0, eos_token_id=2,
+                sep_token_id=2)
+    net = BlipForConditionalGeneration(BlipConfig(text_config=text, vision_config=PATCHES))
+    ids = torch.randint(3, 59, (2, 10))
+    return net, {"pixel_values": torch.randn(2, 3, 32, 32), "input_ids": ids, "labels": ids.clone()}, None
+
+
+@model("vit_mae")
+def vit_mae():
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    net = ViTMAEForPreTraining(ViTMAEConfig(**PATCHES, decoder_hidden_size=16, decoder_num_hidden_layers=1,
+                                            decoder_num_attention_heads=2, decoder_intermediate_size=24))
+    return net, {"pixel_values": torch.randn(2, 3, 32, 32), "noise": torch.rand(2, 16)}, None
+
+
+@model("patchtst")
+def patchtst():
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    net = PatchTSTForPrediction(PatchTSTConfig(
+        num_input_channels=3, context_length=32, prediction_length=8, patch_length=8, patch_stride=8, d_model=16, ffn_dim=24,
+        num_hidden_layers=2, num_attention_heads=2, random_mask_ratio=0.0, do_mask_input=False, loss="mse"))
+    return net, {"past_values": torch.randn(2, 32, 3), "future_values": torch.randn(2, 8, 3)}, None
+
+
+@model("decision_transformer")
+def decision_transformer():
+    from transformers import DecisionTransformerConfig, DecisionTransformerModel
+
+    net = DecisionTransformerModel(DecisionTransformerConfig(
+        state_dim=5, act_dim=3, hidden_size=32, n_layer=2, n_head=4, n_positions=64, max_ep_len=16))
+    return net, {"states": torch.randn(2, 6, 5), "actions": torch.randn(2, 6, 3), "rewards": torch.randn(2, 6, 1),
+                 "returns_to_go": torch.randn(2, 6, 1), "timesteps": torch.arange(6).expand(2, 6).contiguous(),
+                 "attention_mask": torch.ones(2, 6).long()}, None
+
+
+@model("perceiver")
+def perceiver():
+    from transformers import PerceiverConfig, PerceiverForMaskedLM
+
+    net = PerceiverForMaskedLM(PerceiverConfig(
+        num_latents=4, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=2, num_self_attention_heads=2,
+        num_cross_attention_heads=2, vocab_size=61, max_position_embeddings=12, qk_channels=16, v_channels=16))
+    ids = torch.randint(3, 60, (2, 12))
+    return net, {"inputs": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}, None
 
 
 # ---- torchvision, timm, diffusers -------------------------------------------------------------
@@ -272,6 +374,33 @@ def mixer():
     return net, {"x": torch.randn(2, 3, 64, 64)}, {"x": {0: dim("batch")}}
 
 
+@model("resnet_fpn")
+def pyramid():
+    from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+
+    net = resnet_fpn_backbone(backbone_name="resnet18", weights=None, trainable_layers=3)
+    return net, {"x": torch.randn(2, 3, 64, 64)}, {"x": {0: dim("batch")}}
+
+
+def timm_model(name, size=64, **settings):
+    def build():
+        import timm
+
+        net = timm.create_model(name, num_classes=5, **settings)
+        return net, {"x": torch.randn(2, 3, size, size)}, {"x": {0: dim("batch")}}
+    return build
+
+
+MODELS["timm_xcit"] = timm_model("xcit_nano_12_p16_224", img_size=64, depth=2)
+MODELS["timm_eva02"] = timm_model("eva02_tiny_patch14_224", size=56, img_size=56, depth=2)
+MODELS["timm_nfnet"] = timm_model("nfnet_l0")
+MODELS["timm_coatnet"] = timm_model("coatnet_nano_rw_224", img_size=64)
+MODELS["timm_edgenext"] = timm_model("edgenext_xx_small")
+MODELS["timm_ghostnet"] = timm_model("ghostnet_050")
+MODELS["timm_hrnet"] = timm_model("hrnet_w18_small")
+MODELS["timm_repvgg"] = timm_model("repvgg_a0")
+
+
 @model("diffusers_unet")
 def diffusion():
     from diffusers import UNet2DModel
@@ -280,6 +409,36 @@ def diffusion():
                       norm_num_groups=8, down_block_types=("DownBlock2D", "AttnDownBlock2D"),
                       up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8)
     return net, {"sample": torch.randn(2, 3, 16, 16), "timestep": torch.tensor([3, 40])}, None
+
+
+@model("diffusers_vae")
+def autoencoder():
+    from diffusers import AutoencoderKL
+
+    net = AutoencoderKL(in_channels=3, out_channels=3, block_out_channels=(8, 16), latent_channels=2, norm_num_groups=4,
+                        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2)
+    return net, {"sample": torch.randn(2, 3, 16, 16)}, None
+
+
+@model("diffusers_dit")
+def diffusion_transformer():
+    from diffusers import DiTTransformer2DModel
+
+    net = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=8, in_channels=3, num_layers=2, sample_size=8, patch_size=2,
+                                norm_num_groups=1, num_embeds_ada_norm=10)
+    return net, {"hidden_states": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 40]),
+                 "class_labels": torch.tensor([1, 4])}, None
+
+
+@model("diffusers_flux")
+def flux():
+    from diffusers import FluxTransformer2DModel
+
+    net = FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+                                 num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8])
+    return net, {"hidden_states": torch.randn(1, 16, 4), "encoder_hidden_states": torch.randn(1, 8, 32),
+                 "pooled_projections": torch.randn(1, 32), "timestep": torch.tensor([0.5]), "img_ids": torch.rand(16, 3),
+                 "txt_ids": torch.rand(8, 3)}, None
 
 
 # ---- plain torch ------------------------------------------------------------------------------
