@@ -1,0 +1,70 @@
+// What a node of an exported model costs beside its operator: the chain of bench/exported_chain.py, run by
+// ExportedModule and written out in C++, by turns.
+//
+//   tools/python.sh bench/exported_chain.py out/chain.pt2 && build/release/bench/exported_bench out/chain.pt2
+//
+// Medians over rounds, with autograd off and on; the answers are compared first.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "tessera/tessera.h"
+
+namespace {
+
+constexpr int kRounds = 400;
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size()) / 2, values.end());
+  return values[values.size() / 2];
+}
+
+// As many rounds of the chain as the archive has.
+at::Tensor written_out(at::Tensor x, const at::Tensor& shift, int64_t rounds) {
+  for (int64_t i = 0; i < rounds; ++i) x = at::sub(at::tanh(at::mul(at::add(x, shift), 0.75)), shift);
+  return x;
+}
+
+template <class Call>
+double microseconds(Call call) {
+  const auto began = std::chrono::steady_clock::now();
+  const at::Tensor result = call();  // freed after the clock, with its graph
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - began).count();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc < 2) {
+    std::fprintf(stderr,
+                 "exported_bench: expected the archive of bench/exported_chain.py, and how many nodes it has\n");
+    return 2;
+  }
+  const int64_t nodes = argc > 2 ? std::atoll(argv[2]) : 500;
+  at::set_num_threads(1);
+  const auto model = tessera::load_exported(argv[1]);
+  const at::Tensor shift = model->named_parameters()["shift"], x = torch::ones({4});
+  auto exported = [&] { return model->forward(x).tensor(); };
+  auto direct = [&] { return written_out(x, shift, nodes / 4); };
+  if (!at::equal(exported(), direct())) {
+    std::fprintf(stderr, "exported_bench: the archive computes something else: was it made with %ld nodes?\n",
+                 static_cast<long>(nodes));
+    return 1;
+  }
+  std::printf("%-10s %16s %16s %22s\n", "autograd", "exported, us", "operators, us", "a node beside it, us");
+  for (const bool grad : {false, true}) {
+    const at::AutoGradMode mode(grad);
+    std::vector<double> of_exported, of_operators, beside;
+    for (int round = 0; round < kRounds; ++round) {
+      of_exported.push_back(microseconds(exported) / static_cast<double>(nodes));
+      of_operators.push_back(microseconds(direct) / static_cast<double>(nodes));
+      beside.push_back(of_exported.back() - of_operators.back());
+    }
+    std::printf("%-10s %16.3f %16.3f %22.3f\n", grad ? "on" : "off", median(of_exported), median(of_operators),
+                median(beside));
+  }
+}
