@@ -1,9 +1,10 @@
-"""examples/finetune goes on from a checkpoint as if it had not stopped, and trains adapters (peft) beside a base that
-stays as it is: `make interop` runs this.
+"""examples/finetune goes on from a checkpoint as if it had not stopped, trains adapters (peft) beside a base that stays as
+it is, and GPT-2 on padded examples as Python does: `make interop` runs this.
 
     tools/python.sh --with peft tests/exported/finetune_test.py build/release/examples/finetune
 """
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -31,17 +32,17 @@ class Finetune(unittest.TestCase):
     def tearDown(self):
         self.temporary.cleanup()
 
-    def export(self, *options):
-        sets = [word for key, value in SETTINGS.items() for word in ("--set", f"{key}={value}")]
-        done = subprocess.run([sys.executable, ROOT / "tools/export_model.py", "config:llama", self.folder / "model.pt2",
+    def export(self, *options, model="config:llama", settings=SETTINGS):
+        sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        done = subprocess.run([sys.executable, ROOT / "tools/export_model.py", model, self.folder / "model.pt2",
                                *sets, *options], capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def train(self, out, *options):
         """The losses by step, and the trained model's values."""
         done = subprocess.run(
-            [PROGRAM, "--archive", self.folder / "model.pt2", "--ids", self.folder / "ids.safetensors", "--out",
-             self.folder / out, "--length", "16", "--sample", "16", "--log-every", "1", *options],
+            [PROGRAM, "--archive", self.folder / "model.pt2", "--out", self.folder / out, "--length", "16", "--sample", "16",
+             "--log-every", "1", *(() if "--rows" in options else ("--ids", self.folder / "ids.safetensors")), *options],
             capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -78,6 +79,61 @@ class Finetune(unittest.TestCase):
         ours = load_file(self.folder / "lora/logits.safetensors")
         with torch.no_grad():
             torch.testing.assert_close(model.eval()(ours["ids"]).logits, ours["logits"], rtol=1e-4, atol=1e-5)
+
+    def tokenized(self):
+        """Examples of different lengths, by a tokenizer as one of the hub's."""
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = "<end> in the beginning was word and with all things were made by him".split()
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<end>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(self.folder / "tokenizer")
+        contexts = [" ".join(words[1 + (i * 5 + k * (1 + i % 3)) % 13] for k in range(3 + i * 7 % 20)) for i in range(19)]
+        squad = {"data": [{"paragraphs": [{"context": context, "qas": []} for context in contexts]}]}
+        (self.folder / "squad.json").write_text(json.dumps(squad))
+        tool = [sys.executable, ROOT / "tools/tokenize_text.py", self.folder / "tokenizer"]
+        subprocess.run([*tool, self.folder / "squad.json", self.folder / "rows.safetensors", "--length", "16"], check=True,
+                       capture_output=True)
+        rows = load_file(self.folder / "rows.safetensors")
+        self.assertEqual(rows["input_ids"].shape, (19, 16))
+        self.assertEqual((rows["labels"] == -100).sum(), (rows["attention_mask"] == 0).sum())
+        self.assertGreater((rows["labels"] == -100).sum(), 0)
+        decoded = subprocess.run([*tool, "--decode", "1", "2", "3"], check=True, capture_output=True, text=True)
+        self.assertEqual(decoded.stdout.strip(), "in the beginning")
+        return rows
+
+    def test_gpt2_on_padded_examples_as_python_trains_it(self):
+        import transformers
+
+        settings = dict(vocab_size=32, n_positions=16, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+                        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+        rows = self.tokenized()
+        self.export("--seed", "3", model="config:gpt2", settings=settings)
+        torch.manual_seed(3)  # the model that was exported, once more
+        config = transformers.AutoConfig.for_model("gpt2", **settings)
+        model = export_model.from_config(transformers.AutoModelForCausalLM, config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        expected, ranks, batch, steps = {}, 2, 4, 6
+        for step in range(steps):  # gradients averaged over ranks, as DistributedDataParallel does
+            losses = []
+            for rank in range(ranks):
+                chosen = (torch.arange(batch) + (step * ranks + rank) * batch) % 19
+                losses.append(model(**{name: value[chosen] for name, value in rows.items()}).loss)
+            optimizer.zero_grad()
+            (sum(losses) / ranks).backward()
+            optimizer.step()
+            expected[step + 1] = (sum(losses) / ranks).item()
+        self.assertLess(expected[steps], expected[1] - 0.1)
+        for stage in ("1", "2", "3"):
+            losses, trained = self.train(
+                f"rows{stage}", "--rows", self.folder / "rows.safetensors", "--classes", "GPT2Block", "--stage", stage,
+                "--ranks", str(ranks), "--batch", str(batch), "--steps", str(steps), "--lr", "3e-3", "--weight-decay", "0")
+            for step, loss in expected.items():
+                self.assertAlmostEqual(float(losses[step]), loss, delta=1.5e-4, msg=f"stage {stage}, step {step}")
+            values = model.state_dict()
+            for name, value in trained.items():
+                torch.testing.assert_close(value, values[name], rtol=1e-3, atol=1e-4, msg=lambda text: f"{name}: {text}")
 
 
 if __name__ == "__main__":
