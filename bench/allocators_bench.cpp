@@ -9,7 +9,6 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -18,6 +17,7 @@
 #include <new>
 #include <vector>
 
+#include "median.h"
 #include "tessera/memory/memory_cache.h"
 
 namespace {
@@ -106,11 +106,6 @@ struct Training {
   at::Tensor x;
   int steps = 0;
 };
-
-double median(std::vector<double> values) {
-  std::ranges::nth_element(values, values.begin() + static_cast<int64_t>(values.size() / 2));
-  return values[values.size() / 2];
-}
 
 // Of a process that takes all tensors from one allocator.
 double peak_mib(Which which) {

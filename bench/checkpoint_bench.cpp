@@ -20,6 +20,7 @@
 #include <iomanip>
 #include <iostream>
 
+#include "median.h"
 #include "tessera/tessera.h"
 
 namespace {
@@ -88,21 +89,20 @@ class Bench {
   }
 
   void print() const {
-    auto median = [&](auto value) {
+    auto of_rounds = [&](auto value) {
       std::vector<double> values;
       for (const Round& round : rounds_) values.push_back(value(round));
-      std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-      return values[values.size() / 2];
+      return median(std::move(values));
     };
-    const double save = median([](const Round& r) { return r.save; }),
-                 load = median([](const Round& r) { return r.load; });
-    const double write_ratio = median([](const Round& r) { return r.dd_write / r.save; });
-    const double read_ratio = median([](const Round& r) { return r.dd_read / r.load; });
-    const double stall = median([](const Round& r) { return r.stall; });
-    const double total = median([](const Round& r) { return r.async_total; });
-    const double dd_write = median([](const Round& r) { return r.dd_write; }),
-                 dd_read = median([](const Round& r) { return r.dd_read; });
-    const double copy = median([](const Round& r) { return r.copy; });
+    const double save = of_rounds([](const Round& r) { return r.save; }),
+                 load = of_rounds([](const Round& r) { return r.load; });
+    const double write_ratio = of_rounds([](const Round& r) { return r.dd_write / r.save; });
+    const double read_ratio = of_rounds([](const Round& r) { return r.dd_read / r.load; });
+    const double stall = of_rounds([](const Round& r) { return r.stall; });
+    const double total = of_rounds([](const Round& r) { return r.async_total; });
+    const double dd_write = of_rounds([](const Round& r) { return r.dd_write; }),
+                 dd_read = of_rounds([](const Round& r) { return r.dd_read; });
+    const double copy = of_rounds([](const Round& r) { return r.copy; });
     if (settings_.json) {
       std::cout << nlohmann::json{{"bytes", bytes_},
                                   {"ranks", settings_.ranks},

@@ -6,22 +6,17 @@
 // Medians over rounds, with autograd off and on; the answers are compared first.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
 
+#include "median.h"
 #include "tessera/tessera.h"
 
 namespace {
 
 constexpr int kRounds = 400;
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + static_cast<int64_t>(values.size()) / 2, values.end());
-  return values[values.size() / 2];
-}
 
 // As many rounds of the chain as the archive has.
 at::Tensor written_out(at::Tensor x, const at::Tensor& shift, int64_t rounds) {
