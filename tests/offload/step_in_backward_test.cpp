@@ -388,6 +388,54 @@ TEST(Speculation, ABackwardThatFailsLeavesEverythingAsItWas) {
   }
 }
 
+// As a program does that only catches and validates, then tries the batch again: what is lost is named, and nothing has
+// changed until gradients are cleared, by the wrapper this time.
+TEST(Speculation, AFailedBackwardIsCaughtValidatedAndTriedAgain) {
+  for (const int world : {1, 2, 3}) {
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      Layers layers(comm), undisturbed(comm);
+      const torch::optim::AdamWOptions options(1e-2);
+      HostAdamW optimizer(layers.fsdp.parameters(), options), expected(undisturbed.fsdp.parameters(), options);
+      Observed observed(optimizer);
+      StepInBackward step(layers.fsdp, observed, kSpeculative);
+      std::function<void()> nothing = [] {};
+      std::function<void()> fail = [&] {
+        EXPECT_TRUE(observed.wait_for_a_step());
+        throw std::runtime_error("no backward today");
+      };
+      for (int i = 0; i < 3; ++i) {
+        optimizer.zero_grad();
+        observed.steps = 0;
+        try {
+          layers.loss(fail).backward();
+          ADD_FAILURE() << "it did not fail";
+        } catch (const std::runtime_error&) {
+        }
+        const auto validated = [&](Layers& of) {
+          const torch::NoGradGuard no_grad;
+          return of.loss(nothing).item<double>();
+        };
+        EXPECT_EQ(validated(layers), validated(undisturbed));
+        const auto before = bits_of(layers.fsdp, optimizer);
+        expect_contains(error_of<std::logic_error>([&] {
+                          layers.loss(nothing).backward();
+                          step.finish();
+                        }),
+                        "a backward pass that failed has lost it: call zero_grad()");
+        EXPECT_EQ(bits_of(layers.fsdp, optimizer), before);
+        layers.fsdp.zero_grad();
+        layers.loss(nothing).backward();
+        step.finish();
+        expected.zero_grad();
+        undisturbed.loss(nothing).backward();
+        undisturbed.fsdp.clip_grad_norm_(1e6);
+        expected.step();
+        EXPECT_EQ(bits_of(layers.fsdp, optimizer), bits_of(undisturbed.fsdp, expected));
+      }
+    });
+  }
+}
+
 TEST(Speculation, ValuesThatMayBeTakenBackAreRefused) {
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     Layers layers(comm);
