@@ -14,30 +14,27 @@ TEST_P(Practice, LookingForAnomalies) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       const torch::autograd::DetectAnomalyGuard look(/*check_nan=*/true);
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      loss.backward();
-      run.optimizer().step();
-      run.note(loss.detach());
+      run.train(step);
     }
   });
 }
 
 // Where gradients are reduced to their owners the others have none to step with.
 TEST_P(Practice, AnotherOptimizerHalfWay) {
-  play(GetParam(), {.expect = GetParam().stage == 2 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
-    run.train(0);
-    run.train(1);
-    run.optimizer().zero_grad();
-    torch::optim::RMSprop other(run.parameters(), torch::optim::RMSpropOptions(1e-2));
-    for (int step = 2; step < 4; ++step) {
-      other.zero_grad();
-      const at::Tensor loss = run.loss(step);
-      loss.backward();
-      other.step();
-      run.note(loss.detach());
-    }
-  });
+  play(GetParam(), {.expect = GetParam().stage == 2 ? Expect::kRefused : Expect::kEqual, .equal_alone = true},
+       [](Trainer& run) {
+         run.train(0);
+         run.train(1);
+         run.optimizer().zero_grad();
+         torch::optim::RMSprop other(run.parameters(), torch::optim::RMSpropOptions(1e-2));
+         for (int step = 2; step < 4; ++step) {
+           other.zero_grad();
+           const at::Tensor loss = run.loss(step);
+           loss.backward();
+           other.step();
+           run.note(loss.detach());
+         }
+       });
 }
 
 // One layer's weight is another's, turned; both are used in pieces.
@@ -52,8 +49,7 @@ struct ByParts : Mlp {
 };
 
 TEST_P(Practice, WeightsByParts) {
-  play(GetParam(), {.model = [] { return seeded_model<ByParts>(41); }, .unused = true},
-       [](Trainer& run) { three_steps(run); });
+  play(GetParam(), {.model = [] { return seeded_model<ByParts>(41); }, .unused = true}, three_steps);
 }
 
 // A number alone, nothing at all, and one that no step uses.
@@ -75,8 +71,7 @@ struct Odd : Net {
 };
 
 TEST_P(Practice, ANumberAndNothing) {
-  play(GetParam(), {.model = [] { return seeded_model<Odd>(42); }, .unused = true},
-       [](Trainer& run) { three_steps(run); });
+  play(GetParam(), {.model = [] { return seeded_model<Odd>(42); }, .unused = true}, three_steps);
 }
 
 // Layers are left out as a schedule says, the same on all ranks; the first ones in some steps.
@@ -119,22 +114,23 @@ TEST_P(Practice, GraphsThrownAwayWithoutABackward) {
 
 // Moments are kept by hand in tensors like the parameters that the wrapper gives.
 TEST_P(Practice, AnOptimizerWrittenByHand) {
-  play(GetParam(), {.expect = GetParam().stage == 2 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
-    std::vector<at::Tensor> moments;
-    for (auto& parameter : run.parameters()) moments.push_back(torch::zeros_like(parameter));
-    for (int step = 0; step < 3; ++step) {
-      run.loss(step).backward();
-      const torch::NoGradGuard no_grad;
-      size_t i = 0;
-      for (auto& parameter : run.parameters()) {
-        at::Tensor& moment = moments[i++];
-        if (!parameter.grad().defined()) continue;
-        moment.lerp_(parameter.grad(), 0.5);
-        parameter.add_(moment.sign(), -0.01);
-        parameter.mutable_grad().reset();
-      }
-    }
-  });
+  play(GetParam(), {.expect = GetParam().stage == 2 ? Expect::kRefused : Expect::kEqual, .equal_alone = true},
+       [](Trainer& run) {
+         std::vector<at::Tensor> moments;
+         for (auto& parameter : run.parameters()) moments.push_back(torch::zeros_like(parameter));
+         for (int step = 0; step < 3; ++step) {
+           run.loss(step).backward();
+           const torch::NoGradGuard no_grad;
+           size_t i = 0;
+           for (auto& parameter : run.parameters()) {
+             at::Tensor& moment = moments[i++];
+             if (!parameter.grad().defined()) continue;
+             moment.lerp_(parameter.grad(), 0.5);
+             parameter.add_(moment.sign(), -0.01);
+             parameter.mutable_grad().reset();
+           }
+         }
+       });
 }
 
 // Two programs in one process: each rank trains a second model, of another group, in a thread of its own.
