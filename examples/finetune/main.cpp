@@ -55,6 +55,7 @@ class Batches {
     }
     for (const char* name : {"input_ids", "attention_mask", "labels"})
       rows_.push_back({name, read_tensor(options.rows, name)});
+    if (rows_.front().second.size(0) == 0) throw std::invalid_argument(options.rows + " has no rows");
     ids_ = rows_.front().second.flatten();
   }
 
