@@ -22,9 +22,10 @@ class AsyncOperation {
 template <class OperationType>
 class [[nodiscard]] OperationHandle {
  public:
-  using Operation = OperationType;
+  using Operation = OperationType;  // what goes on
 
   OperationHandle() = default;  // of an operation that is over
+  // Of one that has begun: for those who start operations.
   explicit OperationHandle(std::unique_ptr<Operation> operation) : operation_(std::move(operation)) {}
 
   // Whether there is nothing left to wait for.

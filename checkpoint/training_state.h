@@ -41,9 +41,9 @@ class TrainingState {
   // Throws std::invalid_argument for no model, two, two optimizers, or names that are not a Stateful's or come twice.
   TrainingState(std::initializer_list<StateRef> all);
 
-  ModelShards& model() const { return *model_; }
-  torch::optim::Optimizer* optimizer() const { return optimizer_; }  // null: none
-  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }
+  ModelShards& model() const { return *model_; }                                    // the one model
+  torch::optim::Optimizer* optimizer() const { return optimizer_; }                 // null: none
+  const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
 
  private:
   ModelShards* model_ = nullptr;

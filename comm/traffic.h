@@ -20,11 +20,14 @@ struct Traffic {
 // Counts one group's traffic, and that of the groups split from it. Any thread.
 class TrafficCounter {
  public:
+  // By the communicator, as are the next two.
   void add_sent(int64_t bytes) noexcept { sent_bytes_ += bytes; }
+  // One operation has begun.
   void add_collective() noexcept { ++collectives_; }
+  // The thread stood in Pending::wait() for so long, for this operation.
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
-  Traffic total() const noexcept;
+  Traffic total() const noexcept;  // so far
   // See Communicator::take_waits().
   std::map<std::string, double> take_waits();
 

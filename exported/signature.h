@@ -20,7 +20,9 @@ struct ExportedInputs {
   std::vector<ExportedValue> positional;
   ExportedValue::Named named;
 
+  // One more by position.
   void add(ExportedValue value) { positional.push_back(std::move(value)); }
+  // More by name.
   void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
 };
 

@@ -31,42 +31,44 @@ class ExportedValue {
   template <std::floating_point Number>
   ExportedValue(Number value) : value_(static_cast<double>(value)) {}  // NOLINT(google-explicit-constructor)
   ExportedValue(std::vector<ExportedValue> elements);                  // NOLINT(google-explicit-constructor)
+  // A sequence of what the elements become.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue> && (!std::same_as<Value, ExportedValue>)
   ExportedValue(const std::vector<Value>& elements)  // NOLINT(google-explicit-constructor)
       : ExportedValue(std::vector<ExportedValue>(elements.begin(), elements.end())) {}
+  // None without a value.
   template <class Value>
     requires std::convertible_to<Value, ExportedValue>
   ExportedValue(const std::optional<Value>& value) {  // NOLINT(google-explicit-constructor)
     if (value) *this = ExportedValue(*value);
   }
 
-  using Named = std::vector<std::pair<std::string, ExportedValue>>;
-  static ExportedValue dict(Named elements);
+  using Named = std::vector<std::pair<std::string, ExportedValue>>;  // a dict's elements, in its order
+  static ExportedValue dict(Named elements);                         // of these, in this order
 
-  bool is_none() const { return std::holds_alternative<std::monostate>(value_); }
-  bool is_tensor() const { return std::holds_alternative<at::Tensor>(value_); }
-  bool is_bool() const { return std::holds_alternative<bool>(value_); }
-  bool is_int() const { return std::holds_alternative<int64_t>(value_); }
-  bool is_double() const { return std::holds_alternative<double>(value_); }
-  bool is_text() const { return std::holds_alternative<std::string>(value_); }
-  bool is_sequence() const { return std::holds_alternative<Elements>(value_); }
-  bool is_dict() const { return std::holds_alternative<Named>(value_); }
+  bool is_none() const { return std::holds_alternative<std::monostate>(value_); }  // Python's None
+  bool is_tensor() const { return std::holds_alternative<at::Tensor>(value_); }    // see tensor()
+  bool is_bool() const { return std::holds_alternative<bool>(value_); }            // see to_bool()
+  bool is_int() const { return std::holds_alternative<int64_t>(value_); }          // see to_int(); not a bool
+  bool is_double() const { return std::holds_alternative<double>(value_); }        // see to_double(); no integer
+  bool is_text() const { return std::holds_alternative<std::string>(value_); }     // see text()
+  bool is_sequence() const { return std::holds_alternative<Elements>(value_); }    // a list or a tuple
+  bool is_dict() const { return std::holds_alternative<Named>(value_); }           // whatever has names
 
-  const at::Tensor& tensor() const;
-  bool to_bool() const;
-  int64_t to_int() const;
-  double to_double() const;  // of an integer too
-  const std::string& text() const;
+  const at::Tensor& tensor() const;  // the value's own
+  bool to_bool() const;              // of nothing else
+  int64_t to_int() const;            // of nothing else
+  double to_double() const;          // of an integer too
+  const std::string& text() const;   // the value's own
 
-  // Of structures: how many elements, one by position (of a dict too, in its order), one by name.
-  size_t size() const;
+  size_t size() const;  // of structures: how many elements
+  // An element of a structure by position (of a dict too, in its order) or by name.
   const ExportedValue& operator[](size_t index) const;
   const ExportedValue& operator[](int index) const { return (*this)[static_cast<size_t>(index)]; }
   const ExportedValue& operator[](const std::string& name) const;
   const ExportedValue& operator[](const char* name) const { return (*this)[std::string(name)]; }
-  bool has(const std::string& name) const;
-  const Named& items() const;
+  bool has(const std::string& name) const;  // of a dict: whether an element is called so
+  const Named& items() const;               // of a dict
 
   // "a tensor", "None", "a dict of 'loss', 'logits'": for messages.
   std::string kind() const;
@@ -88,9 +90,11 @@ class ExportedValue {
 class NamedInputs {
  public:
   NamedInputs() = default;
+  // As above.
   NamedInputs(std::initializer_list<std::pair<std::string, ExportedValue>> inputs) : inputs_(inputs) {}
+  // One more.
   void add(std::string name, ExportedValue value) { inputs_.emplace_back(std::move(name), std::move(value)); }
-  const ExportedValue::Named& inputs() const { return inputs_; }
+  const ExportedValue::Named& inputs() const { return inputs_; }  // as they were given
 
   template <class Visit>
   friend void tessera_visit_tensors(NamedInputs& named, Visit&& visit) {

@@ -25,12 +25,13 @@ class Int8Blocks {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // 1.6 % of scales
 
+  // block_numel: elements that share a scale.
   explicit constexpr Int8Blocks(int64_t block_numel = kWireBlockNumel) : block_numel_(block_numel) {}
 
   // A multiple of 16.
   int64_t encoded_bytes(int64_t numel) const;
-  void encode(const at::Tensor& values, const at::Tensor& bytes) const;
-  void decode(const at::Tensor& bytes, const at::Tensor& values) const;
+  void encode(const at::Tensor& values, const at::Tensor& bytes) const;  // into `bytes`
+  void decode(const at::Tensor& bytes, const at::Tensor& values) const;  // into `values`
   // values += what `bytes` says; of fp32.
   void add(const at::Tensor& bytes, const at::Tensor& values) const;
 

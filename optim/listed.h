@@ -52,10 +52,11 @@ void write(const Listed& fields, torch::serialize::OutputArchive& archive) {
 template <class Derived>
 class ListedOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
  public:
+  // For torch::load and torch::save, by the fields' names.
   void serialize(torch::serialize::InputArchive& archive) override { listed::read(self(), archive); }
   void serialize(torch::serialize::OutputArchive& archive) const override { listed::write(self(), archive); }
-  double get_lr() const override { return self().lr(); }
-  void set_lr(double lr) override { self().lr(lr); }
+  double get_lr() const override { return self().lr(); }  // as lr(), for torch's schedulers
+  void set_lr(double lr) override { self().lr(lr); }      // as lr(), for torch's schedulers
 
  private:
   Derived& self() { return static_cast<Derived&>(*this); }
@@ -119,9 +120,11 @@ class ListedBetas : public ListedDecay<Derived> {
 
 #undef TESSERA_LISTED_OPTION
 
+// What is kept of one parameter.
 template <class Derived>
 class ListedState : public torch::optim::OptimizerCloneableParamState<Derived> {
  public:
+  // For torch::load and torch::save, by the fields' names.
   void serialize(torch::serialize::InputArchive& archive) override {
     listed::read(static_cast<Derived&>(*this), archive);
   }

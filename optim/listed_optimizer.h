@@ -25,7 +25,7 @@ enum class Sees { kElements, kParameters };
 template <class Options, class State, Sees sees>
 class ListedOptimizer : public torch::optim::Optimizer {
  public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters with options of their own
 
   // Of whole parameters, as torch's optimizers, or of shards where each element is by itself. Throws
   // std::invalid_argument for options that cannot be meant, or of another optimizer, and for shards where parameters
@@ -48,10 +48,11 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
-  // torch::save and torch::load of this rank's state.
+  // Of this rank's state: torch::save.
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
   }
+  // Of this rank's state: torch::load.
   void load(torch::serialize::InputArchive& archive) override {
     torch::optim::serialize<State, Options>(archive, *this);
   }

@@ -22,9 +22,9 @@ class SpeedCurve {
   // (amount, seconds) with growing amounts above 0. Throws std::invalid_argument for others, and for none.
   explicit SpeedCurve(std::vector<std::pair<double, double>> points);
 
-  bool is_known() const { return !points_.empty(); }
-  double seconds_of(double amount) const;  // throws std::logic_error if it is not known
-  const std::vector<std::pair<double, double>>& points() const { return points_; }
+  bool is_known() const { return !points_.empty(); }  // false of one that was made by default
+  double seconds_of(double amount) const;             // throws std::logic_error if it is not known
+  const std::vector<std::pair<double, double>>& points() const { return points_; }  // (amount, seconds)
 
  private:
   std::vector<std::pair<double, double>> points_;
@@ -33,8 +33,8 @@ class SpeedCurve {
 // What an operator's time depends on: FLOP of its class or, with none, the bytes that it touches.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
-WorkClass work_class_of(const RecordedOperator& op);
-const char* name_of(WorkClass work);
+WorkClass work_class_of(const RecordedOperator& op);  // by its name and FLOP
+const char* name_of(WorkClass work);                  // as speed files have it: "matmul"
 
 // From one rank to another of its group: what a message takes at least, and what each rank sends in a second. Where
 // numbers are added on arrival they come slower.
@@ -43,7 +43,7 @@ struct LinkSpeed {
   double bytes_per_s = 0;          // 0: not known
   double reduced_bytes_per_s = 0;  // of what is reduced on the way; 0: as fast
 
-  bool operator==(const LinkSpeed&) const = default;
+  bool operator==(const LinkSpeed&) const = default;  // in every field
 };
 
 // What one rank of a machine, or of several, computes and sends in a second while all others do the same.
@@ -61,7 +61,7 @@ struct MachineSpeed {
   // Of compute's speed while something is communicated, since the same processors do both. 0 on GPUs with few channels.
   double lost_to_communication = 0;
 
-  double seconds_of(const RecordedOperator& op) const;
+  double seconds_of(const RecordedOperator& op) const;  // alone, with nothing communicated meanwhile
 
   // Throws std::invalid_argument that names what is missing for operators. Links are missed when they are used.
   void check() const;
@@ -82,13 +82,14 @@ struct CollectiveTime {
 // speed is not known.
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
 
-// A JSON file. read_speed() throws std::invalid_argument, naming the file and the field that is missing or wrong;
-// write_speed() std::runtime_error where the file cannot be written.
+// A JSON file. Throws std::invalid_argument, naming the file and the field that is missing or wrong.
 MachineSpeed read_speed(const std::filesystem::path& file);
+// Throws std::runtime_error where the file cannot be written.
 void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 
-// "400Gbit", "50GB" (a second), "10us", "2ms". Throw std::invalid_argument that names the text.
+// "400Gbit", "50GB" (a second). Throws std::invalid_argument that names the text.
 double bytes_per_s_of_text(const std::string& text);
+// "10us", "2ms". Throws likewise.
 double seconds_of_text(const std::string& text);
 
 }  // namespace tessera

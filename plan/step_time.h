@@ -12,7 +12,7 @@ namespace tessera {
 // Where something happens, one thing at a time.
 enum class Lane : uint8_t { kCompute, kWithinHost, kBetweenHosts };
 inline constexpr size_t kLanes = 3;
-const char* name_of(Lane lane);
+const char* name_of(Lane lane);  // for tables and pages: "compute"
 
 // Seconds from the beginning of the step; what began in the step before has a negative beginning.
 struct TimedInterval {

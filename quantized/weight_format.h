@@ -18,7 +18,7 @@ enum class WeightFormat : uint8_t {
   kInt8,  // blocks of 64 elements: Int8Blocks of flat/int8_blocks.h, 8.5 bits an element
 };
 
-inline constexpr int64_t kWeightBlockNumel = 64;
+inline constexpr int64_t kWeightBlockNumel = 64;  // elements that share a scale, in every format
 
 // The bytes of a weight of `numel` elements, scales included. Not for kFull. Pure.
 int64_t encoded_bytes(WeightFormat format, int64_t numel);

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Holds the documentation to the tree: links lead somewhere, errors that are quoted are still thrown, and what stands
-in a table under "Tessera" has names that exist.
+in a table under "Tessera" has names that exist; the API reference has every header that a program sees.
 
 In a table with a column that begins with "error" or "the error", `code` is what an error says, with `...` for what
 differs. Each piece between must be made of texts of the libraries, the tools, the tests' consumer or the CMake files,
 three at most, since errors are put together from such. Names, as `std::logic_error`, are passed over, and what autograd
 says is its own: autograd's `code`.
+
+With --headers it checks nothing and prints the headers of the API reference, for tools/docs.sh.
 """
 
 import pathlib
@@ -112,12 +114,40 @@ def check_links(pages, problems):
     return count
 
 
+def reachable_headers():
+    """tessera.h's headers and those that they include."""
+    found, ahead = set(), ["tessera.h"]
+    while ahead:
+        included = re.findall(r'^#include "tessera/(.*)"', (ROOT / ahead.pop()).read_text(encoding="utf-8"), re.MULTILINE)
+        ahead += set(included) - found
+        found.update(included)
+    return found
+
+
+def internal_headers():
+    lines = (ROOT / "docs/reference/internal_headers").read_text(encoding="utf-8").split("\n")
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+def check_headers(problems):
+    """Of the reference: what it leaves out is there to be left out, and its list of headers names no others."""
+    reachable, internal = reachable_headers(), internal_headers()
+    problems += [f"docs/reference/internal_headers: tessera.h does not lead to {name}" for name in sorted(internal - reachable)]
+    listed = re.findall(r"[\w/]+\.h\b", "\n".join(re.findall(r"^\|([^|]*)\|", (ROOT / "docs/reference/index.md").read_text(), re.MULTILINE)))
+    problems += [f"docs/reference/index.md: {name} is not in the reference" for name in listed if name not in reachable - internal]
+    return len(reachable - internal)
+
+
 def main():
+    if sys.argv[1:] == ["--headers"]:
+        print(*sorted(reachable_headers() - internal_headers()), sep="\n")
+        return 0
     pages = tracked("*.md")
     problems = []
     errors, names, links = (check(pages, problems) for check in (check_errors, check_names, check_links))
+    headers = check_headers(problems)
     print(*problems, sep="\n", end="\n" if problems else "")
-    print(f"{errors} quoted errors, {names} names, {links} links in {len(pages)} pages: {len(problems)} problems")
+    print(f"{errors} quoted errors, {names} names, {links} links in {len(pages)} pages, {headers} headers: {len(problems)} problems")
     return 1 if problems else 0
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The API reference, build/docs/index.html: Doxygen over tessera.h, the headers that it includes, and those that
-# docs/reference/Doxyfile adds. Fails on any warning.
+# The API reference, build/docs/index.html: Doxygen over tessera.h and the headers that it leads to, less the internal
+# ones (docs/reference/internal_headers). Fails on any warning.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=build/docs
 rm -rf "$out"
 mkdir -p "$out"
-headers=$(sed -nE 's/^#include "tessera\/(.*)"$/\1/p' tessera.h)
+headers=$(tools/check_docs.py --headers)
 doxygen - <<<"@INCLUDE = docs/reference/Doxyfile
 OUTPUT_DIRECTORY = $out
 INPUT += ${headers//$'\n'/ }"
