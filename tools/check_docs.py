@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Holds the documentation to the tree: links lead somewhere, errors that are quoted are still thrown, and what stands
-in a table under "Tessera" has names that exist; the API reference has every header that a program sees.
+"""Holds the documentation to the tree: links lead somewhere, errors that are quoted are still thrown and those that are
+thrown are quoted, what stands in a table under "Tessera" has names that exist, and the API reference has every header
+that a program sees.
 
 In a table with a column that begins with "error" or "the error", `code` is what an error says, with `...` for what
 differs. Each piece between must be made of texts of the libraries, the tools, the tests' consumer or the CMake files,
-three at most, since errors are put together from such. Names, as `std::logic_error`, are passed over, and what autograd
+three at most, since errors are put together from such. The other way round, one text of each error of the libraries has
+to be in what is quoted; tools/errors_without_entry has the exceptions. Names, as `std::logic_error`, are passed over, and what autograd
 says is its own: autograd's `code`.
 
 With --headers it checks nothing and prints the headers of the API reference, for tools/docs.sh.
@@ -84,6 +86,54 @@ def check_errors(pages, problems):
     return count
 
 
+# What throws, or ends in such a function of the file's own; its first texts are the error.
+THROWS = re.compile(r"\b(?:throw\s+[\w:]+\s*|(?:refuse|fail|refuse_argument|fail_at|refuse_trace|refuse_value))\(")
+
+
+def call_at(text, begin):
+    """From there to the closing parenthesis of its arguments."""
+    depth = 0
+    for token in re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'|[()]').finditer(text, begin):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if depth == 0 and token[0] == ")":
+            return text[begin:token.end()]
+    return text[begin:]
+
+
+def thrown_in(path):
+    """(line number, texts) of what a file throws."""
+    code = re.sub(r'(^|[^:"])//.*', r"\1", path.read_text(encoding="utf-8"))
+    for found in THROWS.finditer(code):
+        call = re.sub(r'"\s*\n\s*"', "", call_at(code, found.start()))
+        texts = [re.sub(r"\\(.)", r"\1", text).strip() for text in re.findall(r'"((?:\\.|[^"\\\n])*)"', call)]
+        texts = [text for text in texts if len(text) >= LEAST]
+        if texts:
+            yield code.count("\n", 0, found.start()) + 1, texts
+
+
+def check_thrown(pages, problems):
+    pieces = {piece for page in pages for _, code in quoted(page.read_text(encoding="utf-8").split("\n"), r"(the )?error\b")
+              for piece in re.split(r"\s*\.\.\.\s*", code) if len(piece) >= LEAST}
+    exceptions = [line for line in (ROOT / "tools/errors_without_entry").read_text(encoding="utf-8").split("\n")
+                  if line and not line.startswith("#")]
+    needed, count = set(), 0
+    for path in tracked("*.cpp", "*.h"):
+        name = str(path.relative_to(ROOT))
+        if name.startswith(("tests/", "bench/", "examples/", "tools/")):
+            continue
+        for number, texts in thrown_in(path):
+            count += 1
+            if any(piece in text or text in piece for piece in pieces for text in texts):
+                continue
+            excepting = [line for line in exceptions
+                         if line == name or any(line.startswith(name + ": ") and line[len(name) + 2:] in text for text in texts)]
+            needed.update(excepting)
+            if not excepting:
+                problems.append(f"{name}:{number}: no page's table of errors quotes '{texts[0]}'")
+    problems += [f"tools/errors_without_entry: nothing needs '{line}'" for line in exceptions if line not in needed]
+    return count
+
+
 def check_names(pages, problems):
     written = "\n".join(path.read_text(encoding="utf-8") for path in tracked("*.h", "*.cpp", "*.sbatch", "docs/launch.md"))
     known = set(re.findall(r"\w+", written))
@@ -145,9 +195,9 @@ def main():
     pages = tracked("*.md")
     problems = []
     errors, names, links = (check(pages, problems) for check in (check_errors, check_names, check_links))
-    headers = check_headers(problems)
+    headers, thrown = check_headers(problems), check_thrown(pages, problems)
     print(*problems, sep="\n", end="\n" if problems else "")
-    print(f"{errors} quoted errors, {names} names, {links} links in {len(pages)} pages, {headers} headers: {len(problems)} problems")
+    print(f"{thrown} errors, {errors} quoted, {names} names, {links} links in {len(pages)} pages, {headers} headers: {len(problems)} problems")
     return 1 if problems else 0
 
 
