@@ -28,10 +28,12 @@ struct Batch {
   at::Tensor x, y;
   int64_t token_count() const;
 };
+void evaluate(tessera::FullyShardedDataParallel<Gpt>& wrapped);
+at::Tensor loss_of(const at::Tensor& outputs);
 at::Tensor sum_of_losses(const at::Tensor& outputs, const at::Tensor& targets);
 
 extern Config config;
-extern Gpt model;
+extern Gpt model, net;
 extern Block block;
 extern torch::nn::ModuleList blocks;
 extern torch::nn::Sequential sequential;
@@ -41,8 +43,9 @@ extern tessera::FsdpOptions options;
 extern torch::optim::AdamW optimizer;
 extern at::Tensor x, y, loss;
 extern Batch batch;
-extern std::vector<std::pair<at::Tensor, at::Tensor>> loader;
-extern int64_t step, steps, items_numel;
+extern std::vector<std::pair<at::Tensor, at::Tensor>> loader, batches;
+extern std::vector<torch::optim::OptimizerParamGroup> groups;
+extern int64_t step, steps, items_numel, tokens_of_this_rank;
 extern std::string dir;
 using torch::optim::AdamWOptions;
 

@@ -20,6 +20,7 @@ foreach(page ${pages})
     string(FIND "${text}" "```" end)
     string(SUBSTRING "${text}" 0 ${end} snippet)
     string(SUBSTRING "${text}" ${end} -1 text)
+    string(REGEX REPLACE "#include [^\n]*" "" snippet "${snippet}") # names.h has them
     string(REGEX REPLACE "[^\n]" "" lines "${before}")
     string(LENGTH "${lines}" passed)
     math(EXPR line "${line} + ${passed}")
