@@ -1,4 +1,4 @@
-# tessera_add_library(<folder> SOURCES ... LINKS ...): one target a folder, compiled alike, with a
+# tessera_add_library(<folder> SOURCES ... LINKS ... [NO_PCH]): one target a folder, compiled alike, with a
 # precompiled header for torch; and the same for the programs of tests, bench and examples.
 
 include(GNUInstallDirs)
@@ -42,8 +42,16 @@ endif()
 # torch's headers cost 10 to 40 s in each file that includes them: compile them once and lend them to
 # all. Two sets, because GCC instantiates the templates that a precompiled header uses once more in
 # each file: 3 s for modules and autograd, which is what the libraries see of torch, 8 s for torch/torch.h.
-# With TESSERA_UNITY a target's files are one: a third of the time for all of a library's.
+# With TESSERA_UNITY a target's files are one: a third of the time for all of a library's. NO_PCH: then without a
+# precompiled header. For what includes little of torch, since to load one takes 3 s; and for a program that `make demo`
+# builds alone, since to make one takes longer than to read torch/torch.h once.
 function(tessera_compile_fast target headers)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "NO_PCH" "" "")
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 0)
+  tessera_compile_as(${target} ${headers})
+  if(arg_NO_PCH AND TESSERA_UNITY)
+    return()
+  endif()
   if(NOT TARGET tessera_pch_${headers})
     set(_libraries_see "<torch/nn/module.h>" "<torch/csrc/autograd/engine.h>")
     set(_programs_see "<torch/torch.h>")
@@ -54,8 +62,6 @@ function(tessera_compile_fast target headers)
     tessera_describe_pch(tessera_pch_${headers} "${_${headers}_see}")
   endif()
   target_precompile_headers(${target} REUSE_FROM tessera_pch_${headers})
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 0)
-  tessera_compile_as(${target} ${headers})
 endfunction()
 
 # Beside the precompiled header, the sum by which ccache tells it from others: of what goes into it that ccache
@@ -89,7 +95,7 @@ function(tessera_compile_as target headers)
 endfunction()
 
 function(tessera_add_library folder)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
+  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "" "SOURCES;LINKS")
   add_library(tessera_${folder} ${arg_SOURCES})
   add_library(tessera::${folder} ALIAS tessera_${folder})  # as find_package(tessera) names it
   target_link_libraries(tessera_${folder} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
@@ -97,7 +103,11 @@ function(tessera_add_library folder)
   target_include_directories(tessera_${folder} PUBLIC
     $<BUILD_INTERFACE:${TESSERA_INCLUDE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
   set_target_properties(tessera_${folder} PROPERTIES EXPORT_NAME ${folder})
-  tessera_compile_fast(tessera_${folder} libraries)
+  set(_pch)
+  if(arg_NO_PCH)
+    set(_pch NO_PCH)
+  endif()
+  tessera_compile_fast(tessera_${folder} libraries ${_pch})
 endfunction()
 
 # tessera_add_program(<name> SOURCES ... LINKS ...): an executable of tests, bench or examples.

@@ -85,5 +85,17 @@ TEST(TrainGptPlan, PrintsRanksAndTrainsNothing) {
   EXPECT_FALSE(std::filesystem::exists(out));
 }
 
+// `make demo` builds train_gpt without what plans.
+TEST(TrainGptPlan, SaysWhatBuildsIt) {
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto copy = folder / "train_gpt";
+  std::filesystem::copy_file(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE), copy);
+  tessera::testing::ChildProcess child({copy.string(), "--plan", "--demo"});
+  EXPECT_EQ(child.wait(), 2);
+  EXPECT_NE(child.output().find(copy.string() + "_plan (No such file or directory)"), std::string::npos)
+      << child.output();
+  EXPECT_NE(child.output().find("--target train_gpt_plan builds it"), std::string::npos) << child.output();
+}
+
 }  // namespace
 }  // namespace train_gpt
