@@ -27,8 +27,8 @@ if(MODE STREQUAL "add_subdirectory")
     # What only Tessera's own tests, benchmarks and examples need must not be asked for.
     -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
     -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
-  # All libraries once more would take minutes: every target of theirs is configured, one is built, and a program
-  # that takes it alone.
+  # All libraries once more would take minutes: every target of theirs is configured, one is built, and a program that
+  # takes it alone. The program that takes all is compiled, and linked below with the libraries that are there.
   set(programs peak)
 elseif(MODE STREQUAL "find_package")
   # No hint where libtorch is: the package remembers it.
@@ -46,3 +46,16 @@ run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target ${programs})
 foreach(program ${programs})
   run("${build}/${program}")
 endforeach()
+
+if(MODE STREQUAL "add_subdirectory" AND GENERATOR STREQUAL "Ninja")
+  set(linked "${WORK_DIR}/linked") # as the build tree, with Tessera's own libraries in the place of this project's
+  file(REMOVE_RECURSE "${linked}")
+  file(MAKE_DIRECTORY "${linked}")
+  run(${CMAKE_COMMAND} --build "${build}" --target CMakeFiles/consumer.dir/main.cpp.o)
+  file(CREATE_LINK "${build}/CMakeFiles" "${linked}/CMakeFiles" SYMBOLIC)
+  file(CREATE_LINK "${TESSERA_BINARY_DIR}" "${linked}/tessera" SYMBOLIC)
+  execute_process(COMMAND ninja -C "${build}" -t commands consumer COMMAND tail -n 1 OUTPUT_VARIABLE link
+    COMMAND_ERROR_IS_FATAL ANY)
+  execute_process(COMMAND sh -c "${link}" WORKING_DIRECTORY "${linked}" COMMAND_ERROR_IS_FATAL ANY)
+  run("${linked}/consumer")
+endif()
