@@ -7,9 +7,11 @@ jobs=${JOBS:-$(nproc)}
 
 tools/setup.sh
 tools/setup.sh 2.15.0
-for preset in release newest; do
-  cmake --preset "$preset" --log-level=WARNING >/dev/null
-  cmake --build --preset "$preset" -j "$jobs" --target tessera_all train_gpt
+cmake --preset release --log-level=WARNING >/dev/null
+# As README.md has it for a libtorch of one's own, in a tree beside the other.
+cmake --preset release -B build/newest -DCMAKE_PREFIX_PATH="$PWD/.deps/torch-2.15.0/torch" --log-level=WARNING >/dev/null
+for tree in release newest; do
+  cmake --build "build/$tree" -j "$jobs" --target tessera_all train_gpt
 done
 
 # The package remembers which libtorch it is for.
