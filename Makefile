@@ -8,17 +8,24 @@ BUILD   = build/$(PRESET)
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
+timed     = @tools/times.sh step
 
-demo: setup
-	@$(configure) >/dev/null
-	@$(compile) train_gpt
-	@$(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
+demo:
+	@tools/times.sh begin
+	$(timed) "setting up" tools/setup.sh
+	$(timed) configuring $(configure) >/dev/null
+	$(timed) compiling $(compile) train_gpt
+	$(timed) training $(BUILD)/examples/train_gpt --demo --ranks 2 --out out/demo
+	@tools/times.sh report
 
 # The libraries and all that a test runs; not the benchmarks.
-test: setup
-	@$(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON >/dev/null
-	@$(compile) tessera_all tessera_tests
-	@JOBS=$(JOBS) tools/run_tests.sh $(PRESET)
+test:
+	@tools/times.sh begin
+	$(timed) "setting up" tools/setup.sh
+	$(timed) configuring $(configure) -DTESSERA_BUILD_TESTS=ON -DTESSERA_BUILD_EXAMPLES=ON -DTESSERA_BUILD_BENCH=ON >/dev/null
+	$(timed) compiling $(compile) tessera_all tessera_tests
+	$(timed) testing env JOBS=$(JOBS) tools/run_tests.sh $(PRESET) || { tools/times.sh report; exit 1; }
+	@tools/times.sh report
 
 # The same with every product of worlds, options and models: three times as long.
 matrix: export TESSERA_TEST_MATRIX = full

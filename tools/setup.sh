@@ -22,6 +22,8 @@ packages=(g++ cmake ninja-build ccache unzip python3 python3-pip
   libgtest-dev libbenchmark-dev openmpi-bin iproute2)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
+# For the table at the end of `make demo` and `make test`.
+tell() { [ -z "${TESSERA_TIMES:-}" ] || tools/times.sh note "$*"; }
 
 installed() { [ "$(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null)" = "ii " ]; }
 
@@ -47,9 +49,14 @@ install_packages() {
     return
   fi
   say "installing ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  apt-get update -qq >/dev/null
-  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+  local begin=$SECONDS log
+  log=$(mktemp)
+  # What apt says, of interest only where it fails.
+  (export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}") >"$log" 2>&1 ||
+    { cat "$log" >&2; say "apt-get failed"; exit 1; }
+  rm -f "$log"
+  tell "installed ${#missing[@]} Debian packages and what they need: $((SECONDS - begin)) s"
 }
 
 # Downloads one wheel and unpacks it into $2; pip only fetches, so no Python environment changes.
@@ -60,11 +67,13 @@ unpack_wheel() {
   for glibc in 2014 2010 1; do platforms+=(--platform "manylinux${glibc}_x86_64"); done
   mkdir -p "$wheels" "$2"
   say "downloading $1"
+  local begin=$SECONDS
   python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
     --python-version 3.11 --implementation cp --abi cp311 --abi none \
     "${platforms[@]}" \
     --dest "$wheels" "$1"
   local name=${1%%==*}
+  tell "downloaded $1: $(du -m "$wheels/${name//-/_}"-*.whl | cut -f1) MB, $((SECONDS - begin)) s"
   unzip -q -o "$wheels/${name//-/_}"-*.whl -d "$2"
   rm -f "$wheels/${name//-/_}"-*.whl
 }
