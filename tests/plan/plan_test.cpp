@@ -182,10 +182,55 @@ TEST(PlanModels, FromTextAndHuggingFace) {
     return sum;
   };
   EXPECT_EQ(numel(decoder_of("gpt:")), 124439808);  // GPT-2, as Hugging Face counts it
-  std::ofstream(file) << R"({"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
-    "max_position_embeddings": 8192, "tie_word_embeddings": false})";
-  EXPECT_EQ(numel(decoder_of_config(file, 128, 1)), 8030261248);  // Llama-3 8B
+  const auto of = [&](const std::string& fields, int64_t sequence = 64) {
+    std::ofstream(file) << "{" << fields << "}";
+    return decoder_of_config(file, sequence, 1);
+  };
+  // Parameters as transformers counts them, and as the models' pages say.
+  const std::string llama = R"("model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 8192, )";
+  const std::string mistral =
+      R"("model_type": "mistral", "num_attention_heads": 32, "max_position_embeddings": 32768, )";
+  const std::pair<int64_t, std::string> published[] = {
+      {124439808, R"("model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+                     "n_inner": null, "vocab_size": 50257)"},
+      {1557611200, R"("model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "n_positions": 1024,
+                      "vocab_size": 50257)"},
+      {6738415616, llama + R"("hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+                              "vocab_size": 32000)"},  // Llama 2 7B
+      {8030261248, llama + R"("hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                              "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false)"},
+      {1235814400, llama + R"("hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+                              "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": true)"},
+      {1100048384, llama + R"("hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                              "num_key_value_heads": 4, "vocab_size": 32000)"},  // TinyLlama
+      {7241732096, mistral + R"("hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                                "num_key_value_heads": 8, "vocab_size": 32000, "sliding_window": 4096)"},
+      {7241732096, mistral + R"("hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+                                "vocab_size": 32000, "sliding_window": null, "attention_bias": true)"},
+      {12247782400, mistral + R"("hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
+                                 "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072)"},  // Nemo
+  };
+  for (const auto& [parameters, fields] : published) EXPECT_EQ(numel(of(fields)), parameters) << fields;
+  const std::string small = llama + R"("hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                                       "vocab_size": 10)";
+  EXPECT_EQ(numel(of(small + R"(, "attention_bias": true)")) - numel(of(small)), 2 * 4 * 64);
+  EXPECT_EQ(numel(of(small + R"(, "mlp_bias": true)")) - numel(of(small)), 2 * (96 + 96 + 64));
+  EXPECT_EQ(numel(decoder_of("llama:layers=1,width=64,heads=2,head_dim=16,mlp=8,vocab=10,sequence=4")),
+            2 * 640 + 4 * 64 * 32 + 3 * 8 * 64 + 3 * 64);
+  const auto why_not = [&](const std::string& fields, int64_t sequence = 64) {
+    const std::string error = error_of<std::invalid_argument>([&] { of(fields, sequence); });
+    expect_contains(error, file.string());
+    return error;
+  };
+  expect_contains(why_not(mistral + R"("hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+                                       "vocab_size": 10, "sliding_window": 4096)",
+                          8192),
+                  "sliding_window is 4096, less than the sequence of 8192");
+  expect_contains(why_not(small + R"(, "quantization_config": {"bits": 4})"), "quantization_config");
+  expect_contains(why_not(small + R"(, "mlp_bias": 3)"), "mlp_bias is neither true nor false");
+  EXPECT_EQ(of(published[0].second).left_out, "dropout (resid_pdrop, embd_pdrop, attn_pdrop)");
+  expect_contains(planned_decoder(of(published[0].second))->description(), "without dropout (resid_pdrop");
+  expect_contains(error_of<std::invalid_argument>([&] { of(published[0].second, 2000); }), "1024 positions");
   std::ofstream(file) << R"({"model_type": "t5"})";
   expect_contains(error_of<std::invalid_argument>([&] { decoder_of_config(file, 0, 1); }), "model_type is 't5'");
   expect_contains(error_of<std::invalid_argument>([] { decoder_of("gpt:depth=3"); }), "depth=3");
@@ -200,11 +245,12 @@ TEST(PlanModels, RecommendsWhatFits) {
   for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, {8}));
   const int64_t least =
       std::ranges::min_element(plans, {}, [](const auto& plan) { return plan.peak.tensors(); })->peak.tensors();
-  EXPECT_EQ(recommended(plans, least), -1);
-  const int tight = recommended(plans, static_cast<int64_t>(static_cast<double>(least) / kUsable) + 1);
+  const auto of = [](int64_t bytes) { return Machines{.ranks = 8, .memory_bytes = bytes}; };
+  EXPECT_EQ(recommended(plans, of(least)), -1);
+  const int tight = recommended(plans, of(static_cast<int64_t>(static_cast<double>(least) / kUsable) + 1));
   ASSERT_GE(tight, 0);
   EXPECT_EQ(plans[static_cast<size_t>(tight)].peak.tensors(), least);
-  const int easy = recommended(plans, int64_t{1} << 40);
+  const int easy = recommended(plans, of(int64_t{1} << 40));
   EXPECT_FALSE(plans[static_cast<size_t>(easy)].choice.checkpointed);
   expect_contains(plan_text(plans, {8, 8, int64_t{1} << 40}), plans[static_cast<size_t>(easy)].options);
 }
@@ -218,9 +264,8 @@ TEST(PlanSearch, FindsWhatThePlanDoesNotHave) {
   const auto best_of = [&](int ranks_per_host, double bytes) {
     const Machines machines{16, ranks_per_host, static_cast<int64_t>(bytes)};
     const auto tried = search_plans(*model, machines);
-    const int best = recommended(tried, machines.memory_bytes);
-    EXPECT_EQ(best < 0, !by_preference(tried, machines.memory_bytes).empty() &&
-                            best != by_preference(tried, machines.memory_bytes).front());
+    const int best = recommended(tried, machines);
+    EXPECT_EQ(best < 0, !by_preference(tried, machines).empty() && best != by_preference(tried, machines).front());
     return best < 0 ? PlannedTraining{} : tried[static_cast<size_t>(best)];
   };
   // Less than any of the usual choices takes: in host memory, or in smaller units.
@@ -261,6 +306,60 @@ TEST(PlanSearch, FindsSecondaryCopies) {
   expect_contains(plan_text({*found}, {16, 4, room}), "secondary");
 }
 
+// A plan is of the rank that takes most, which is not always the first where parameters have owners.
+TEST(PlanModels, JudgesByTheLargestRank) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=3,width=64,heads=2,vocab=100,sequence=16"));
+  bool is_another = false;
+  for (const int world : {2, 3, 5})
+    for (const int stage : {1, 2}) {
+      const PlannedTraining planned = plan_training(*model, {.stage = stage}, {world});
+      is_another = is_another || planned.rank != 0;
+      for (int rank = 0; rank < world; ++rank)
+        EXPECT_LE(model->run({.stage = stage}, world, rank).record.peak_bytes(), planned.peak.tensors())
+            << "stage " << stage << ", rank " << rank << " of " << world;
+    }
+  EXPECT_TRUE(is_another);
+}
+
+// Before stage 3 it is libtorch's autocast: activations and operators in 16 bit, parameters and state as they are.
+TEST(PlanModels, AutocastIsPlannedBeforeStageThree) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=2,width=64,heads=2,vocab=100,sequence=128,batch=4"));
+  for (const int stage : {0, 2}) {
+    const RunRecord exact = model->run({.stage = stage}, 2, 0).record;
+    const RunRecord half = model->run({.stage = stage, .bf16 = true}, 2, 0).record;
+    EXPECT_LT(half.most[MemoryKind::kActivations], 0.8 * static_cast<double>(exact.most[MemoryKind::kActivations]));
+    EXPECT_EQ(half.end[MemoryKind::kParameters], exact.end[MemoryKind::kParameters]);
+    const auto is_half = [](const RecordedOperator& op) { return op.flop > 0 && op.dtype == at::kBFloat16; };
+    EXPECT_TRUE(std::ranges::any_of(half.operators, is_half));
+    EXPECT_FALSE(std::ranges::any_of(exact.operators, is_half));
+  }
+  expect_contains(plan_training(*model, {.stage = 2, .bf16 = true}, {2}).options, "at::autocast to bfloat16");
+}
+
+// What the host has to have counts, and its time is not made up.
+TEST(PlanModels, OffloadIsHeldAgainstTheHost) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=4,width=256,heads=4,vocab=1000,sequence=64"));
+  MachineSpeed speed;
+  speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(1e12);
+  speed.work[static_cast<size_t>(WorkClass::kMemory)] = SpeedCurve::of_speed(1e11);
+  speed.within_host = speed.between_hosts = {0, 1e9, 0};
+  Machines machines{.ranks = 8, .ranks_per_host = 4, .speed = &speed};
+  const std::vector<PlannedTraining> plans = {plan_training(*model, {.stage = 3}, machines),
+                                              plan_training(*model, {.stage = 3, .offload = true}, machines)};
+  EXPECT_TRUE(plans[0].time.has_value());
+  EXPECT_FALSE(plans[1].time.has_value());
+  machines.memory_bytes = static_cast<int64_t>(static_cast<double>(plans[1].peak.tensors()) / kUsable) + 1;
+  EXPECT_EQ(recommended(plans, machines), 1);
+  expect_contains(plan_text(plans, machines), "(4 ranks) is not known: --host-memory");
+  expect_contains(plan_text(plans, machines), "time that is not predicted");
+  machines.host_memory_bytes = static_cast<int64_t>(4 * static_cast<double>(plans[1].host_bytes) / kUsable) + 1;
+  EXPECT_EQ(recommended(plans, machines), 1);
+  EXPECT_EQ(plan_text(plans, machines).find("--host-memory"), std::string::npos);
+  machines.host_memory_bytes -= 100;
+  EXPECT_EQ(recommended(plans, machines), -1);
+  expect_contains(plan_text(plans, machines), "not the host");
+}
+
 // Offload to host memory, without touching it.
 TEST(PlanSearch, OffloadTakesNoMemory) {
   const auto model = planned_decoder(decoder_of("gpt:layers=2,width=8192,heads=64,vocab=1000,sequence=64"));
@@ -282,7 +381,7 @@ TEST(PlanModels, Archives) {
   expect_contains(model->description(), "ids [4, 6], labels [4, 6]; trained: the output 'loss'");
   EXPECT_EQ(model->policy_text(UnitChoice::kLayers), "tessera::wrap_classes({\"__main__.Block\"})");
   for (const int stage : {0, 2, 3}) {
-    const RunRecord dry = model->run({.stage = stage}, 2);
+    const RunRecord dry = model->run({.stage = stage}, 2, 0).record;
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
       const NamedInputs inputs = load_exported(archive)->example_inputs();
       const RunRecord real = record_run(
