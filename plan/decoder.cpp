@@ -12,10 +12,12 @@
 
 #include <charconv>
 #include <fstream>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <utility>
 
 #include "tessera/recompute/checkpointed.h"
 
@@ -34,6 +36,10 @@ int64_t number_of(const std::string& text, const std::string& part) {
 
 torch::nn::Linear linear(int64_t in, int64_t out, bool bias) {
   return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(bias));
+}
+
+int64_t features_of(const DecoderOptions& options) {
+  return options.head_dim > 0 ? options.head_dim : options.width / options.heads;
 }
 
 // In fp32 where x has 16 bit, as Llama's.
@@ -60,13 +66,20 @@ const DecoderOptions& checked(const DecoderOptions& options) {
                                                  {"sequence", options.sequence}, {"batch", options.batch}};
   for (const auto& [name, value] : values)
     if (value < 1) refuse("of " + name + " " + std::to_string(value) + ", expected 1 or more");
-  if (options.width % options.heads != 0 || (options.is_llama && options.width / options.heads % 2 != 0))
+  if (options.head_dim < 0 || (options.is_llama && options.head_dim % 2 != 0))
+    refuse("of head_dim " + std::to_string(options.head_dim) + ", expected " +
+           (options.is_llama ? "an even number" : "0 or more"));
+  if (options.head_dim == 0 &&
+      (options.width % options.heads != 0 || (options.is_llama && options.width / options.heads % 2 != 0)))
     refuse("of width " + std::to_string(options.width) + ", which does not divide into " +
            std::to_string(options.heads) + " heads");
   const int64_t shared = options.key_value_heads;
   if (shared < 0 || (shared > 0 && options.heads % shared != 0))
     refuse("of " + std::to_string(shared) + " heads of keys and values, expected a divisor of " +
            std::to_string(options.heads));
+  if (options.positions != 0 && options.positions < options.sequence)
+    refuse("of " + std::to_string(options.positions) + " positions, fewer than the sequence of " +
+           std::to_string(options.sequence));
   if (options.mlp_width < 0) refuse("of mlp " + std::to_string(options.mlp_width) + ", expected 0 or more");
   return options;
 }
@@ -82,7 +95,8 @@ DecoderOptions decoder_of(const std::string& text) {
   std::map<std::string, int64_t*> fields = {{"layers", &options.layers},     {"width", &options.width},
                                             {"heads", &options.heads},       {"kv_heads", &options.key_value_heads},
                                             {"mlp", &options.mlp_width},     {"vocab", &options.vocabulary},
-                                            {"sequence", &options.sequence}, {"batch", &options.batch}};
+                                            {"head_dim", &options.head_dim}, {"sequence", &options.sequence},
+                                            {"batch", &options.batch}};
   for (size_t begin = colon + 1; begin < text.size();) {
     const size_t end = std::min(text.find(',', begin), text.size());
     const std::string part = text.substr(begin, end - begin);
@@ -92,7 +106,7 @@ DecoderOptions decoder_of(const std::string& text) {
     const bool is_tie = name == "tie";
     if (equals == std::string::npos || (!is_tie && !fields.contains(name)))
       refuse("'" + text + "': '" + part +
-             "', expected layers, width, heads, kv_heads, mlp, vocab, sequence, batch or tie, each =number");
+             "', expected layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch or tie, each =number");
     const int64_t number = number_of(text, part.substr(equals + 1));
     if (is_tie && number != 0 && number != 1) refuse("'" + text + "': tie is 0 or 1");
     is_tie ? static_cast<void>(options.tie = number == 1) : static_cast<void>(*fields[name] = number);
@@ -100,40 +114,108 @@ DecoderOptions decoder_of(const std::string& text) {
   return checked(options);
 }
 
-DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch) {
-  std::ifstream stream(file);
-  if (!stream) refuse(file.string() + " cannot be read");
-  const auto config = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
-  if (!config.is_object()) refuse(file.string() + " is not a JSON object, as Hugging Face's config.json is");
-  const std::string kind = config.value("model_type", "");
-  const bool is_gpt2 = kind == "gpt2";
-  if (!is_gpt2 && kind != "llama" && kind != "mistral")
-    refuse(file.string() + ": model_type is '" + kind + "', expected gpt2, llama or mistral");
-  const auto field = [&](const char* name, int64_t otherwise) {
-    if (!config.contains(name) || config[name].is_null()) {
-      if (otherwise >= 0) return otherwise;
-      refuse(file.string() + " has no " + name);
-    }
-    if (!config[name].is_number_integer()) refuse(file.string() + ": " + name + " is no whole number");
-    return config[name].get<int64_t>();
-  };
-  constexpr int64_t kRequired = -1;
+namespace {
+
+// A config.json, whose fields transformers knows by these names.
+class ConfigFile {
+ public:
+  explicit ConfigFile(const std::filesystem::path& file) : file_(file.string()) {
+    std::ifstream stream(file);
+    if (!stream) refuse(file_ + " cannot be read");
+    config_ = nlohmann::json::parse(stream, nullptr, /*allow_exceptions=*/false);
+    if (!config_.is_object()) refuse(file_ + " is not a JSON object, as Hugging Face's config.json is");
+  }
+
+  bool has(const char* name) const { return config_.contains(name) && !config_[name].is_null(); }
+  int64_t number(const char* name) const {
+    if (!has(name)) refuse(file_ + " has no " + name);
+    if (!config_[name].is_number_integer()) refuse(file_ + ": " + name + " is no whole number");
+    return config_[name].get<int64_t>();
+  }
+  int64_t number(const char* name, int64_t otherwise) const { return has(name) ? number(name) : otherwise; }
+  bool flag(const char* name, bool otherwise) const {
+    if (!has(name)) return otherwise;
+    if (!config_[name].is_boolean()) refuse(file_ + ": " + name + " is neither true nor false");
+    return config_[name].get<bool>();
+  }
+  double share(const char* name, double otherwise) const {
+    if (!has(name)) return otherwise;
+    if (!config_[name].is_number()) refuse(file_ + ": " + name + " is no number");
+    return config_[name].get<double>();
+  }
+  std::string text(const char* name) const {
+    return has(name) && config_[name].is_string() ? config_[name].get<std::string>() : "";
+  }
+  [[noreturn]] void cannot_plan(const std::string& what) const { refuse(file_ + ": " + what); }
+
+ private:
+  const std::string file_;
+  nlohmann::json config_;
+};
+
+// Dropout keeps masks for backward, and its attention all scores.
+std::string dropouts_of(const ConfigFile& config, std::initializer_list<std::pair<const char*, double>> usual) {
+  std::string text;
+  for (const auto& [name, otherwise] : usual)
+    if (config.share(name, otherwise) > 0) text += (text.empty() ? "dropout (" : ", ") + std::string(name);
+  return text.empty() ? text : text + ")";
+}
+
+DecoderOptions gpt2_of(const ConfigFile& config, int64_t sequence) {
   DecoderOptions options;
-  options.is_llama = !is_gpt2;
-  options.layers = field(is_gpt2 ? "n_layer" : "num_hidden_layers", kRequired);
-  options.width = field(is_gpt2 ? "n_embd" : "hidden_size", kRequired);
-  options.heads = field(is_gpt2 ? "n_head" : "num_attention_heads", kRequired);
-  options.key_value_heads = is_gpt2 ? 0 : field("num_key_value_heads", 0);
-  options.mlp_width = field(is_gpt2 ? "n_inner" : "intermediate_size", is_gpt2 ? 0 : kRequired);
-  options.vocabulary = field("vocab_size", kRequired);
-  options.sequence = sequence > 0 ? sequence : field(is_gpt2 ? "n_positions" : "max_position_embeddings", kRequired);
+  options.layers = config.number("n_layer");
+  options.width = config.number("n_embd");
+  options.heads = config.number("n_head");
+  options.mlp_width = config.number("n_inner", 0);
+  options.positions = config.number("n_positions");
+  options.sequence = sequence > 0 ? sequence : options.positions;
+  options.tie = config.flag("tie_word_embeddings", true);
+  if (config.flag("add_cross_attention", false)) config.cannot_plan("add_cross_attention is true");
+  options.left_out = dropouts_of(config, {{"resid_pdrop", 0.1}, {"embd_pdrop", 0.1}, {"attn_pdrop", 0.1}});
+  return options;
+}
+
+DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, bool is_mistral) {
+  DecoderOptions options;
+  options.is_llama = true;
+  options.layers = config.number("num_hidden_layers");
+  options.width = config.number("hidden_size");
+  options.heads = config.number("num_attention_heads");
+  options.key_value_heads = config.number("num_key_value_heads", is_mistral ? 8 : 0);
+  options.head_dim = config.number("head_dim", 0);
+  options.mlp_width = config.number("intermediate_size");
+  options.sequence = sequence > 0 ? sequence : config.number("max_position_embeddings");
+  options.tie = config.flag("tie_word_embeddings", false);
+  // Mistral has none, whatever its file says.
+  options.attention_bias = !is_mistral && config.flag("attention_bias", false);
+  options.mlp_bias = !is_mistral && config.flag("mlp_bias", false);
+  const int64_t window = is_mistral ? config.number("sliding_window", options.sequence) : options.sequence;
+  if (window < options.sequence)
+    config.cannot_plan("sliding_window is " + std::to_string(window) + ", less than the sequence of " +
+                       std::to_string(options.sequence) + ": a plan's attention sees all of it; take --sequence " +
+                       std::to_string(window));
+  options.left_out = dropouts_of(config, {{"attention_dropout", 0.0}});
+  return options;
+}
+
+}  // namespace
+
+DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch) {
+  const ConfigFile config(file);
+  const std::string kind = config.text("model_type");
+  if (kind != "gpt2" && kind != "llama" && kind != "mistral")
+    config.cannot_plan("model_type is '" + kind + "', expected gpt2, llama or mistral");
+  if (config.has("quantization_config")) config.cannot_plan("quantization_config: its weights are not trained");
+  DecoderOptions options = kind == "gpt2" ? gpt2_of(config, sequence) : llama_of(config, sequence, kind == "mistral");
+  options.vocabulary = config.number("vocab_size");
   options.batch = batch;
-  options.tie = config.value("tie_word_embeddings", is_gpt2);
   return checked(options);
 }
 
 DecoderBlockImpl::DecoderBlockImpl(const DecoderOptions& options) : options_(options) {
-  const bool bias = !options.is_llama;
+  const bool attention_bias = !options.is_llama || options.attention_bias;
+  const bool mlp_bias = !options.is_llama || options.mlp_bias;
+  const int64_t features = features_of(options);
   const int64_t width = options.width, mlp = options.mlp_width > 0 ? options.mlp_width : 4 * width;
   const int64_t shared = options.key_value_heads > 0 ? options.key_value_heads : options.heads;
   for (int which = 0; which < 2; ++which) {
@@ -144,12 +226,12 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderOptions& options) : options_(opt
       layer_norms_.push_back(register_module(name, torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}))));
     }
   }
-  query_ = register_module("query", linear(width, width, bias));
-  key_value_ = register_module("key_value", linear(width, 2 * shared * (width / options.heads), bias));
-  out_ = register_module("out", linear(width, width, bias));
-  if (options.is_llama) gate_ = register_module("gate", linear(width, mlp, false));
-  up_ = register_module("up", linear(width, mlp, bias));
-  down_ = register_module("down", linear(mlp, width, bias));
+  query_ = register_module("query", linear(width, options.heads * features, attention_bias));
+  key_value_ = register_module("key_value", linear(width, 2 * shared * features, attention_bias));
+  out_ = register_module("out", linear(options.heads * features, width, attention_bias));
+  if (options.is_llama) gate_ = register_module("gate", linear(width, mlp, mlp_bias));
+  up_ = register_module("up", linear(width, mlp, mlp_bias));
+  down_ = register_module("down", linear(mlp, width, mlp_bias));
 }
 
 at::Tensor DecoderBlockImpl::norm(const at::Tensor& x, int which) {
@@ -158,7 +240,7 @@ at::Tensor DecoderBlockImpl::norm(const at::Tensor& x, int which) {
 }
 
 at::Tensor DecoderBlockImpl::attend(const at::Tensor& x) {
-  const int64_t batch = x.size(0), length = x.size(1), features = options_.width / options_.heads;
+  const int64_t batch = x.size(0), length = x.size(1), features = features_of(options_);
   const int64_t shared = options_.key_value_heads > 0 ? options_.key_value_heads : options_.heads;
   auto query = query_->forward(x).view({batch, length, options_.heads, features}).transpose(1, 2);
   const auto both = key_value_->forward(x).view({batch, length, 2, shared, features}).permute({2, 0, 3, 1, 4});
@@ -169,7 +251,7 @@ at::Tensor DecoderBlockImpl::attend(const at::Tensor& x) {
     value = value.repeat_interleave(options_.heads / shared, 1);
   }
   const auto mixed = at::scaled_dot_product_attention(query, key, value, {}, 0.0, /*is_causal=*/true);
-  return out_->forward(mixed.transpose(1, 2).reshape({batch, length, options_.width}));
+  return out_->forward(mixed.transpose(1, 2).reshape({batch, length, options_.heads * features}));
 }
 
 at::Tensor DecoderBlockImpl::forward(const at::Tensor& x) {
@@ -183,7 +265,8 @@ DecoderImpl::DecoderImpl(const DecoderOptions& options, bool checkpoints)
     : options_(checked(options)), checkpoints_(checkpoints) {
   tokens_ = register_module("tokens", torch::nn::Embedding(options.vocabulary, options.width));
   if (!options.is_llama)
-    positions_ = register_module("positions", torch::nn::Embedding(options.sequence, options.width));
+    positions_ = register_module(
+        "positions", torch::nn::Embedding(options.positions > 0 ? options.positions : options.sequence, options.width));
   blocks_ = register_module("blocks", torch::nn::ModuleList());
   for (int64_t layer = 0; layer < options.layers; ++layer) blocks_->push_back(DecoderBlock(options));
   if (options.is_llama) {

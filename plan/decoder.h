@@ -20,6 +20,7 @@ struct DecoderOptions {
   int64_t width = 768;
   int64_t heads = 12;
   int64_t key_value_heads = 0;  // fewer than `heads` share keys and values; 0: as many
+  int64_t head_dim = 0;         // 0: width / heads
   int64_t mlp_width = 0;        // 0: 4 * width
   int64_t vocabulary = 50257;
   int64_t sequence = 1024;  // tokens of one item
@@ -27,15 +28,23 @@ struct DecoderOptions {
   // Llama's: root-mean-square norms, rotary positions and gated MLPs without biases. GPT-2's: layer norms, positions
   // that are learned, biases.
   bool is_llama = false;
-  bool tie = true;  // the output layer is the table of tokens
+  bool tie = true;              // the output layer is the table of tokens
+  int64_t positions = 0;        // GPT-2: of the learned table; 0: as many as the sequence
+  bool attention_bias = false;  // Llama: in the four products of attention
+  bool mlp_bias = false;        // Llama: in those of the MLP
+  std::string left_out = {};    // of a file's model: what it has beside this, for people; "" for nothing
 };
 
-// "gpt:layers=80,width=8192,heads=64" or "llama:..."; names of DecoderOptions (kv_heads, mlp, vocab, sequence, batch,
-// tie=0|1), what is left out as above (llama: not tied). Throws std::invalid_argument, naming the part.
+// "gpt:layers=80,width=8192,heads=64" or "llama:..."; names of DecoderOptions (kv_heads, head_dim, mlp, vocab,
+// sequence, batch, tie=0|1), what is left out as above (llama: not tied). Throws std::invalid_argument, naming the
+// part.
 DecoderOptions decoder_of(const std::string& text);
 
-// Hugging Face's config.json of a model_type gpt2, llama or mistral. `batch` and, unless the file's full context is
-// meant (0), `sequence` are the caller's. Throws std::invalid_argument, naming the file and the field.
+// Hugging Face's config.json of a model_type gpt2, llama or mistral, with as many parameters as transformers makes of
+// it. `batch` and, unless the file's full context is meant (0), `sequence` are the caller's. Throws
+// std::invalid_argument, naming the file and the field: for what is missing or of another type, and for what would be
+// planned wrongly (a window of attention shorter than the sequence, cross attention, quantized weights, more positions
+// than there are).
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
 // The options; throws std::invalid_argument for ones that make no model.

@@ -19,17 +19,29 @@ constexpr MemoryKind kColumns[] = {MemoryKind::kParameters,  MemoryKind::kGather
                                    MemoryKind::kGradients,   MemoryKind::kOptimizer, MemoryKind::kActivations,
                                    MemoryKind::kTemporaries, MemoryKind::kStaging};
 
-bool fits(const PlannedTraining& plan, int64_t memory_bytes) {
-  return plan.why_not.empty() &&
-         static_cast<double>(plan.peak.tensors()) <= kUsable * static_cast<double>(memory_bytes);
+double usable(int64_t bytes) { return kUsable * static_cast<double>(bytes); }
+
+int64_t bytes_on_host(const PlannedTraining& plan, const Machines& machines) {
+  return plan.host_bytes * machines.ranks_on_host();
 }
 
-// Less is better.
+bool fits_host(const PlannedTraining& plan, const Machines& machines) {
+  return machines.host_memory_bytes == 0 ||
+         static_cast<double>(bytes_on_host(plan, machines)) <= usable(machines.host_memory_bytes);
+}
+
+bool fits(const PlannedTraining& plan, const Machines& machines) {
+  return plan.why_not.empty() && static_cast<double>(plan.peak.tensors()) <= usable(machines.memory_bytes) &&
+         fits_host(plan, machines);
+}
+
+// Less is better. With offload, whose time is not known, nothing is compared by time: it comes after all others.
 auto cost_of(const PlannedTraining& plan) {
   const TrainingChoice &choice = plan.choice, usual;
   const int departures = (choice.units != usual.units ? 1 : 0) + (choice.prefetch != usual.prefetch ? 1 : 0) +
                          (choice.ranks_per_copy != usual.ranks_per_copy ? 1 : 0) +
-                         (choice.ranks_per_secondary_copy != usual.ranks_per_secondary_copy ? 1 : 0);
+                         (choice.ranks_per_secondary_copy != usual.ranks_per_secondary_copy ? 1 : 0) +
+                         (choice.bf16 && choice.stage < 3 ? 1 : 0);
   return std::tuple(choice.offload, plan.time ? plan.time->total_s : 0, choice.checkpointed, plan.between_bytes,
                     plan.collective_bytes, departures, plan.peak.tensors());
 }
@@ -119,44 +131,74 @@ Row row_of(const PlannedTraining& plan, const std::function<std::string(int64_t)
   return row;
 }
 
+// What cannot be run and why, and what is not known of choices.
+std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& machines, int best,
+                     const std::function<std::string(int64_t)>& text_of) {
+  std::string text;
+  bool offloads = false;
+  for (const PlannedTraining& plan : plans) {
+    if (!plan.why_not.empty()) text = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
+    offloads = offloads || plan.choice.offload;
+  }
+  if (offloads && machines.speed != nullptr)
+    text +=
+        "\nWith offload the host's Adam and copies take time that is not predicted: no step, no tokens/s, and such a "
+        "choice is recommended only where no other fits.\n";
+  if (best >= 0 && plans[static_cast<size_t>(best)].choice.offload && machines.host_memory_bytes == 0)
+    text += "\nWhether a host has room for " + text_of(bytes_on_host(plans[static_cast<size_t>(best)], machines)) +
+            " (" + std::to_string(machines.ranks_on_host()) + " ranks) is not known: --host-memory.\n";
+  return text;
+}
+
 }  // namespace
 
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines) {
   PlannedTraining plan{choice, options_text(choice, model.policy_text(choice.units))};
-  RunRecord record;
+  PlannedRun run;
   try {
-    record = model.run(choice, machines.ranks);
+    run = model.run(choice, machines.ranks, 0);
+    const auto most = std::ranges::max_element(run.owned_bytes);
+    if (most != run.owned_bytes.end() && *most > run.owned_bytes[0]) {
+      plan.rank = static_cast<int>(most - run.owned_bytes.begin());
+      run = model.run(choice, machines.ranks, plan.rank);
+    }
   } catch (const c10::Error& error) {
     plan.why_not = error.what_without_backtrace();
     return plan;
   }
+  const RunRecord& record = run.record;
   plan.peak = peak_on_device(record, choice.offload);
   if (choice.offload) plan.host_bytes = record.most[MemoryKind::kHost] + record.end[MemoryKind::kOptimizer];
   plan.collective_bytes = record.collective_bytes(2);
   plan.between_bytes = between_hosts(record, choice, machines);
   plan.flop = record.flop;
   plan.tokens = model.tokens_of_rank() * machines.ranks;
-  if (machines.speed != nullptr) {
-    plan.time = predict_step(record, *machines.speed);
-    plan.time->intervals = {};  // a plan compares totals
-  }
+  plan.time = planned_time(record, choice, machines);
+  if (plan.time) plan.time->intervals = {};  // a plan compares totals
   return plan;
 }
 
-int recommended(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
+std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines) {
+  if (machines.speed == nullptr || choice.offload) return std::nullopt;
+  MachineSpeed speed = *machines.speed;
+  speed.ranks_per_host = machines.ranks_per_host;
+  return predict_step(record, speed);
+}
+
+int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines) {
   int best = -1;
   for (size_t i = 0; i < plans.size(); ++i)
-    if (fits(plans[i], memory_bytes) && (best < 0 || cost_of(plans[i]) < cost_of(plans[static_cast<size_t>(best)])))
+    if (fits(plans[i], machines) && (best < 0 || cost_of(plans[i]) < cost_of(plans[static_cast<size_t>(best)])))
       best = static_cast<int>(i);
   return best;
 }
 
-std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, int64_t memory_bytes) {
+std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines) {
   std::vector<int> order(plans.size());
   std::iota(order.begin(), order.end(), 0);
   const auto rank_of = [&](int index) {
     const PlannedTraining& plan = plans[static_cast<size_t>(index)];
-    const bool has_room = fits(plan, memory_bytes);
+    const bool has_room = fits(plan, machines);
     return std::tuple(!plan.why_not.empty(), !has_room, has_room ? 0 : plan.peak.tensors(), cost_of(plan));
   };
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rank_of(a) < rank_of(b); });
@@ -170,24 +212,23 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
     text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / (is_large ? 0x1p30 : 0x1p20);
     return text.str();
   };
-  const int best = recommended(plans, machines.memory_bytes);
+  const int best = recommended(plans, machines);
   std::vector<Row> rows = {
       {"stage", "reshard", "dtype", "recompute", "units", "a copy", "secondary", "prefetch", "offload"}};
   for (const MemoryKind kind : kColumns) rows[0].emplace_back(name_of(kind));
   rows[0].insert(rows[0].end(),
                  {"peak", "host", "exchanged", "between hosts", "step ms", "exposed ms", "tokens/s", "fits"});
-  std::string notes;
   for (size_t i = 0; i < plans.size(); ++i) {
     const PlannedTraining& plan = plans[i];
     rows.push_back(row_of(plan, text_of,
                           static_cast<int>(i) == best                    ? "recommended"
                           : !plan.why_not.empty()                        ? "cannot be run"
-                          : fits(plan, machines.memory_bytes)            ? "yes"
+                          : fits(plan, machines)                         ? "yes"
+                          : !fits_host(plan, machines)                   ? "not the host"
                           : plan.peak.tensors() <= machines.memory_bytes ? "barely"
                                                                          : "no"));
-    if (!plan.why_not.empty())
-      notes = "\nWhat cannot be run: " + plan.why_not.substr(0, plan.why_not.find('\n')) + "\n";
   }
+  const std::string notes = notes_on(plans, machines, best, text_of);
   const std::map<std::string, std::string> plain = {
       {"units", "layers"}, {"a copy", "all"},       {"secondary", "none"}, {"prefetch", "1"},
       {"offload", "no"},   {"staging", text_of(0)}, {"host", text_of(0)},  {"between hosts", text_of(0)},

@@ -15,12 +15,12 @@ std::vector<TrainingChoice> neighbours(const TrainingChoice& choice, const Machi
   };
   add([](TrainingChoice& other) { other.checkpointed = !other.checkpointed; });
   if (choice.stage > 0) add([](TrainingChoice& other) { other.offload = !other.offload; });
+  add([](TrainingChoice& other) { other.bf16 = !other.bf16; });
   if (choice.stage < 3) return all;
   add([](TrainingChoice& other) {
     other.reshard_after_forward = !other.reshard_after_forward;
     other.ranks_per_secondary_copy = 0;
   });
-  add([](TrainingChoice& other) { other.bf16 = !other.bf16; });
   for (const UnitChoice units : {UnitChoice::kLayers, UnitChoice::kLinears, UnitChoice::kWhole})
     add([&](TrainingChoice& other) { other.units = units; });
   for (const int prefetch : {0, 1, 2}) add([&](TrainingChoice& other) { other.prefetch = prefetch; });
@@ -50,13 +50,13 @@ std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machi
       plans.push_back(plan_training(model, choice, machines));
   };
   for (const TrainingChoice& choice : training_choices()) try_one(choice);
-  if (recommended(plans, machines.memory_bytes) < 0)
+  if (recommended(plans, machines) < 0)
     for (TrainingChoice choice : training_choices()) {
       choice.offload = choice.stage > 0;
       try_one(choice);
     }
   for (TrainingChoice at, before{.stage = -1};; before = at) {
-    at = plans[static_cast<size_t>(by_preference(plans, machines.memory_bytes).front())].choice;
+    at = plans[static_cast<size_t>(by_preference(plans, machines).front())].choice;
     if (at == before) return plans;
     for (const TrainingChoice& choice : neighbours(at, machines)) try_one(choice);
   }

@@ -1,11 +1,13 @@
 #include "tessera/plan/planned_model.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cctype>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "tessera/flat/visit_tensors.h"
 #include "tessera/optim/fused_optimizers.h"
 #include "tessera/optim/host_adam.h"
+#include "tessera/oss/sharded_optimizer.h"
 #include "tessera/plan/dry_run.h"
 
 namespace tessera {
@@ -22,8 +25,9 @@ namespace {
 
 // make() gives the module, run_backward(training) runs forward and backward, its outputs alive until the end.
 template <class Make, class RunBackward>
-RunRecord run_choice(const TrainingChoice& choice, int world_size, const WrapPolicy& units, Make make,
-                     RunBackward run_backward) {
+PlannedRun run_choice(const TrainingChoice& choice, const DryRunOptions& where, const WrapPolicy& units, Make make,
+                      RunBackward run_backward) {
+  PlannedRun result;
   const auto run = [&]<class Optimizer>(std::type_identity<Optimizer>) {
     return dry_run(
         [&](std::shared_ptr<Communicator> comm) {
@@ -35,31 +39,66 @@ RunRecord run_choice(const TrainingChoice& choice, int world_size, const WrapPol
           run_backward(training);
           training.clip_grad_norm_(1.0);
           training.step();
+          if (const auto* sharded = dynamic_cast<const ShardedOptimizer*>(&training.optimizer()))
+            result.owned_bytes = sharded->partition().owned_bytes;
         },
-        {.world_size = world_size});
+        where);
   };
-  return choice.offload ? run(std::type_identity<HostAdamW>()) : run(std::type_identity<AdamW>());
+  result.record = choice.offload ? run(std::type_identity<HostAdamW>()) : run(std::type_identity<AdamW>());
+  return result;
 }
+
+// In stages 0 to 2 bfloat16 is libtorch's own: operators that it lists get their inputs cast, parameters stay as they
+// are, and weights' copies are kept until the forward is over.
+class AutocastScope {
+ public:
+  explicit AutocastScope(const TrainingChoice& choice)
+      : is_on_(choice.bf16 && choice.stage < 3), dtype_(at::autocast::get_autocast_dtype(at::kCPU)) {
+    if (!is_on_) return;
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+    at::autocast::increment_nesting();
+  }
+  ~AutocastScope() {
+    if (!is_on_) return;
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::set_autocast_dtype(at::kCPU, dtype_);
+  }
+  AutocastScope(const AutocastScope&) = delete;
+  AutocastScope& operator=(const AutocastScope&) = delete;
+
+ private:
+  const bool is_on_;
+  const at::ScalarType dtype_;  // before
+};
 
 class PlannedDecoder : public PlannedModel {
  public:
   explicit PlannedDecoder(const DecoderOptions& options) : options_(options) {}
 
-  RunRecord run(const TrainingChoice& choice, int world_size) const override {
+  PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const override {
     const auto build = [&] { return Decoder(options_, choice.checkpointed); };
     const WrapPolicy units = choice.units == UnitChoice::kLayers    ? wrap_modules<DecoderBlockImpl>()
                              : choice.units == UnitChoice::kLinears ? wrap_modules<torch::nn::LinearImpl>()
                                                                     : WrapPolicy();
     return run_choice(
-        choice, world_size, units, [&] { return choice.stage == 3 ? deferred(build) : build(); },
+        choice, {.world_size = world_size, .rank = rank}, units,
+        [&] { return choice.stage == 3 ? deferred(build) : build(); },
         [&](auto& training) {
           const at::Tensor tokens = at::zeros({options_.batch, options_.sequence}, at::kLong);
+          std::optional<AutocastScope> autocast(std::in_place, choice);
           const at::Tensor logits = training(tokens);
-          at::cross_entropy_loss(logits, tokens.flatten()).backward();
+          const at::Tensor loss = at::cross_entropy_loss(logits, tokens.flatten());
+          autocast.reset();
+          loss.backward();
         });
   }
 
   int64_t tokens_of_rank() const override { return options_.batch * options_.sequence; }
+  std::string description() const override {
+    return options_.left_out.empty() ? "" : "Planned without " + options_.left_out + ", which takes more.";
+  }
   std::string policy_text(UnitChoice units) const override {
     if (units == UnitChoice::kWhole) return "";
     return units == UnitChoice::kLayers ? "tessera::wrap_modules<BlockImpl>()"
@@ -131,7 +170,7 @@ class PlannedArchive : public PlannedModel {
     description_ += "; trained: " + name + ".";
   }
 
-  RunRecord run(const TrainingChoice& choice, int world_size) const override {
+  PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const override {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
@@ -142,9 +181,12 @@ class PlannedArchive : public PlannedModel {
     const WrapPolicy units = choice.units == UnitChoice::kLayers    ? layer_policy()
                              : choice.units == UnitChoice::kLinears ? wrap_classes({"Linear"})
                                                                     : WrapPolicy();
-    return run_choice(choice, world_size, units, make, [&](auto& training) {
+    return run_choice(choice, {.world_size = world_size, .rank = rank}, units, make, [&](auto& training) {
+      std::optional<AutocastScope> autocast(std::in_place, choice);
       ExportedValue outputs = training(inputs_);
-      loss_of_outputs(outputs).first.backward();
+      const at::Tensor loss = loss_of_outputs(outputs).first;
+      autocast.reset();
+      loss.backward();
     });
   }
 

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tessera/plan/decoder.h"
 #include "tessera/plan/run_record.h"
@@ -11,13 +12,19 @@
 
 namespace tessera {
 
+// A dry run of a rank.
+struct PlannedRun {
+  RunRecord record;
+  std::vector<int64_t> owned_bytes;  // by rank, of parameters, in stages 1 and 2, where they have owners; else empty
+};
+
 // A model that a plan trains.
 class PlannedModel {
  public:
   virtual ~PlannedModel() = default;
 
-  // A dry run of two steps of AdamW with clipping by norm, as rank 0; with offload, of HostAdamW. Throws as dry_run().
-  virtual RunRecord run(const TrainingChoice& choice, int world_size) const = 0;
+  // A dry run of two steps of AdamW with clipping by norm; with offload, of HostAdamW. Throws as dry_run().
+  virtual PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const = 0;
   // Tokens, or items where it has no integers, of one rank's step.
   virtual int64_t tokens_of_rank() const = 0;
   // How a program writes the policy of such units; "" for none.

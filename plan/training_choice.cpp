@@ -7,7 +7,8 @@ namespace tessera {
 std::vector<TrainingChoice> training_choices() {
   std::vector<TrainingChoice> choices;
   for (const bool checkpointed : {false, true}) {
-    for (const int stage : {0, 1, 2}) choices.push_back({.stage = stage, .checkpointed = checkpointed});
+    for (const bool bf16 : {false, true})
+      for (const int stage : {0, 1, 2}) choices.push_back({.stage = stage, .bf16 = bf16, .checkpointed = checkpointed});
     for (const bool bf16 : {false, true})
       for (const bool reshard : {false, true}) choices.push_back({3, reshard, bf16, checkpointed});
   }
@@ -52,6 +53,7 @@ std::string options_text(const TrainingChoice& choice, const std::string& units)
     if (!fsdp.empty()) text += ", .fsdp = {" + fsdp + "}";
   }
   text += "}";
+  if (choice.bf16 && choice.stage < 3) text += ", at::autocast to bfloat16 around forward and loss";
   if (choice.checkpointed) text += ", tessera::checkpointed(layer, x) for each layer";
   if (choice.offload) text += ", tessera::HostAdamW";
   return text;

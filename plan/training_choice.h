@@ -17,8 +17,9 @@ enum class UnitChoice : uint8_t {
 // One way to train a model: what zero() and the model take.
 struct TrainingChoice {
   int stage = 0;
-  bool reshard_after_forward = true;       // stage 3
-  bool bf16 = false;                       // stage 3: gathered and computed with in bfloat16, reduced in fp32
+  bool reshard_after_forward = true;  // stage 3
+  // Stage 3: gathered and computed with in bfloat16, reduced in fp32. Before: libtorch's autocast around the forward.
+  bool bf16 = false;
   bool checkpointed = false;               // each layer is computed again in backward
   UnitChoice units = UnitChoice::kLayers;  // stage 3
   int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
@@ -28,7 +29,7 @@ struct TrainingChoice {
   bool operator==(const TrainingChoice&) const = default;
 };
 
-// The choices that a plan compares, each a dry run: the stages; in stage 3 with and without resharding, in fp32 and
+// The choices that a plan compares, each a dry run: the stages, in stage 3 with and without resharding; in fp32 and
 // bf16; everything with and without checkpointing. The rest as by default.
 std::vector<TrainingChoice> training_choices();
 

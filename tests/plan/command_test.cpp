@@ -32,7 +32,7 @@ TEST(PlanCommand, PrintsWhatFits) {
   EXPECT_EQ(json_code, 2) << output;
   expect_contains(output, "'1kB'");
   const json all = json::parse(plan({"--model", model, "--gpus", "4", "--memory", "1KB", "--json"}).second);
-  ASSERT_EQ(all.size(), 14U);
+  ASSERT_EQ(all.size(), 20U);
   for (const json& choice : all) EXPECT_FALSE(choice["recommended"].get<bool>());
   EXPECT_GT(all[0]["bytes"]["optimizer"].get<int64_t>(), 3 * all[1]["bytes"]["optimizer"].get<int64_t>());
   const auto [missing, why] = plan({"--model", "model.pt2", "--gpus", "4", "--memory", "1GB"});
@@ -100,6 +100,29 @@ TEST(PlanCommand, SaysTheTimeOfAStep) {
   expect_contains(with({"--flops", "1e12"}).second, "--flops without --memory-bandwidth");
   expect_contains(with({"--speed", (folder / "none.json").string()}).second, "none.json");
   expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB"}).second, "lacks bytes a second");
+  expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB", "--link", "1GB", "--host-link", "2GB"}).second,
+                  "all 4 ranks are on one host of 8");
+}
+
+// Hosts are of eight ranks for bytes and for times, unless it is said otherwise.
+TEST(PlanCommand, HostsAreTheSameForBytesAndTimes) {
+  const auto with = [&](std::vector<std::string> more) {
+    std::vector<std::string> all = {"--model",  "gpt:layers=2,width=64,heads=2,vocab=100,sequence=16",
+                                    "--gpus",   "16",
+                                    "--memory", "64MiB",
+                                    "--json",   "--flops",
+                                    "1e12",     "--memory-bandwidth",
+                                    "10GB",     "--link",
+                                    "8Gbit"};
+    all.insert(all.end(), more.begin(), more.end());
+    return json::parse(plan(all).second)[9];  // stage 3
+  };
+  const json usual = with({}), said = with({"--ranks-per-host", "8"}), one = with({"--ranks-per-host", "16"}),
+             fast = with({"--host-link", "800Gbit"});
+  EXPECT_EQ(usual, said);
+  EXPECT_GT(usual["between_hosts_bytes"], 0);
+  EXPECT_EQ(one["between_hosts_bytes"], 0);
+  EXPECT_LT(fast["step_s"].get<double>(), usual["step_s"].get<double>());
 }
 
 // What one command writes the other takes: seconds of this machine, which nobody knows but which are no nonsense.
@@ -107,13 +130,13 @@ TEST(PlanCommand, TakesWhatCalibrateWrites) {
   const TemporaryFolder folder;
   const std::string file = (folder / "speed.json").string();
   tessera::testing::ChildProcess child(
-      {tessera::testing_support::built(TESSERA_COMMAND), "calibrate", "-o", file, "--quick"});
+      {tessera::testing_support::built(TESSERA_COMMAND), "calibrate", "-o", file, "--ranks", "1", "--quick"});
   EXPECT_EQ(child.wait(), 0) << child.output();
   expect_contains(child.output(), "written to " + file);
   const json speed = json::parse(file_bytes(file));
   for (const char* name : {"aten::mm", "aten::gelu", "aten::native_layer_norm_backward", "aten::_fused_adamw_"})
     EXPECT_TRUE(speed["operators"].contains(name)) << name;
-  const json all = json::parse(plan({"--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "2",
+  const json all = json::parse(plan({"--model", "gpt:layers=2,width=128,heads=2,vocab=500,sequence=32", "--gpus", "1",
                                      "--memory", "1GB", "--json", "--speed", file})
                                    .second);
   EXPECT_GT(all[0]["step_s"].get<double>(), 1e-4);

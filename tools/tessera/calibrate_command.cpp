@@ -12,7 +12,7 @@ int calibrate(const Arguments& arguments) {
   const std::filesystem::path& file = arguments.out;
   if (std::filesystem::is_directory(file))
     throw std::invalid_argument("--output " + file.string() + " is a directory, expected a file");
-  CalibrationOptions options{.threads = arguments.threads, .quick = arguments.quick};
+  CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
   const MachineSpeed speed = tessera::calibrate(options);
   write_speed(speed, file);
@@ -28,17 +28,48 @@ int calibrate(const Arguments& arguments) {
       largest(speed.work_16bit[of(WorkClass::kMatmul)]), largest(speed.work[of(WorkClass::kAttention)]),
       largest(speed.work[of(WorkClass::kConvolution)]), largest(speed.work[of(WorkClass::kMemory)]),
       speed.operator_s * 1e6);
-  std::printf("between them: %.0f us, %.2f GB/s, reduced %.2f GB/s; %.0f %% of compute lost meanwhile\nwritten to %s\n",
-              speed.within_host.latency_s * 1e6, speed.within_host.bytes_per_s * 1e-9,
-              speed.within_host.reduced_bytes_per_s * 1e-9, speed.lost_to_communication * 100, file.c_str());
+  if (options.ranks > 1)
+    std::printf("between them: %.0f us, %.2f GB/s, reduced %.2f GB/s; %.0f %% of compute lost meanwhile\n",
+                speed.within_host.latency_s * 1e6, speed.within_host.bytes_per_s * 1e-9,
+                speed.within_host.reduced_bytes_per_s * 1e-9, speed.lost_to_communication * 100);
+  std::printf("written to %s\n", file.c_str());
   return 0;
 }
 
-std::optional<MachineSpeed> speed_of(const Arguments& arguments) {
+namespace {
+
+// Numbers replace a file's. On one host --link is the one there is; between hosts it is also that within them, unless
+// something else is known of that.
+void set_links(MachineSpeed& speed, const SpeedArguments& given, const Machines& machines) {
+  const auto set = [](LinkSpeed& link, const std::string& bytes, const std::string& latency) {
+    if (!bytes.empty()) link = {link.latency_s, bytes_per_s_of_text(bytes), 0};
+    if (!latency.empty()) link.latency_s = seconds_of_text(latency);
+  };
+  const bool is_one_host = machines.ranks <= machines.ranks_per_host;
+  if (is_one_host &&
+      ((!given.link.empty() && !given.host_link.empty()) || (!given.latency.empty() && !given.host_latency.empty())))
+    throw std::invalid_argument("--link and --host-link, or their latencies, but all " +
+                                std::to_string(machines.ranks) + " ranks are on one host of " +
+                                std::to_string(machines.ranks_per_host) +
+                                ", which has one link; --ranks-per-host says how many are");
+  if (is_one_host || !(speed.within_host.bytes_per_s > 0)) set(speed.within_host, given.link, given.latency);
+  set(speed.within_host, given.host_link, given.host_latency);
+  if (!is_one_host) set(speed.between_hosts, given.link, given.latency);
+}
+
+}  // namespace
+
+std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machines) {
   const SpeedArguments& given = arguments.speed;
-  if (given == SpeedArguments{}) return std::nullopt;
   MachineSpeed speed;
   if (!given.file.empty()) speed = read_speed(given.file);
+  constexpr int kUsualRanksPerHost = 8;
+  if (machines.ranks_per_host == 0) machines.ranks_per_host = speed.ranks_per_host;
+  if (machines.ranks_per_host == 0) machines.ranks_per_host = kUsualRanksPerHost;
+  if (machines.ranks < 1 || machines.ranks_per_host < 1)
+    throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
+                                std::to_string(machines.ranks_per_host) + ", expected 1 or more");
+  if (given == SpeedArguments{}) return std::nullopt;
   const auto set = [](SpeedCurve& curve, const std::string& text) {
     if (!text.empty()) curve = SpeedCurve::of_speed(bytes_per_s_of_text(text));
   };
@@ -49,19 +80,7 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments) {
   set(speed.work_16bit[static_cast<size_t>(WorkClass::kMatmul)], given.flops);
   set(speed.work[static_cast<size_t>(WorkClass::kMemory)], given.bandwidth);
   if (!given.operator_time.empty()) speed.operator_s = seconds_of_text(given.operator_time);
-  if (arguments.ranks_per_host < 0)
-    throw std::invalid_argument("--ranks-per-host is " + std::to_string(arguments.ranks_per_host) +
-                                ", expected 1 or more");
-  if (arguments.ranks_per_host > 0) speed.ranks_per_host = arguments.ranks_per_host;
-  // Of one level there is one link.
-  LinkSpeed& link = speed.ranks_per_host > 0 ? speed.between_hosts : speed.within_host;
-  if (!given.link.empty()) link = {link.latency_s, bytes_per_s_of_text(given.link), 0};
-  if (!given.latency.empty()) link.latency_s = seconds_of_text(given.latency);
-  if (!given.host_link.empty())
-    speed.within_host = {speed.within_host.latency_s, bytes_per_s_of_text(given.host_link), 0};
-  if (!given.host_latency.empty()) speed.within_host.latency_s = seconds_of_text(given.host_latency);
-  if (speed.ranks_per_host == 0 && (!given.host_link.empty() || !given.host_latency.empty()))
-    throw std::invalid_argument("--host-link and --host-latency need --ranks-per-host: without, all ranks have --link");
+  set_links(speed, given, machines);
   speed.check();
   return speed;
 }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tessera/plan/machine_speed.h"
+#include "tessera/plan/memory_plan.h"
 
 // The subcommands, all but plan, calibrate and `trace merge` of checkpoints. Each prints to standard output and returns
 // the exit code: 0, or 1 where it found damage or differences. Errors are thrown.
@@ -14,7 +15,7 @@
 // unknown.
 struct SpeedArguments {
   std::string file, flops, flops_fp32, bandwidth, operator_time;
-  std::string link, latency;            // between hosts; without --ranks-per-host, between all ranks
+  std::string link, latency;            // between hosts; of one host, and where nothing else is known, within it too
   std::string host_link, host_latency;  // within a host
 
   bool operator==(const SpeedArguments&) const = default;
@@ -25,7 +26,7 @@ struct Arguments {
   bool json = false;
   bool slices = false;         // inspect: where each slice lies
   bool state = false;          // consolidate: the optimizer's tensors too
-  int ranks = 0;               // reshard
+  int ranks = 2;               // reshard, which wants to be told; calibrate: at once
   int64_t max_file_bytes = 0;  // consolidate
   double tolerance = 0;        // diff
   bool parameters = false;     // diff: of these alone
@@ -34,7 +35,8 @@ struct Arguments {
   std::string memory;          // plan: of each
   int64_t sequence = 0;        // plan: of a file's model; 0: its whole context, or as it was exported
   int64_t batch = 0;           // plan: of a file's model; 0: 1, or as it was exported
-  int ranks_per_host = 0;      // plan; 0: 8, and one level of links
+  int ranks_per_host = 0;      // plan; 0: the speed file's, or 8
+  std::string host_memory;     // plan: of each host; "": not known
   bool search = false;         // plan: further options
   std::string html;            // plan: the file of a page
   SpeedArguments speed;        // plan
@@ -52,5 +54,6 @@ int plan(const Arguments& arguments);
 int merge_trace_files(const Arguments& arguments);
 int calibrate(const Arguments& arguments);
 
-// What SpeedArguments say. Throws std::invalid_argument that names what cannot be meant or is missing.
-std::optional<tessera::MachineSpeed> speed_of(const Arguments& arguments);
+// What SpeedArguments say. Sets machines.ranks_per_host where it is 0. Throws std::invalid_argument that names what
+// cannot be meant or is missing.
+std::optional<tessera::MachineSpeed> speed_of(const Arguments& arguments, tessera::Machines& machines);

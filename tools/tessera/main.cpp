@@ -53,13 +53,13 @@ const std::vector<Command>& commands() {
        "time of a step",
        0,
        {"model", "gpus", "memory", "sequence", "batch", "html", "speed", "flops", "flops-fp32", "memory-bandwidth",
-        "operator-time", "link", "latency", "host-link", "host-latency", "ranks-per-host", "search"},
+        "operator-time", "link", "latency", "host-link", "host-latency", "ranks-per-host", "host-memory", "search"},
        plan},
       {"calibrate",
-       "-o speed.json [--threads N] [--quick]",
-       "measures this machine's CPUs and the links of two ranks, for plan --speed",
+       "-o speed.json [--ranks N] [--threads N] [--quick]",
+       "measures this machine's CPUs and the links of its ranks, for plan --speed",
        0,
-       {"output", "threads", "quick"},
+       {"output", "ranks", "threads", "quick"},
        calibrate},
       {"trace merge",
        "OUT IN...",
@@ -127,8 +127,9 @@ int run_command(const std::string& name, const po::variables_map& values, const 
     for (const auto& option : other.options)
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
         throw po::error("--" + option + " is for `tessera " + other.name + "`");
+  const std::string with_default = command.run == calibrate ? "ranks" : "";
   for (const char* required : {"ranks", "model", "gpus", "memory", "output"})
-    if (command.has(required) && values.count(required) == 0)
+    if (command.has(required) && values.count(required) == 0 && required != with_default)
       throw po::error(std::string("--") + required + " is missing");
   arguments.paths.assign(paths.begin(), paths.end());
   return command.run(arguments);
@@ -142,7 +143,8 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
   add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
   add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB");
   add("operator-time", po::value(&speed.operator_time), "plan: of every operator beside its work, as 5us; without: 0");
-  add("link", po::value(&speed.link), "plan: of each rank to others, of other hosts with --ranks-per-host, as 400Gbit");
+  add("link", po::value(&speed.link),
+      "plan: of each rank to those of other hosts, as 400Gbit; without another, within a host too");
   add("latency", po::value(&speed.latency), "plan: of that link, as 10us; without: 0");
   add("host-link", po::value(&speed.host_link), "plan: of each rank to those of its host, as 450GB");
   add("host-latency", po::value(&speed.host_latency), "plan: of that link; without: 0");
@@ -161,7 +163,7 @@ int run(int argc, char** argv) {
   add("json", po::bool_switch(&arguments.json), "print JSON");
   add("slices", po::bool_switch(&arguments.slices), "inspect: every slice");
   add("state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too");
-  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks");
+  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks; calibrate: how many at once, without: 2");
   add("max-file-bytes", po::value(&arguments.max_file_bytes),
       "consolidate: several files of at most N bytes, with an index");
   add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
@@ -174,7 +176,9 @@ int run(int argc, char** argv) {
       "plan: tokens of an item, of config.json (without: the whole context) or an archive (as it was exported)");
   add("batch", po::value(&arguments.batch), "plan: items a rank and step, the same; without: 1, or as exported");
   add("ranks-per-host", po::value(&arguments.ranks_per_host),
-      "plan: whose exchanges do not leave the host, without: 8; with a speed, makes two levels of links");
+      "plan: whose exchanges do not leave the host; without: as calibrated, or 8");
+  add("host-memory", po::value(&arguments.host_memory),
+      "plan: of each host, as 1.5TB, for offload; without: not known");
   add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
   add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
   add_speed_options(options, arguments);

@@ -44,6 +44,7 @@ nlohmann::json json_of(const PlannedTraining& plan, bool is_recommended) {
                            {"offload", plan.choice.offload},
                            {"peak_bytes", plan.peak.tensors()},
                            {"host_bytes", plan.host_bytes},
+                           {"rank", plan.rank},
                            {"collective_bytes", plan.collective_bytes},
                            {"between_hosts_bytes", plan.between_bytes},
                            {"flop", plan.flop},
@@ -73,9 +74,8 @@ constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
           const std::string& notes) {
-  const RunRecord record = model.run(plan.choice, machines.ranks);
-  std::optional<StepTime> time;
-  if (machines.speed != nullptr) time = predict_step(record, *machines.speed);
+  const RunRecord record = model.run(plan.choice, machines.ranks, plan.rank).record;
+  const std::optional<StepTime> time = planned_time(record, plan.choice, machines);
   write_page(arguments.html,
              timeline_page(record, {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
                                     .options = plan.options,
@@ -88,19 +88,18 @@ void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTr
 
 int plan(const Arguments& arguments) {
   const auto model = model_of(arguments);
-  const std::optional<MachineSpeed> speed = speed_of(arguments);
-  constexpr int kUsualRanksPerHost = 8;
-  const Machines machines{arguments.gpus, arguments.ranks_per_host == 0 ? kUsualRanksPerHost : arguments.ranks_per_host,
-                          bytes_of_text(arguments.memory), speed ? &*speed : nullptr};
-  if (machines.ranks < 1 || machines.ranks_per_host < 1)
-    throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
-                                std::to_string(machines.ranks_per_host) + ", expected 1 or more");
+  Machines machines{.ranks = arguments.gpus,
+                    .ranks_per_host = arguments.ranks_per_host,
+                    .memory_bytes = bytes_of_text(arguments.memory)};
+  if (!arguments.host_memory.empty()) machines.host_memory_bytes = bytes_of_text(arguments.host_memory);
+  const std::optional<MachineSpeed> speed = speed_of(arguments, machines);
+  if (speed) machines.speed = &*speed;
   std::vector<PlannedTraining> plans;
   std::string notes = model->description();
   if (!notes.empty()) notes += "\n\n";
   if (arguments.search) {
     const auto tried = search_plans(*model, machines);
-    for (const int index : by_preference(tried, machines.memory_bytes))
+    for (const int index : by_preference(tried, machines))
       if (plans.size() < kShown) plans.push_back(tried[static_cast<size_t>(index)]);
     notes += std::to_string(tried.size()) + " choices tried; these are the best.\n\n";
   } else {
@@ -108,13 +107,13 @@ int plan(const Arguments& arguments) {
   }
   notes += plan_text(plans, machines);
   // Also where none fits: then it is the one that takes least.
-  const int first = by_preference(plans, machines.memory_bytes).front();
+  const int first = by_preference(plans, machines).front();
   if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {
     std::printf("%s", notes.c_str());
     return 0;
   }
-  const int best = recommended(plans, machines.memory_bytes);
+  const int best = recommended(plans, machines);
   auto result = nlohmann::json::array();
   for (int i = 0; i < static_cast<int>(plans.size()); ++i)
     result.push_back(json_of(plans[static_cast<size_t>(i)], i == best));
