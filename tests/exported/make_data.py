@@ -3,6 +3,9 @@
 Each NAME.pt2 has NAME.safetensors beside it: "input.*", and from a step in the mode of the export (seed 5, so that dropout
 draws the same numbers) "output.*" by leaf, "grad.*" of the loss, "buffer.*" afterwards; "eval.*" are eval()'s outputs.
 Archives are written again without what nobody reads, so that they stay small.
+
+`make_data.py --of-version` makes some of them once more by the torch that runs it, as NAME_2.9 and so on: with the oldest
+and the newest one whose archives are read, each in an environment of its own (torch==2.9.1 safetensors).
 """
 
 import json
@@ -23,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from export_model import export, ties, without_weights  # noqa: E402
 
 DATA = ROOT / "tests/exported/data"
+OF_VERSION = ("decoder", "norms", "control")
+suffix = ""  # of names, with --of-version
 
 
 class Block(nn.Module):
@@ -220,6 +225,9 @@ def shrink(path):
 
 
 def make(name, model, inputs, shapes, *, weights=True, training=True, **options):
+    if suffix and name not in OF_VERSION:
+        return
+    name += suffix
     tensors = expectations(model, inputs, training)
     program = export(model, inputs, shapes, train=training, **options)
     if not weights:
@@ -233,6 +241,9 @@ def make(name, model, inputs, shapes, *, weights=True, training=True, **options)
 
 
 def main():
+    global suffix
+    if "--of-version" in sys.argv:
+        suffix = "_" + ".".join(torch.__version__.split(".")[:2])
     DATA.mkdir(exist_ok=True)
     torch.manual_seed(1)
     batch, length = torch.export.Dim("batch", min=2, max=8), torch.export.Dim("length", min=2, max=16)
