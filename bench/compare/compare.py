@@ -124,15 +124,6 @@ def told(line):
 def measure(args, results):
     for round_number in range(args.rounds):
         results["rounds"] += 1
-        for ranks in args.ranks:
-            for model in args.models:
-                order = args.programs[round_number % len(args.programs):] + args.programs[: round_number % len(args.programs)]
-                if model in LIMITED and any(program in LIMITED[model] for program in order):
-                    order.append(LIMIT)
-                for program in order:
-                    if time.time() > args.ends:
-                        return
-                    measure_one(args, results, model, ranks, program)
         for count in UNITS if "tessera fsdp" in args.programs else []:
             if time.time() > args.ends:
                 return
@@ -142,6 +133,15 @@ def measure(args, results):
             results.setdefault("units", {}).setdefault(str(count), []).append(line)
             print(f"round {results['rounds']}, {count} units: {told(line)}", flush=True)
             save(args, results)
+        for ranks in args.ranks:
+            for model in args.models:
+                order = args.programs[round_number % len(args.programs):] + args.programs[: round_number % len(args.programs)]
+                if model in LIMITED and any(program in LIMITED[model] for program in order):
+                    order.append(LIMIT)
+                for program in order:
+                    if time.time() > args.ends:
+                        return
+                    measure_one(args, results, model, ranks, program)
 
 
 def measure_one(args, results, model, ranks, program):

@@ -28,8 +28,8 @@ TEST(Compare, AQuickRunHasAVerdictAndLeavesTheDocumentationAsItIs) {
   const fs::path out = fs::temp_directory_path() / ("tessera_compare_" + std::to_string(::getpid()));
   const fs::path build = fs::path(built(TRAIN_STEP_EXECUTABLE)).parent_path().parent_path();
   const std::string before = text_of(page);
-  ChildProcess child({"python3", built(COMPARE_SCRIPT), "--build", build, "--quick", "--models", "deep",
-                      "--programs", "tessera fsdp", "--rounds", "1", "--out", out});
+  ChildProcess child({"python3", built(COMPARE_SCRIPT), "--build", build, "--quick", "--models", "deep", "--programs",
+                      "tessera fsdp", "--rounds", "1", "--out", out});
   EXPECT_EQ(child.wait(std::chrono::seconds(300)), 0) << child.output();
   const std::string verdict = text_of(out / "verdict.md");
   for (const char* subject : {"deep, 2 ranks: step / (computing + moving)", "a unit among 10,", "a unit among 1000,"}) {
