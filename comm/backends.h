@@ -28,6 +28,8 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
 struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions
+  // How often a rank tells that it lives; one that has not for ten times as long ends the waits of others.
+  std::chrono::milliseconds beat_every = std::chrono::seconds(1);
 };
 
 // The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.

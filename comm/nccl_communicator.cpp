@@ -3,8 +3,9 @@
 // A group is one communicator, on which operations run in the order in which they were started. So gathers and
 // reductions never wait for each other in different orders on two ranks, which would be a deadlock on a GPU that runs
 // one kernel of NCCL's at a time; gloo numbers the operations of a group in the same way. Waiting orders the current
-// stream after the operation and does not stop the host. What is under way is looked after by a thread: a peer that
-// failed, has gone another way or does not come ends it by abort(), after which each call throws the reason.
+// stream after the operation and does not stop the host. What is under way is looked after by a thread: an error of
+// NCCL's, a peer that failed, has gone another way, does not come or is dead ends it by abort(), after which each call
+// throws the reason.
 #include "tessera/comm/nccl_communicator.h"
 
 #include <ATen/ops/empty.h>
@@ -22,6 +23,7 @@
 #include <stdexcept>
 #include <stop_token>
 #include <thread>
+#include <utility>
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/notes.h"
@@ -38,6 +40,20 @@ constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::Red
                                                   c10d::ReduceOp::MIN};
 using Work = c10::intrusive_ptr<c10d::Work>;
 
+// Why it failed; "" for one that did not, or has not ended.
+std::string error_of(const c10d::Work& work) {
+  const std::exception_ptr exception = work.exception();
+  if (!exception) return "";
+  try {
+    std::rethrow_exception(exception);
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    return text.substr(0, text.find("\nException raised"));
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
 class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
  public:
   NcclCommunicator(std::shared_ptr<NcclBackends> backends, c10::intrusive_ptr<c10d::Backend> group,
@@ -48,7 +64,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
         store_(std::move(store)),
         group_(std::move(group)),
         watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size,
-               {.interrupt = [this] { end("", false); }}) {
+               {.interrupt = [this] { end("", false); }}, options.beat_every) {
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 
@@ -61,7 +77,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
       wait_for_operations();
     }
     looks_ = {};  // ends the thread
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return !ends_ || broken_; });
     if (broken_) return;
     try {
       group_->shutdown();
@@ -127,8 +144,9 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<c10d::Backend> group_;
-  std::mutex mutex_;  // guards the next three
+  std::mutex mutex_;  // guards what follows, to sequence_
   std::condition_variable_any changed_;
+  bool ends_ = false;  // and broken_ soon
   std::optional<std::string> broken_;
   std::deque<UnderWay> under_way_;  // the oldest first
   uint64_t sequence_ = 0;
@@ -276,18 +294,29 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   uint64_t ended = 0, waits_for = static_cast<uint64_t>(-1);
   while (!changed_.wait_for(lock, stop, kLookAfterEvery, [&] { return stop.stop_requested(); })) {
     std::deque<UnderWay> over;  // let go without the lock
+    std::string error;
     while (!under_way_.empty() && under_way_.front().work->isCompleted()) {
+      error = error_of(*under_way_.front().work);  // c10d's, too, are completed
+      if (!error.empty()) break;
       over.push_back(std::move(under_way_.front()));
       under_way_.pop_front();
       ++ended;
     }
-    const bool waits = !under_way_.empty() && !broken_;
+    const bool waits = !under_way_.empty() && !ends_;
     const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
     const bool is_new = waits && waits_for != ended;
+    const auto unanswered = watch_.unanswered();
     if (waits) waits_for = ended;
     lock.unlock();
     over.clear();
-    if (is_late) {
+    if (!error.empty() && waits) {
+      const std::string known = watch_.explanation();  // a peer that failed is NCCL's reason, too, not named there
+      end(known.empty() ? error : known, false);
+    } else if (waits && unanswered > StallWatch::kBeatsMissed * options_.beat_every) {
+      end(c10::str("the store, in rank 0's process, has not answered for ", unanswered.count() / 1000,
+                   " s: that process has stopped, or its host is gone"),
+          false);
+    } else if (is_late) {
       end(c10::str("timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s; ", watch_.who_waits()),
           false);
     } else if (is_new) {
@@ -310,14 +339,19 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   {
     if (reason.empty()) reason = watch_.explanation();
     std::lock_guard lock(mutex_);
-    if (broken_) return;
+    if (std::exchange(ends_, true)) return;
     if (!is_complete)
       reason = c10::str(under_way_.empty() ? "an operation" : under_way_.front().description, " failed on rank ",
                         rank(), " of ", size(), ": ", reason);
+  }
+  // First, since the process may end by what its own thread then throws; where rank 0's does, the store is gone.
+  watch_.publish_failure(reason);
+  if (!is_complete && rank() == 0) std::this_thread::sleep_for(StallWatch::kLookEvery * 2);
+  {
+    std::lock_guard lock(mutex_);
     broken_ = is_complete ? reason : "the group is broken since: " + reason;
     changed_.notify_all();
   }
-  watch_.publish_failure(reason);
   try {
     group_->abort();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it is broken already, which is what was asked for

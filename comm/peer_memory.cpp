@@ -24,6 +24,26 @@
 #include "tessera/memory/container_limits.h"
 
 namespace tessera {
+
+// What a member says of its process, as it was when the group was made: the board is read once, so that whoever writes
+// there later makes this rank reach for no other process.
+struct PeerMemory::Process {
+  explicit Process(const SharedBoard::Member& member)
+      : pid(member.pid), magic(member.magic), magic_address(member.magic_address) {}
+
+  bool is_this() const { return pid == ::getpid(); }
+  bool is_reached() const {
+    if (is_this()) return true;
+    uint64_t word = 0;
+    iovec own{&word, sizeof(word)};
+    iovec theirs{reinterpret_cast<void*>(magic_address), sizeof(word)};
+    return ::process_vm_readv(pid, &own, 1, &theirs, 1, 0) == static_cast<ssize_t>(sizeof(word)) && word == magic;
+  }
+
+  pid_t pid;
+  uint64_t magic, magic_address;
+};
+
 namespace {
 
 using std::chrono::steady_clock;
@@ -80,15 +100,6 @@ struct Notices {
   static std::string key(const std::string& kind, int rank) { return c10::str("tessera/memory/", kind, "/", rank); }
 };
 
-bool reads_magic(const SharedBoard::Member& member) {
-  if (member.pid == ::getpid()) return true;
-  uint64_t word = 0;
-  iovec own{&word, sizeof(word)};
-  iovec theirs{reinterpret_cast<void*>(member.magic_address), sizeof(word)};
-  return ::process_vm_readv(member.pid, &own, 1, &theirs, 1, 0) == static_cast<ssize_t>(sizeof(word)) &&
-         word == member.magic;
-}
-
 // In their order; none where this rank is not to take part.
 std::vector<int> ranks_of_host(Notices& notices, int size, bool is_wanted) {
   const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
@@ -129,7 +140,8 @@ std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::
     if (self == 0) notices.put("board", kNone);
   }
   bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
-  for (int peer = 0; reaches_all && peer < ranks; ++peer) reaches_all = reads_magic(board->member(peer));
+  for (int peer = 0; reaches_all && peer < ranks; ++peer)
+    reaches_all = PeerMemory::Process(board->member(peer)).is_reached();
   if (!all_agree(notices, "reaches", host, reaches_all)) return nullptr;
   if (self == 0) board->close_fd();
   return board;
@@ -153,16 +165,17 @@ std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int
 // The other rank's process by a descriptor, which never means another one, as its number may once it has ended; without
 // one (-1) where the kernel has none to give, and for the process itself.
 struct PeerMemory::Peer {
-  explicit Peer(const SharedBoard::Member& member) {
-    if (member.pid == ::getpid()) return;
-    descriptor = static_cast<int>(::syscall(SYS_pidfd_open, member.pid, 0));
-    if (descriptor >= 0 && !reads_magic(member)) ::close(std::exchange(descriptor, -1));  // it has just ended
+  explicit Peer(const SharedBoard::Member& member) : process(member) {
+    if (process.is_this()) return;
+    descriptor = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
+    if (descriptor >= 0 && !process.is_reached()) ::close(std::exchange(descriptor, -1));  // it has just ended
   }
-  Peer(Peer&& other) noexcept : descriptor(std::exchange(other.descriptor, -1)) {}
+  Peer(Peer&& other) noexcept : process(other.process), descriptor(std::exchange(other.descriptor, -1)) {}
   ~Peer() {
     if (descriptor >= 0) ::close(descriptor);
   }
 
+  const Process process;
   int descriptor = -1;
 };
 
@@ -197,15 +210,16 @@ PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedB
 PeerMemory::~PeerMemory() { close(); }
 
 bool PeerMemory::is_alive(int peer) const {
-  const int descriptor = peers_[local_[peer]].descriptor;
-  if (descriptor < 0) return reads_magic(member(peer));
+  const auto& [process, descriptor] = peers_[local_[peer]];
+  if (descriptor < 0) return process.is_reached();
   pollfd ends{descriptor, POLLIN, 0};
   return ::poll(&ends, 1, 0) == 0;  // readable as soon as it has ended, reaped or not
 }
 
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
-  const pid_t pid = member(peer).pid;
-  if (pid == ::getpid()) {
+  const Process& process = peers_[local_[peer]].process;
+  if (process.is_this()) {
+    // The address is the board's, which processes that may write this one's memory can write, and no others.
     void* other = reinterpret_cast<void*>(theirs);
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
@@ -214,8 +228,8 @@ void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, 
   for (uint64_t done = 0; done < bytes;) {
     iovec here{static_cast<std::byte*>(own) + done, bytes - done};
     iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
-    const ssize_t moved =
-        to_peer ? ::process_vm_writev(pid, &here, 1, &there, 1, 0) : ::process_vm_readv(pid, &here, 1, &there, 1, 0);
+    const ssize_t moved = to_peer ? ::process_vm_writev(process.pid, &here, 1, &there, 1, 0)
+                                  : ::process_vm_readv(process.pid, &here, 1, &there, 1, 0);
     if (moved > 0) {
       done += static_cast<uint64_t>(moved);
     } else if (moved == 0 || errno != EINTR) {

@@ -33,6 +33,7 @@ class PeerMemory {
     const int peer;
   };
   using Announced = std::shared_ptr<Announcement>;  // null: over at once
+  struct Process;                                   // of a peer
 
   enum class Outcome { kDone, kInterrupted, kTimedOut, kPeerLeft, kPeerDied, kOtherBytes };
 

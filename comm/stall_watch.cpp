@@ -29,6 +29,13 @@ const std::string kStarted = "tessera/started";  // what one rank that waits has
 
 std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
 std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
+std::string beats_key(int rank) { return c10::str("tessera/beats/", rank); }
+
+std::string lost_store_text(const std::exception& error) {
+  const std::string reason = error.what();
+  return "the store cannot be reached any more, so the process of rank 0 has probably ended (" +
+         reason.substr(0, reason.find('\n')) + ")";
+}
 
 // In the order in which they were published.
 std::string failures(c10d::Store& store) {
@@ -63,8 +70,8 @@ auto in_time(Ask ask) -> std::optional<decltype(ask())> {
 }  // namespace
 
 struct StallWatch::State {
-  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called)
-      : store(std::move(shared)), rank(own), size(ranks), callbacks(std::move(called)) {}
+  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, std::chrono::milliseconds beat)
+      : store(std::move(shared)), rank(own), size(ranks), beat_every(beat), callbacks(std::move(called)) {}
 
   void run();
 
@@ -76,6 +83,7 @@ struct StallWatch::State {
   const c10::intrusive_ptr<c10d::Store> store;
   const int rank;
   const int size;
+  const std::chrono::milliseconds beat_every;  // 0: never
 
   std::mutex mutex;  // guards what follows
   std::condition_variable wake;
@@ -84,6 +92,7 @@ struct StallWatch::State {
   bool failure_published = false;
   std::string store_failure;
   steady_clock::time_point wait_began;
+  std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
   std::string explanation;
 
@@ -92,6 +101,8 @@ struct StallWatch::State {
 
  private:
   void look();  // on behalf of a wait that takes long
+  void interrupt(const std::string& reason, bool is_consequence);
+  void beat(bool stalled);
   std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
   std::string find_cut();
   void end_looks();
@@ -100,10 +111,14 @@ struct StallWatch::State {
   // The thread's own.
   bool said_that_it_waits_ = false;
   std::string shown_;  // by this rank, as kStarted
+  steady_clock::time_point last_beat_;
+  int64_t beats_of_next_ = -1;
+  int missed_ = 0;  // of those
 };
 
-StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
-    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks))) {
+StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks,
+                       std::chrono::milliseconds beat_every)
+    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), beat_every)) {
   if (size > 1) thread_ = std::thread([state = state_] { state->run(); });
 }
 
@@ -161,9 +176,7 @@ auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   try {
     if (auto answer = in_time(std::move(ask))) return answer;
   } catch (const std::exception& error) {
-    const std::string reason = error.what();
-    failure = "the store cannot be reached any more, so the process of rank 0 has probably ended (" +
-              reason.substr(0, reason.find('\n')) + ")";
+    failure = lost_store_text(error);
   }
   std::lock_guard lock(state_->mutex);
   state_->store_failure = std::move(failure);
@@ -173,6 +186,12 @@ auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
 std::string StallWatch::store_failure() {
   std::lock_guard lock(state_->mutex);
   return state_->store_failure;
+}
+
+std::chrono::milliseconds StallWatch::unanswered() {
+  std::lock_guard lock(state_->mutex);
+  if (!state_->asks_since) return {};
+  return std::chrono::duration_cast<std::chrono::milliseconds>(steady_clock::now() - *state_->asks_since);
 }
 
 std::string StallWatch::explanation() {
@@ -265,13 +284,37 @@ void StallWatch::State::look() {
     }
     if (found.empty()) found = cut;
     if (found.empty()) return;
+    return interrupt(found, is_consequence);
+  }
+  interrupt(found, false);  // again, should the wait have moved on just now
+}
+
+void StallWatch::State::interrupt(const std::string& reason, bool is_consequence) {
+  {
     std::lock_guard lock(mutex);
     if (!waiting) return;
-    explanation = found;
+    if (explanation.empty()) explanation = reason;
     failure_published |= is_consequence;
   }
   std::lock_guard lock(calling);
-  if (callbacks.interrupt) callbacks.interrupt();  // again at the next look, should the wait have moved on just now
+  if (callbacks.interrupt) callbacks.interrupt();
+}
+
+// Beats are counted, not timed: where this rank itself was held up, or the store, nobody is blamed for it.
+void StallWatch::State::beat(bool stalled) {
+  const auto now = steady_clock::now();
+  const auto since = now - std::exchange(last_beat_, now);
+  store->add(beats_key(rank), 1);
+  if (!stalled) beats_of_next_ = -1;
+  if (!stalled) return;
+  const int next = (rank + 1) % size;
+  const int64_t beats = store->add(beats_key(next), 0);
+  missed_ = std::exchange(beats_of_next_, beats) == beats && since < 3 * beat_every ? missed_ + 1 : 0;
+  if (missed_ < kBeatsMissed) return;
+  const double silent_s = std::chrono::duration<double>(missed_ * beat_every).count();
+  interrupt(c10::str("rank ", next, " has given no sign of life for ", silent_s,
+                     " s: its process has ended or has stopped, or it has left the group"),
+            false);
 }
 
 void StallWatch::State::end_looks() {
@@ -282,15 +325,22 @@ void StallWatch::State::end_looks() {
 void StallWatch::State::run() {
   std::unique_lock lock(mutex);
   while (!wake.wait_for(lock, kLookEvery, [&] { return stops; })) {
-    const bool stalled = waiting && steady_clock::now() - wait_began > kStall;
-    if (!stalled && !said_that_it_waits_) continue;
+    const auto now = steady_clock::now();
+    const bool stalled = waiting && now - wait_began > kStall;
+    const bool beats = beat_every.count() > 0 && now - last_beat_ >= beat_every;
+    if (!stalled && !said_that_it_waits_ && !beats) continue;
+    asks_since = now;
     lock.unlock();
     try {
-      stalled ? look() : end_looks();
-    } catch (const std::exception&) {
-      // The store does not answer: the next look asks again.
+      if (stalled) look();
+      if (!stalled && said_that_it_waits_) end_looks();
+      if (beats) beat(stalled);
+    } catch (const std::exception& error) {
+      // The store does not answer: the next look asks again, and a transport knows whether its process has gone.
+      if (stalled && beat_every.count() > 0) interrupt(lost_store_text(error), false);
     }
     lock.lock();
+    asks_since.reset();
   }
   has_ended = true;
   wake.notify_all();

@@ -20,12 +20,17 @@ namespace tessera {
 // fact.) A transport may know, too, that what is waited for cannot come. A rank that waits calls the store eight times
 // a second, however many ranks there are.
 //
+// Where no transport knows (NCCL's kernels wait for ever for a process that was killed), ranks beat: each tells the
+// store that it lives, and one that waits asks whether the next one does. So the dead are found whoever they are, by
+// one call a beat and rank, two while it waits; and that the store itself has gone, with rank 0's process, ends a wait.
+//
 // The store is in rank 0's process, which may be stopped, and c10d's calls of it then have no timeout. So they are all
 // made by threads that can be left behind, and nothing here waits longer than kPatience for an answer. Thread-safe.
 class StallWatch {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
+  static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
 
   // What the watch's thread calls, every quarter of a second while a wait takes long.
   struct Callbacks {
@@ -33,8 +38,9 @@ class StallWatch {
     std::function<std::string()> why_cut = {};  // why the transport will not bring what is waited for; "": it may
   };
 
-  // A world of one needs no thread.
-  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks);
+  // A world of one needs no thread. `beat_every`: 0 for no beats, else at least kLookEvery; the same on all ranks.
+  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks,
+             std::chrono::milliseconds beat_every = {});
   ~StallWatch();  // nothing is called any more
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
@@ -54,6 +60,9 @@ class StallWatch {
 
   // Which ranks wait too, and which do not: for the text of a timeout. "" if the store does not say.
   std::string who_waits();
+
+  // For how long its thread has waited for an answer of the store by now.
+  std::chrono::milliseconds unanswered();
 
   // Why the store did not say something that it was asked; "" if it did.
   std::string store_failure();

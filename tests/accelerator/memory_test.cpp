@@ -66,7 +66,6 @@ INSTANTIATE_TEST_SUITE_P(CopyInBackground, AcceleratorSaves, testing::Bool());
 TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
   const bool in_background = GetParam();
   for (const uint64_t seed : accelerator::seeds(2)) {
-    SCOPED_TRACE("to repeat it: TESSERA_ACCELERATOR_SEED=" + std::to_string(seed));
     const TemporaryFolder folder;
     const Simulation simulation({.seed = seed, .longest_delay_us = 2000});
     accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {

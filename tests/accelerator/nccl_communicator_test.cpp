@@ -3,9 +3,16 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <atomic>
 #include <future>
+#include <map>
+#include <mutex>
+#include <set>
 #include <thread>
 
+#include "tessera/comm/stall_watch.h"
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::nccl_communicator_test {
@@ -86,6 +93,131 @@ TEST(NcclCommunicator, ARankThatDoesNotComeIsNamedAfterTheTimeout) {
       seconds(2));
   expect_contains(error, "all-reduce of x (8 elements) failed on rank 0 of 2: timed out after 2 s");
   expect_contains(error, "rank 1");
+}
+
+// c10d calls an operation with an error of NCCL's completed.
+TEST(NcclCommunicator, AnErrorOfNcclsOwnEndsAllRanksByIt) {
+  const Simulation simulation({.fails = [](int device, std::string_view what) {
+    return device == 1 && what == "all-reduce of 9 elements" ? "NCCL error: unhandled cuda error (link down)" : "";
+  }});
+  std::mutex mutex;
+  std::map<int, std::string> errors;
+  first_error(3, [&](std::shared_ptr<Communicator> comm) {
+    try {
+      for (int i = 0; i < 20; ++i) {
+        at::Tensor x = ones(*comm, 8 + i / 10);
+        comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+        x.cpu();
+      }
+    } catch (const CommError& error) {
+      std::lock_guard lock(mutex);
+      errors[comm->rank()] = error.what();
+    }
+  });
+  ASSERT_EQ(errors.size(), 3u);
+  expect_contains(errors[1], "all-reduce of x (9 elements) failed on rank 1 of 3: NCCL error: unhandled cuda error");
+  for (const int rank : {0, 2}) expect_contains(errors[rank], "rank 1 failed: all-reduce of x (9 elements) failed");
+}
+
+// A store in another process, which may end or stop, as a rank sees it: it then throws, or answers nothing.
+class RemoteStore : public c10d::HashStore {
+ public:
+  enum State { kServes, kGone, kSilent };
+  RemoteStore(c10::intrusive_ptr<c10d::Store> served, std::shared_ptr<std::atomic<State>> state)
+      : served_(std::move(served)), state_(std::move(state)) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override { ask().set(key, value); }
+  std::vector<uint8_t> compareSet(const std::string& key, const std::vector<uint8_t>& expected,
+                                  const std::vector<uint8_t>& desired) override {
+    return ask().compareSet(key, expected, desired);
+  }
+  std::vector<uint8_t> get(const std::string& key) override { return ask().get(key); }
+  int64_t add(const std::string& key, int64_t value) override { return ask().add(key, value); }
+  bool check(const std::vector<std::string>& keys) override { return ask().check(keys); }
+  bool deleteKey(const std::string& key) override { return ask().deleteKey(key); }
+  void wait(const std::vector<std::string>& keys) override { ask().wait(keys); }
+
+ private:
+  c10d::Store& ask() {
+    state_->wait(kSilent);
+    if (*state_ == kGone) throw std::runtime_error("Broken pipe");
+    return *served_;
+  }
+  const c10::intrusive_ptr<c10d::Store> served_;
+  const std::shared_ptr<std::atomic<State>> state_;  // threads that are left behind ask, too
+};
+
+// What ranks 0 and 2 of three say when rank 1 comes to no second all-reduce, and the store of the ranks in `cut` is so
+// from then on.
+std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, RemoteStore::State state) {
+  const auto shared = std::make_shared<std::atomic<RemoteStore::State>>(RemoteStore::kServes);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::mutex mutex;
+  std::map<int, std::string> errors;
+  std::atomic<int> started = 0, ended = 0;
+  const auto rank_main = [&](int rank) {
+    const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
+    const c10::DeviceGuard guard(device);
+    c10::intrusive_ptr<c10d::Store> own = store;
+    if (cut.contains(rank)) own = c10::make_intrusive<RemoteStore>(store, shared);
+    auto comm = make_nccl_communicator(accelerator::simulated_groups(), own, rank, 3, device,
+                                       {.timeout = seconds(60), .beat_every = StallWatch::kLookEvery});
+    at::Tensor x = ones(*comm);
+    comm->all_reduce(x).wait();
+    x.cpu();
+    if (++started == 3) {
+      *shared = state;
+      started.notify_all();
+    }
+    for (int now = started; now < 3; now = started) started.wait(now);
+    if (rank == 1) {
+      for (int now = ended; now < 2; now = ended) ended.wait(now);
+      *shared = RemoteStore::kServes;
+      shared->notify_all();
+      return comm->abort("the test is over");
+    }
+    const auto text = error_of<CommError>([&] {
+      comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+      x.cpu();
+      comm->barrier();
+    });
+    {
+      std::lock_guard lock(mutex);
+      errors[rank] = text;
+    }
+    ++ended;
+    ended.notify_all();
+    for (int now = ended; now < 2; now = ended) ended.wait(now);
+  };
+  const auto began = steady_clock::now();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 3; ++rank) ranks.emplace_back(rank_main, rank);
+  for (std::thread& rank : ranks) rank.join();
+  EXPECT_LT(steady_clock::now() - began, seconds(30));
+  return errors;
+}
+
+// A process that is killed closes nothing that NCCL's kernels would see, and publishes nothing.
+TEST(NcclCommunicator, ARankThatDiesIsNamedWithinSeconds) {
+  const Simulation simulation;
+  for (auto& [rank, text] : errors_without_rank_1({1}, RemoteStore::kSilent)) {
+    expect_contains(text, "all-reduce of x (8 elements) failed on rank 0 of 3: rank 1 has given no sign of life for");
+    if (rank == 2) expect_contains(text, "rank 0 failed: ");
+  }
+}
+
+TEST(NcclCommunicator, TheStoresEndEndsAWait) {
+  const Simulation simulation;
+  for (auto& [rank, text] : errors_without_rank_1({0, 2}, RemoteStore::kGone))
+    expect_contains(text, c10::str("all-reduce of x (8 elements) failed on rank ", rank,
+                                   " of 3: the store cannot be reached any more, so the process of rank 0 has "
+                                   "probably ended (Broken pipe)"));
+}
+
+TEST(NcclCommunicator, AStoreThatHasStoppedEndsAWait) {
+  const Simulation simulation;
+  for (auto& [rank, text] : errors_without_rank_1({0, 2}, RemoteStore::kSilent))
+    expect_contains(text, c10::str("all-reduce of x (8 elements) failed on rank ", rank,
+                                   " of 3: the store, in rank 0's process, has not answered for 2 s"));
 }
 
 TEST(NcclCommunicator, EndsWithNothingUnderWay) {

@@ -17,7 +17,6 @@ INSTANTIATE_TEST_SUITE_P(Cases, AcceleratorParity, testing::ValuesIn(cases()),
 TEST_P(AcceleratorParity, TrainsAsOnCpusUnderEverySeed) {
   const State expected = train_on_gloo(GetParam());
   for (const uint64_t seed : accelerator::seeds(testing_support::has_full_matrix() ? 2 : 1)) {
-    SCOPED_TRACE("to repeat it: TESSERA_ACCELERATOR_SEED=" + std::to_string(seed));
     const Simulation simulation({.seed = seed});
     EXPECT_EQ(difference(expected, train_on_devices(GetParam())), "");
     for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;

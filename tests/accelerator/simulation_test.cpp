@@ -150,7 +150,7 @@ TEST(Simulation, DevicesHaveGeneratorsOfTheirOwn) {
 
 TEST(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
   for (int world : {2, 3, 4}) {
-    const Simulation simulation({.seed = static_cast<uint64_t>(world)});
+    const Simulation simulation;
     accelerator::on_devices(world, [&](std::shared_ptr<Communicator> comm) {
       const int rank = comm->rank();
       const auto options = at::TensorOptions().device(comm->device());
@@ -186,6 +186,28 @@ TEST(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
     });
     EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
   }
+}
+
+// As on a GPU, whose host waits for sizes and numbers, and for nothing else.
+TEST(SimulatedAccelerator, CountsWhatStopsTheHost) {
+  const Simulation simulation;
+  const at::Device device(at::kCUDA, 0);
+  const at::Tensor x = torch::arange(6, at::TensorOptions(device).dtype(at::kFloat));
+  const at::Tensor mask = x > 2, positions = torch::zeros({3}, at::TensorOptions(device).dtype(at::kLong));
+  const auto waits = [&](const auto& act) {
+    const int64_t before = Simulation::counts(0).host_waits;
+    act();
+    return Simulation::counts(0).host_waits - before;
+  };
+  EXPECT_EQ(waits([&] { x.sum().item<float>(); }), 1);
+  EXPECT_EQ(waits([&] { x.sum().is_nonzero(); }), 1);
+  EXPECT_EQ(waits([&] { x.nonzero(); }), 1);
+  EXPECT_EQ(waits([&] { x.masked_select(mask); }), 1);
+  EXPECT_EQ(waits([&] { x.index({mask}); }), 1);
+  EXPECT_EQ(waits([&] { x.clone().index_put_({mask}, torch::ones({3}, device)); }), 1);
+  EXPECT_EQ(waits([&] { x.clone().index_put_({mask}, torch::tensor(1.0F)); }), 0);
+  EXPECT_EQ(waits([&] { x.index({positions}); }), 0);
+  EXPECT_EQ(waits([&] { x.masked_fill(mask, 0).where(mask, x).index_select(0, positions); }), 0);
 }
 
 TEST(SimulatedNccl, DoesNotStopTheHost) {

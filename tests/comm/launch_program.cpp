@@ -9,6 +9,7 @@
 //   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
 //   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
 //   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
+//   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
 //   torn    ends in the middle of a large message, which it cannot read to its end
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
 
@@ -18,15 +19,21 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <future>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "tessera/comm/errors.h"
+#include "tessera/comm/notes.h"
 #include "tessera/comm/reduction_pipeline.h"
+#include "tessera/comm/stall_watch.h"
 #include "tessera/launch/launch.h"
 
 namespace {
@@ -92,6 +99,26 @@ at::Tensor torn() {
   return torch::from_blob(memory, {kLargeNumel}, torch::kFloat);
 }
 
+// As a kernel of NCCL's, for which this thread waits.
+[[noreturn]] void wait_by_beats(tessera::Communicator& comm, bool dies) {
+  std::promise<void> cut;
+  std::once_flag once;
+  const auto store = dynamic_cast<tessera::HasStore&>(comm).store();
+  tessera::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
+                            {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
+                            tessera::StallWatch::kLookEvery);
+  watch.started(0, "a kernel");
+  watch.begin_wait();
+  if (dies) std::this_thread::sleep_for(std::chrono::seconds(2));
+  if (dies) ::raise(SIGKILL);
+  cut.get_future().wait();
+  const std::string reason = watch.explanation();
+  say("cut: " + reason);
+  watch.publish_failure(reason);
+  std::this_thread::sleep_for(std::chrono::seconds(2));  // the store may be here
+  std::_Exit(4);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -124,6 +151,7 @@ int main(int argc, char** argv) {
     ::signal(SIGINT, SIG_IGN);
   }
   if (arguments.mode == "ok") return 0;
+  if (arguments.mode == "beats") wait_by_beats(*comm, chosen);
   if (chosen) end_badly(arguments.mode);
   if (arguments.mode == "hang" || arguments.mode == "stubborn") say("hangs");
   for (;;) {

@@ -418,6 +418,22 @@ TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
   EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
 }
 
+// What NCCL's groups rely on, through the store of a launched group: rank 0's process has it.
+TEST(Launchers, BeatsTellOfARankThatIsKilled) {
+  const Processes without_1 = start_ranks(3, "0", {"beats", "1"}), without_0 = start_ranks(3, "0", {"beats", "0"});
+  for (const size_t rank : {0, 2}) EXPECT_EQ(without_1[rank]->wait(seconds(30)), 4) << outputs(without_1);
+  EXPECT_TRUE(contains(without_1[0]->output(), "cut: rank 1 has given no sign of life for 2.5 s"))
+      << outputs(without_1);
+  EXPECT_TRUE(contains(without_1[2]->output(), "cut: rank 0 failed: rank 1 has given no sign")) << outputs(without_1);
+  for (const size_t rank : {1, 2}) {
+    EXPECT_EQ(without_0[rank]->wait(seconds(30)), 4) << outputs(without_0);
+    EXPECT_TRUE(contains(without_0[rank]->output(),
+                         "cut: the store cannot be reached any more, so the process of rank "
+                         "0 has probably ended"))
+        << outputs(without_0);
+  }
+}
+
 // gloo ends no wait for a message that is half through when its connection ends.
 TEST(Launchers, ARankThatEndsInTheMiddleOfAMessageEndsTheOthersByName) {
   const Processes processes = start_ranks(2, "0", {"torn", "1"});

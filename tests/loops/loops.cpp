@@ -330,7 +330,7 @@ static void on_ranks_of_choice(int world, const std::function<void(std::shared_p
                                const InitOptions& options) {
   if (!is_on_accelerator()) return run_ranks(world, body, options);
 #ifdef TESSERA_HAS_ACCELERATOR
-  const accelerator::Simulation simulation({.seed = accelerator::seeds(1)[0]});
+  const accelerator::Simulation simulation;
   accelerator::on_devices(world, body, options);
   for (const std::string& finding : accelerator::Simulation::findings()) ADD_FAILURE() << finding;
 #else

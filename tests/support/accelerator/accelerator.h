@@ -16,18 +16,32 @@
 
 namespace tessera::accelerator {
 
+// The seeds to try: `count` of them, or the one that TESSERA_ACCELERATOR_SEED names.
+std::vector<uint64_t> seeds(int count);
+
 // What the program asks of streams, which a planted fault leaves out.
-enum class Request : uint8_t { kRecord, kBlock, kSynchronize, kRecordStream, kCollectiveBegins, kCollectiveEnds };
+enum class Request : uint8_t {
+  kRecord,
+  kBlock,
+  kSynchronize,
+  kRecordStream,
+  kCollectiveBegins,
+  kCollectiveEnds,
+  kCollectiveInTurn  // left out: it changes places with the next of its group
+};
 
 struct Settings {
-  uint64_t seed = 0;           // of the delays
-  int longest_delay_us = 200;  // 0: none
+  uint64_t seed = seeds(1)[0];  // of the delays
+  int longest_delay_us = 200;   // 0: none
   // All groups of a device share a stream, so that their collectives run in the order of issue: the strictest that a
   // GPU may be. Groups that are used in different orders on two ranks then hang.
   bool collectives_in_order = false;
   // Plants a fault: a request for which it returns true is left out. `place` has the names of the functions of ours
   // that asked for it, the innermost first. Called by several threads.
   std::function<bool(Request request, std::string_view place)> leave_out = nullptr;
+  // NCCL finds an error of its own in this collective ("all-reduce of 8 elements") of this device's rank, unless "":
+  // its work has an exception, and its kernel does not end before the group is aborted.
+  std::function<std::string(int device, std::string_view collective)> fails = nullptr;
 };
 const Settings& settings();
 // Whether it is to be left out; asks for the place only if there is somebody to tell it to.
@@ -42,7 +56,8 @@ struct Counts {
   std::map<std::string, int64_t> launch_names;  // launches by operator
 };
 
-// One test. Waits for all streams at both ends; one at a time.
+// One test, or a part of one. Waits for all streams at both ends; one at a time. Its memory is free again where no
+// tensor is left. A test that fails in it says its seed.
 class Simulation {
  public:
   explicit Simulation(Settings settings = {});
@@ -50,6 +65,7 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
+  static bool is_running();
   // Pairs of accesses that nothing orders, and other misuse, each once, as text.
   static std::vector<std::string> findings();
   static Counts counts(int device);
@@ -59,8 +75,5 @@ class Simulation {
 // Page-locked memory that is in use, in whole pages, and device memory that was ever taken.
 int64_t page_locked_bytes();
 int64_t reserved_bytes(int device);
-
-// The seeds to try: `count` of them, or the one that TESSERA_ACCELERATOR_SEED names.
-std::vector<uint64_t> seeds(int count);
 
 }  // namespace tessera::accelerator

@@ -83,6 +83,10 @@ class Meeting {
     std::lock_guard lock(mutex_);
     return aborted_[rank];
   }
+  void wait_for_abort(int rank) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return aborted_[rank]; });
+  }
 
  private:
   struct Collective {
@@ -122,19 +126,22 @@ Shelf& shelf() {
 
 class SimulatedWork final : public c10d::Work {
  public:
-  SimulatedWork(Point end, int device, std::shared_ptr<Meeting> meeting, int rank, std::vector<at::Tensor> tensors)
+  SimulatedWork(Point end, int device, std::shared_ptr<Meeting> meeting, int rank, std::vector<at::Tensor> tensors,
+                const std::string& failure)
       : end_(std::move(end)),
         device_(device),
         meeting_(std::move(meeting)),
         rank_of_group_(rank),
-        tensors_(std::move(tensors)) {}
+        tensors_(std::move(tensors)) {
+    if (!failure.empty()) exception_ = std::make_exception_ptr(std::runtime_error(failure));
+  }
   ~SimulatedWork() override {
     if (tensors_.empty()) return;
     std::lock_guard lock(shelf().mutex);
     shelf().kept.emplace_back(std::move(end_), std::move(tensors_));
   }
-  bool isCompleted() override { return end_.reached->is_past(); }
-  bool isSuccess() const override { return true; }
+  bool isCompleted() override { return exception() != nullptr || end_.reached->is_past(); }
+  bool isSuccess() const override { throw std::logic_error("WorkNCCL::isSuccess() is deprecated"); }
   bool wait(std::chrono::milliseconds) override {
     if (meeting_->is_aborted(rank_of_group_)) throw std::runtime_error("NCCL communicator was aborted");
     if (!is_left_out(Request::kCollectiveEnds)) block(current_stream(device_), end_);
@@ -186,7 +193,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
     : c10d::Backend(rank, size),
       device_(device),
       owns_stream_(!settings().collectives_in_order),
-      stream_(owns_stream_ ? take_stream(device.index()) : stream_of(device.index(), kStreamsPerDevice - 1)),
+      stream_(owns_stream_ ? take_stream(device.index()) : stream_of(device.index(), kOrderedStream)),
       meeting_(Meeting::join(*store, rank, size)) {
   setBoundDeviceId(device);
 }
@@ -241,23 +248,38 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
   tensors.insert(tensors.end(), inputs.begin(), inputs.end());
   tensors.insert(tensors.end(), outputs.begin(), outputs.end());
   const std::string what = c10::str(name, " of ", numel, " elements");
-  launch(stream_, what, accesses,
-         [meeting = meeting_, sequence = sequence_++, rank = rank_, what, host_inputs, host_outputs, kernel] {
-           const auto met = meeting->meet(sequence, rank, what, host_inputs);
-           bool is_read = false, is_aborted = !met;
-           if (met) {
-             kernel(*met, [&] {
-               is_read = true;
-               is_aborted = !meeting->all_have_read(sequence, rank);
-               return !is_aborted;
-             });
-             if (!is_read) meeting->all_have_read(sequence, rank);
-           }
-           if (!is_aborted) return;
-           for (const at::Tensor& output : host_outputs)
-             if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
-         });
-  return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), meeting_, rank_, std::move(tensors));
+  const std::string failure = settings().fails ? settings().fails(device_.index(), what) : "";
+  const uint64_t sequence = next_sequence();
+  launch(
+      stream_, what, accesses,
+      [meeting = meeting_, sequence, rank = rank_, what, host_inputs, host_outputs, kernel, fails = !failure.empty()] {
+        if (fails) return meeting->wait_for_abort(rank);
+        const auto met = meeting->meet(sequence, rank, what, host_inputs);
+        bool is_read = false, is_aborted = !met;
+        if (met) {
+          kernel(*met, [&] {
+            is_read = true;
+            is_aborted = !meeting->all_have_read(sequence, rank);
+            return !is_aborted;
+          });
+          if (!is_read) meeting->all_have_read(sequence, rank);
+        }
+        if (!is_aborted) return;
+        for (const at::Tensor& output : host_outputs)
+          if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
+      });
+  return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), meeting_, rank_, std::move(tensors),
+                                            failure);
+}
+
+uint64_t Backend::next_sequence() {
+  if (late_) return *std::exchange(late_, std::nullopt);
+  if (is_left_out(Request::kCollectiveInTurn)) late_ = sequence_++;
+  return sequence_++;
+}
+
+void release_collectives_tensors() {
+  for (int device = 0; device < kDevices; ++device) shelf().clear(device);
 }
 
 int64_t Backend::next_registration() {

@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,7 @@ class Backend final : public c10d::Backend {
              const std::vector<at::Tensor>& outputs, Kernel kernel);
 
   static int64_t next_registration();
+  uint64_t next_sequence();
 
   const at::Device device_;
   const bool owns_stream_;
@@ -69,7 +71,11 @@ class Backend final : public c10d::Backend {
   const std::shared_ptr<Meeting> meeting_;
   const int64_t registration_ = next_registration();
   uint64_t sequence_ = 0;
+  std::optional<uint64_t> late_;  // the next collective's, which the one before has overtaken
   bool ended_ = false;
 };
+
+// Lets go of what c10d would keep for collectives that nobody waited for, once these are over.
+void release_collectives_tensors();
 
 }  // namespace tessera::accelerator

@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/backend.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/races.h"
 #include "tests/support/accelerator/streams.h"
@@ -115,7 +116,7 @@ class CUDAHooks final : public at::CUDAHooksInterface {
 };
 
 Settings chosen;
-std::atomic<bool> has_faults = false;
+std::atomic<bool> has_faults = false, running = false;
 
 }  // namespace
 
@@ -145,17 +146,21 @@ Simulation::Simulation(Settings settings) {
   TORCH_CHECK(installed);
   wait_for_all();
   has_faults = settings.leave_out != nullptr;
+  running = true;
   chosen = std::move(settings);
   Races::get().reset();
 }
 
 Simulation::~Simulation() {
   wait_for_all();
-  has_faults = false;
+  has_faults = running = false;
+  release_collectives_tensors();
+  reclaim();
   chosen = {};
   Races::get().reset();
 }
 
+bool Simulation::is_running() { return running; }
 std::vector<std::string> Simulation::findings() { return Races::get().findings(); }
 Counts Simulation::counts(int device) { return Races::get().counts(device); }
 void Simulation::reset_counts() { Races::get().reset_counts(); }

@@ -27,7 +27,7 @@ namespace {
 
 constexpr size_t kArenaBytes = size_t{2} << 30;  // of addresses; memory is taken as it is used
 
-// A bump allocator over twice mapped memory. Nothing goes back to it.
+// A bump allocator over twice mapped memory. Nothing goes back to it but all at once.
 class Arena {
  public:
   std::pair<std::byte*, std::byte*> take(size_t bytes, int host_protection) {
@@ -35,6 +35,12 @@ class Arena {
     TORCH_CHECK_WITH(OutOfMemoryError, top_ + bytes <= kArenaBytes, "simulated accelerator: out of memory");
     const size_t at = std::exchange(top_, top_ + bytes);
     return {host_ + at, kernels_ + at};
+  }
+  void reset() {
+    if (host_ == nullptr) return;
+    Races::get().remove_blocks(host_, kArenaBytes);
+    TORCH_CHECK(::madvise(kernels_, kArenaBytes, MADV_REMOVE) == 0, "simulated accelerator: madvise");
+    top_ = 0;
   }
   bool contains(const void* address) const {
     const auto* byte = static_cast<const std::byte*>(address);
@@ -84,7 +90,7 @@ void give_back(void* begin, const Clock* also) {
   const auto info = Races::get().block_at(begin).value();
   const auto address = reinterpret_cast<uintptr_t>(begin);
   launch(
-      info.stream, "the allocator, to whom the memory was given back", {{address, address + info.bytes, true}},
+      info.stream, kGivenBack, {{address, address + info.bytes, true}},
       [info] { std::memset(info.alias, 0xff, info.bytes); }, also);
   std::lock_guard lock(mutex);
   device_memory[device_of(info.stream)].allocated_bytes -= static_cast<int64_t>(info.bytes);
@@ -262,6 +268,21 @@ void explain_fault(int signal, siginfo_t* info, void* context) {
 }
 
 }  // namespace
+
+void reclaim() {
+  give_back_what_is_free();
+  for (int stream = 0; stream < kStreams; ++stream) wait_in_secret(stream);
+  std::lock_guard lock(mutex);
+  for (int device = 0; device < kDevices; ++device) {
+    if (device_memory[device].allocated_bytes > 0) continue;
+    std::erase_if(idle, [&](const auto& blocks) { return device_of(std::get<0>(blocks.first)) == device; });
+    device_arenas[device].reset();
+    device_memory[device] = {};
+  }
+  if (bytes_page_locked > 0) return;
+  idle_pinned.clear();
+  pinned_arena.reset();
+}
 
 c10::Allocator* device_allocator() {
   static auto* allocator = new DeviceAllocator;

@@ -119,9 +119,30 @@ at::Scalar item(const at::Tensor& self) {
 
 // ---- all others -----------------------------------------------------------------------------------
 
-const std::set<std::string> kSynchronise = {"aten::nonzero",           "aten::masked_select", "aten::equal",
-                                            "aten::_unique2",          "aten::unique_dim",    "aten::bincount",
-                                            "aten::unique_consecutive"};
+const std::set<std::string> kSynchronise = {"aten::nonzero",
+                                            "aten::masked_select",
+                                            "aten::equal",
+                                            "aten::_unique2",
+                                            "aten::unique_dim",
+                                            "aten::bincount",
+                                            "aten::unique_consecutive",
+                                            "aten::repeat_interleave",
+                                            "aten::_linalg_check_errors"};
+
+// An index that is a mask is one of nonzero() first, unless a number is put there: that is masked_fill().
+bool is_indexed_by_mask(const std::string& name, const Stack& arguments) {
+  if (name != "aten::index" && name != "aten::index_put_" && name != "aten::_index_put_impl_") return false;
+  if (arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().is_cpu() &&
+      arguments[2].toTensor().numel() == 1)
+    return false;
+  for (const c10::IValue& argument : arguments)
+    if (argument.isOptionalTensorList())
+      for (const std::optional<at::Tensor>& index : argument.toOptionalTensorList())
+        if (index && index->defined() && index->is_cuda() &&
+            (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
+          return true;
+  return false;
+}
 
 // What the operator gives for arguments on the Meta device: its results' shapes. Empty if it has no such kernel.
 Stack on_meta(const c10::OperatorHandle& op, const KernelArguments& arguments) {
@@ -152,7 +173,6 @@ Stack run_functional(const c10::OperatorHandle& op, const KernelArguments& argum
   if (!is_asynchronous) {
     wait_in_secret(stream);
     op.callBoxed(host);
-    if (kSynchronise.contains(name)) synchronize(stream, name.c_str());
     shapes = host;
   }
   std::vector<at::Tensor> rooms;
@@ -190,6 +210,9 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   const KernelArguments arguments(schema, *stack);
   const int device = arguments.device().value_or(current_device());
   const int stream = current_stream(device);
+  const auto given = torch::jit::last(*stack, schema.arguments().size());
+  if (kSynchronise.contains(schema.name()) || is_indexed_by_mask(schema.name(), given.vec()))
+    synchronize(stream, schema.name().c_str());
   torch::jit::drop(*stack, schema.arguments().size());
   const auto& returns = schema.returns();
   const bool writes =

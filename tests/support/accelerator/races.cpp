@@ -9,6 +9,8 @@
 #include <sstream>
 #include <utility>
 
+#include "tests/support/accelerator/memory.h"
+
 namespace tessera::accelerator {
 namespace {
 
@@ -66,6 +68,16 @@ void Races::add_block(void* begin, const BlockInfo& info) {
   blocks_[reinterpret_cast<uintptr_t>(begin)] = {info, {}, {}};
 }
 
+void Races::remove_blocks(const void* begin, size_t bytes) {
+  std::lock_guard lock(mutex_);
+  const auto from = reinterpret_cast<uintptr_t>(begin);
+  for (auto block = blocks_.lower_bound(from); block != blocks_.end() && block->first < from + bytes;) {
+    block->second.entries.clear();
+    protect(block);
+    block = blocks_.erase(block);
+  }
+}
+
 std::optional<Races::BlockInfo> Races::block_at(const void* address) {
   std::lock_guard lock(mutex_);
   const auto block = find(reinterpret_cast<uintptr_t>(address));
@@ -106,8 +118,10 @@ void join(Clock& clock, const Clock& other) {
 void Races::launched(int stream, std::string what, const std::vector<Access>& accesses, const Clock* also) {
   const auto by = std::make_shared<const std::pair<std::string, Place>>(std::move(what), Place::here());
   std::lock_guard lock(mutex_);
-  ++counts_[device_of(stream)].launches;
-  ++counts_[device_of(stream)].launch_names[by->first];
+  if (by->first != kGivenBack) {
+    ++counts_[device_of(stream)].launches;
+    ++counts_[device_of(stream)].launch_names[by->first];
+  }
   Clock& clock = clocks_[stream];
   join(clock, host_[device_of(stream)]);
   const uint64_t time = ++clock[stream];

@@ -40,6 +40,7 @@ class Races {
     int64_t registered_with = 0;  // a group of NCCL's, of number 1 or more
   };
   void add_block(void* begin, const BlockInfo& info);
+  void remove_blocks(const void* begin, size_t bytes);
   std::optional<BlockInfo> block_at(const void* address);
   // All that was done with the block is over, and its next owner need not know of it.
   void forget(const void* begin);

@@ -4,7 +4,6 @@
 
 #include <utility>
 
-#include "tessera/comm/nccl_communicator.h"
 #include "tests/support/accelerator/backend.h"
 
 namespace tessera::accelerator {
@@ -24,8 +23,10 @@ class SimulatedGroups : public NcclBackends {
 
 }  // namespace
 
+std::shared_ptr<NcclBackends> simulated_groups() { return std::make_shared<SimulatedGroups>(); }
+
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body, InitOptions options) {
-  set_nccl_backends(std::make_shared<SimulatedGroups>());
+  set_nccl_backends(simulated_groups());
   options.device = at::kCUDA;
   options.cache_memory = false;
   run_ranks(

@@ -4,10 +4,14 @@
 #include <functional>
 #include <memory>
 
+#include "tessera/comm/nccl_communicator.h"
 #include "tessera/launch/launch.h"
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
+
+// What an NCCL communicator's groups are made with.
+std::shared_ptr<NcclBackends> simulated_groups();
 
 // run_ranks() on devices, with simulated groups in the place of NCCL's: rank r is a thread with device r, at most
 // kDevices of them.

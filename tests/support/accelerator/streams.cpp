@@ -106,13 +106,17 @@ int next_of_pool(int device) { return stream_of(device, 1 + pool_position[device
 
 int take_stream(int device) {
   std::lock_guard lock(taken_mutex);
-  static int unused[kDevices] = {kPool, kPool, kPool, kPool};
+  static std::array<int, kDevices> unused = [] {
+    std::array<int, kDevices> first{};
+    first.fill(kPool);
+    return first;
+  }();
   if (!taken[device].empty()) {
     const int stream = taken[device].back();
     taken[device].pop_back();
     return stream;
   }
-  TORCH_CHECK(unused[device] < kStreamsPerDevice, "simulated accelerator: all streams of a device are taken");
+  TORCH_CHECK(unused[device] < kOrderedStream, "simulated accelerator: all streams of a device are taken");
   return stream_of(device, unused[device]++);
 }
 

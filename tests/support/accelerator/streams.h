@@ -12,9 +12,10 @@
 
 namespace tessera::accelerator {
 
-inline constexpr int kDevices = 4;
+inline constexpr int kDevices = 5;
 inline constexpr int kStreamsPerDevice = 64;  // 0: the default; then the pool, which repeats; then those taken for good
 inline constexpr int kPool = 32;
+inline constexpr int kOrderedStream = kStreamsPerDevice - 1;  // of all groups, with Settings::collectives_in_order
 inline constexpr int kStreams = kDevices * kStreamsPerDevice;
 
 // By stream: how much of its work is known to be over. (Vector clocks: Fidge and Mattern, 1988.)

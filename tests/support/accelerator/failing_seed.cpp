@@ -1,0 +1,24 @@
+// A test that fails in a Simulation says the seed by which it can be repeated.
+#include <gtest/gtest.h>
+
+#include <iostream>
+
+#include "tests/support/accelerator/accelerator.h"
+
+namespace tessera::accelerator {
+namespace {
+
+class FailingSeed : public testing::EmptyTestEventListener {
+  void OnTestPartResult(const testing::TestPartResult& result) override {
+    if (result.failed() && Simulation::is_running())
+      std::cout << "to repeat it: TESSERA_ACCELERATOR_SEED=" << settings().seed << std::endl;
+  }
+};
+
+const bool listens = [] {
+  testing::UnitTest::GetInstance()->listeners().Append(new FailingSeed);
+  return true;
+}();
+
+}  // namespace
+}  // namespace tessera::accelerator
