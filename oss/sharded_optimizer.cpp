@@ -237,6 +237,7 @@ Scope ShardedOptimizer::lend_state() {
 }
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
+  if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
   if (param_groups_.size() > local_->param_groups().size())  // through the base class
     adopt_groups_from(local_->param_groups().size());
   if (all_parameters().size() != partition_.owners.size())
@@ -281,6 +282,11 @@ void ShardedOptimizer::publish() {
 }
 
 bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }
+
+bool ShardedOptimizer::are_swapped_in() const {
+  const auto* averages = dynamic_cast<const Averages*>(local_.get());
+  return averages != nullptr && averages->are_swapped_in();
+}
 
 // Owners swap, and send what they have then, as after a step.
 Scope ShardedOptimizer::swap_in_averages() {
