@@ -22,6 +22,7 @@ struct GradientPart : c10::BackendMeta {
   explicit GradientPart(std::string name) : label(std::move(name)) {}
   const std::string label;
   std::optional<uint64_t> collectives_at_norm;  // of this thread, when a norm of the gradient was taken
+  bool is_joined = false;                       // one after the other with those of other parameters
 };
 
 GradientPart* part_of(const at::Tensor& tensor) {
@@ -65,6 +66,42 @@ void scale(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::
   redispatch(op, keys, stack);
 }
 
+// The view has the key without this: the same part.
+void view(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const at::Tensor gradient = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  redispatch(op, keys, stack);
+  const at::Tensor& result = torch::jit::peek(*stack, 0, 1).toTensor();
+  if (part_of(gradient) != nullptr && result.key_set().has(kPartKey))
+    result.unsafeGetTensorImpl()->set_backend_meta(gradient.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr());
+}
+
+// One vector of all gradients, as torch::optim::LBFGS makes it.
+void join(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::string label;
+  for_each_part(torch::jit::peek(*stack, 0, op.schema().arguments().size()), [&](const GradientPart& part) {
+    if (label.empty()) label = part.label;
+  });
+  redispatch(op, keys, stack);
+  const at::Tensor whole = torch::jit::pop(*stack).toTensor();
+  if (label.empty() || whole.dim() != 1 || whole.requires_grad()) return torch::jit::push(*stack, whole);
+  const at::Tensor marked = as_part_of_gradient(whole, label);
+  part_of(marked)->is_joined = true;
+  torch::jit::push(*stack, marked);
+}
+
+void multiply(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t arguments = op.schema().arguments().size();
+  for (size_t i = 0; i < arguments; ++i)
+    for_each_part(torch::jit::peek(*stack, i, arguments), [](const GradientPart& part) {
+      if (!part.is_joined) return;
+      throw std::logic_error(
+          "an inner product of gradients one after the other, the first that of " + part.label +
+          ", would be that of this rank's part alone, as torch::optim::LBFGS takes it: use tessera::Lbfgs, given the "
+          "wrapper (of your own sums over ranks, add up norms)");
+    });
+  redispatch(op, keys, stack);
+}
+
 TORCH_LIBRARY_IMPL(_, TESSERA_PART_KEY, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, TESSERA_PART_KEY, library) {
@@ -73,6 +110,9 @@ TORCH_LIBRARY_IMPL(aten, TESSERA_PART_KEY, library) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&take_norm>());
   for (const char* name : {"mul_.Tensor", "div_.Tensor", "_foreach_mul_.Tensor"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&scale>());
+  library.impl("view", torch::CppFunction::makeFromBoxedFunction<&view>());
+  library.impl("cat", torch::CppFunction::makeFromBoxedFunction<&join>());
+  for (const char* name : {"dot", "vdot"}) library.impl(name, torch::CppFunction::makeFromBoxedFunction<&multiply>());
 }
 
 }  // namespace

@@ -14,6 +14,8 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tessera/paging/disk_pager.h"
+
 namespace tessera {
 namespace {
 
@@ -132,10 +134,18 @@ void fused_adam_update(const std::vector<AdamUpdate>& updates) {
   for (const AdamUpdate& update : updates) {
     const at::Tensor& parameter = update.parameter;
     if (parameter.numel() == 0) continue;
+    if (is_on_disk(parameter)) {
+      Batch alone;
+      alone.add(update);
+      alone.run();
+      continue;
+    }
     batches[{update.group, parameter.scalar_type(), parameter.device().type(), parameter.device().index()}].add(update);
   }
   for (const auto& entry : batches) entry.second.run();
 }
+
+bool is_on_disk(const at::Tensor& parameter) { return DiskPager::of(parameter) != nullptr; }
 
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   if (!closure) return {};

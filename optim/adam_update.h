@@ -40,7 +40,8 @@ struct AdamPlacement {
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
 
-// Takes the updates with libtorch's fused operator, one call for each group, dtype and device.
+// Takes the updates with libtorch's fused operator, one call for each group, dtype and device, and for each parameter
+// that is on a disk.
 void fused_adam_update(const std::vector<AdamUpdate>& updates);
 
 // A parameter's state, of no steps and of what zeros(parameter) returns if it has none.
@@ -59,6 +60,10 @@ State& adam_state(torch::optim::Optimizer& optimizer, const at::Tensor& paramete
 
 // `tensor`, or a copy of it with the parameter's strides, dtype and device.
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter);
+
+// Whether the parameter comes from a disk when an operator uses it. What one operator is given has to fit into
+// CpuOffload::disk_buffer_bytes together, so such parameters are stepped one at a time.
+bool is_on_disk(const at::Tensor& parameter);
 
 // The closure's loss, recorded by autograd; undefined without one.
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure);

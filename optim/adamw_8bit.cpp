@@ -151,10 +151,12 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   int64_t whole_numel = 1;
   for (const int64_t size : shard.sizes) whole_numel *= size;
   Work work{&options, nullptr, in_memory_order(parameter.detach()), {}, &parts().by_rank(parameter), shard.held};
-  work.is_quantized = whole_numel >= options.min_8bit_numel() && whole_numel > 0;
   if (!has_gradient) return work;
   work.state = &state_of(parameter);
   AdamW8bitParamState& state = *work.state;
+  // A state that is there keeps its kind, whatever min_8bit_numel is by now.
+  work.is_quantized = state.exp_avg_8bit().defined() ||
+                      (!state.exp_avg().defined() && whole_numel > 0 && whole_numel >= options.min_8bit_numel());
   work.gradient = parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach()))
                                              : at::zeros_like(work.parameter);
   state.step(state.step() + 1);
@@ -171,13 +173,14 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   return work;
 }
 
-// The scales of blocks that a cut goes through: largest values over ranks.
+// The scales of blocks that a cut goes through: largest values over ranks. Also of states in fp32, with zeros: a rank
+// that has nothing of a parameter may not know of which kind its state is.
 AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) const {
   if (!parts().are_cut()) return {};
   std::set<std::pair<size_t, int64_t>> shared;
   for (size_t i = 0; i < all.size(); ++i)
     for (const auto& held : *all[i].by_rank)
-      if (all[i].is_quantized && held.range.numel() > 0 && held.range.begin % kBlock != 0)
+      if (all[i].state != nullptr && held.range.numel() > 0 && held.range.begin % kBlock != 0)
         shared.insert({i, held.range.begin / kBlock});
   if (shared.empty()) return {};
   at::Tensor largest = at::zeros({static_cast<int64_t>(shared.size()), 2}, at::kFloat);
@@ -185,7 +188,7 @@ AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) c
   for (const auto& [index, block] : shared) {
     const Work& work = all[index];
     const int64_t from = block - work.first_block();
-    if (work.state != nullptr && from >= 0 && from < work.blocks()) {
+    if (work.is_quantized && from >= 0 && from < work.blocks()) {
       const auto [average, square] = work.moments(from, 1).scales();
       largest[row][0].copy_(average[0]);
       largest[row][1].copy_(square[0]);

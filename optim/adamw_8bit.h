@@ -20,7 +20,8 @@ struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
   // false: Adam, with weight decay through the gradient.
   TORCH_ARG(bool, decoupled) = true;
-  // Parameters of fewer elements have states in fp32, as bitsandbytes' min_8bit_size.
+  // Parameters of fewer elements have states in fp32, as bitsandbytes' min_8bit_size. Of states that are made from then
+  // on: those that are there, from a checkpoint say, stay of the kind that they are.
   TORCH_ARG(int64_t, min_8bit_numel) = 4096;
 
  public:

@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "tessera/comm/agreement.h"
+#include "tessera/optim/adam_update.h"
+#include "tessera/optim/optimizer_state.h"
 #include "tessera/optim/parameter_parts.h"
-#include "tessera/paging/disk_pager.h"
 
 namespace tessera {
 namespace {
@@ -51,6 +53,8 @@ class Ema::WithModel : public ModelShards {
 Ema::Ema(ModelShards& model, EmaOptions options)
     : model_(model), options_(options), updates_(at::zeros({}, at::kLong)) {
   at::NoGradGuard no_grad;
+  require_agreement(*comm(), "the options of Ema",
+                    {"decay=" + text_of(options.decay) + " warmup=" + text_of(options.warmup)});
   if (!(options.decay >= 0 && options.decay < 1))
     throw std::invalid_argument(c10::str("EmaOptions::decay is ", options.decay, ", expected 0 or more and below 1"));
   int64_t total = 0;
@@ -104,7 +108,7 @@ void Ema::update() {
   std::vector<at::Tensor> values, sources;
   for (const Average& average : averages_) {
     if (average.part.numel() == 0) continue;
-    if (DiskPager::of(average.shard.tensor) != nullptr) {
+    if (is_on_disk(average.shard.tensor)) {
       average.values.lerp_(source(average).to(average.values.scalar_type()), 1 - decay);
       continue;
     }

@@ -38,8 +38,8 @@ struct EmaOptions {
 // module's. With OssOptions::broadcast_dtype it averages what ranks were sent, rounded. Used by one thread.
 class Ema : public ModelShards {
  public:
-  // Averages begin as the parameters are. `model` outlives this. Collective where ranks hold the same. Throws
-  // std::invalid_argument for a decay out of range, and for parameters that are not dense.
+  // Averages begin as the parameters are. `model` outlives this. Collective. Throws std::invalid_argument for a decay
+  // out of range or that ranks disagree about, and for parameters that are not dense.
   explicit Ema(ModelShards& model, EmaOptions options = {});
 
   // After each step of the optimizer. Not collective: one foreach call (a tensor at a time from a disk). Throws

@@ -37,31 +37,36 @@ void fused_step(torch::optim::SGD& optimizer) {
       if (parameter.grad().defined()) require_dense(parameter, kName);
   struct SgdBatch {
     std::vector<at::Tensor> parameters, gradients, momenta;
+    std::vector<torch::optim::SGDParamState*> states;  // that get the momenta
   };
   for (const auto& group : optimizer.param_groups()) {
     const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
-    // A first momentum is the gradient, which the kernel is told for all parameters of a call.
-    std::map<std::tuple<at::ScalarType, std::string, bool>, SgdBatch> batches;
+    // A first momentum is the gradient, which the kernel is told for all parameters of a call. One from a disk has a
+    // call of its own, by its number.
+    std::map<std::tuple<at::ScalarType, std::string, bool, size_t>, SgdBatch> batches;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.numel() == 0) continue;
       at::Tensor momentum;
-      bool is_first = false;
+      torch::optim::SGDParamState* state = nullptr;
       if (options.momentum() != 0) {
         auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
         if (!slot) slot = std::make_unique<torch::optim::SGDParamState>();
-        auto& state = static_cast<torch::optim::SGDParamState&>(*slot);
-        is_first = !state.momentum_buffer().defined();
-        state.momentum_buffer(momentum = is_first ? at::empty_like(parameter)
-                                                  : laid_out_as(state.momentum_buffer(), parameter));
+        state = &static_cast<torch::optim::SGDParamState&>(*slot);
+        momentum = state->momentum_buffer();
       }
-      SgdBatch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first}];
+      const bool is_first = state != nullptr && !momentum.defined();
+      const size_t alone = is_on_disk(parameter) ? batches.size() + 1 : 0;
+      SgdBatch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first, alone}];
       batch.parameters.push_back(parameter);
       batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
-      if (momentum.defined()) batch.momenta.push_back(momentum);
+      if (state == nullptr) continue;
+      batch.momenta.push_back(is_first ? at::empty_like(parameter) : laid_out_as(momentum, parameter));
+      batch.states.push_back(state);
     }
     for (const auto& [key, batch] : batches) {
       at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
                       options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<2>(key));
+      for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
       // The fused operators leave the versions of what they write alone, by which others know of writes.
       for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
     }

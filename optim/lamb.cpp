@@ -56,9 +56,9 @@ Lamb::Lamb(const ModelShards& model, std::vector<OptimizerParamGroup> groups, Ad
 }
 
 void Lamb::check() const {
+  parts_.require_known(param_groups(), "Lamb");
   check_options(static_cast<const AdamWOptions&>(defaults()));
   for (const auto& group : param_groups()) check_options(static_cast<const AdamWOptions&>(group.options()));
-  parts_.require_known(param_groups(), "Lamb");
 }
 
 Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)
@@ -67,7 +67,8 @@ Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)
 at::Tensor Lamb::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
-  // One row for each parameter, with a gradient or not, so that ranks need not agree on that.
+  // One row for each parameter, with a gradient or not, so that ranks need not agree on that. What is frozen has no
+  // norm, and may be of integers.
   std::vector<at::Tensor> parameters, directions;
   std::vector<double> rates;
   for (auto& group : param_groups()) {
@@ -78,9 +79,13 @@ at::Tensor Lamb::step(LossClosure closure) {
       rates.push_back(options.lr());
     }
   }
+  auto is_stepped = [&](size_t i) {  // on some rank, this one maybe has no element of it
+    return directions[i].defined() || (parts_.are_cut() && parameters[i].requires_grad());
+  };
   std::vector<at::Tensor> parts;  // each parameter's, then each direction's
   for (const auto* list : {&parameters, &directions})
-    for (size_t i = 0; i < list->size(); ++i) parts.push_back(parts_.counts(parameters[i]) ? (*list)[i] : at::Tensor());
+    for (size_t i = 0; i < list->size(); ++i)
+      parts.push_back(is_stepped(i) && parts_.counts(parameters[i]) ? (*list)[i] : at::Tensor());
   const std::vector<double> norms = norms_over_ranks(parts, parts_.are_cut() ? parts_.comm() : nullptr);
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (!directions[i].defined()) continue;

@@ -1,6 +1,5 @@
 #include "tessera/optim/lbfgs.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
@@ -49,7 +48,7 @@ struct Lbfgs::Run {
   Lbfgs& optimizer;
   const LossClosure& closure;
   const LbfgsOptions& options;
-  const std::vector<at::Tensor>& parameters;
+  const std::vector<at::Tensor> parameters;  // what is not frozen
   at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
@@ -57,10 +56,21 @@ struct Lbfgs::Run {
   int64_t evaluations = 0;
 
   // -- vectors -----------------------------------------------------------------------------------
+  int64_t numel() const {
+    int64_t sum = 0;
+    for (const at::Tensor& parameter : parameters) sum += parameter.numel();
+    return sum;
+  }
+  // A parameter at a time: of those on a disk no more needs to be in memory.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
-    std::vector<at::Tensor> list;
-    for (const at::Tensor& parameter : parameters) list.push_back(part(parameter));
-    return at::cat(list);
+    at::Tensor whole = at::zeros({numel()}, parameters[0].options().requires_grad(false));
+    int64_t offset = 0;
+    for (const at::Tensor& parameter : parameters) {
+      if (const at::Tensor values = part(parameter); values.defined())
+        whole.narrow(0, offset, parameter.numel()).copy_(values);
+      offset += parameter.numel();
+    }
+    return whole;
   }
   // Of the elements that this rank is to count in a sum: all, or none of a copy's.
   double product(const at::Tensor& a, const at::Tensor& b) const {
@@ -126,8 +136,8 @@ struct Lbfgs::Run {
     for (const at::Tensor& parameter : parameters) require_dense(parameter, "Lbfgs");
     Point point{.t = t, .loss = loss.item<double>()};
     point.gradient = joined([](const at::Tensor& parameter) {
-      return parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach())).clone()
-                                        : at::zeros({parameter.numel()}, parameter.options().requires_grad(false));
+      return parameter.grad().defined() ? in_memory_order(laid_out_as(parameter.grad(), parameter.detach()))
+                                        : at::Tensor();
     });
     double absolute_sum = 0;
     int64_t offset = 0;
@@ -292,10 +302,16 @@ struct Lbfgs::Run {
     auto state_of = [&](const at::Tensor& parameter) -> const LbfgsParamState& {
       return optimizer.state_of(parameter);
     };
-    const LbfgsParamState numbers = state_of(parameters[0]);
+    // Those that were frozen until now have none, and zeros in the history.
+    LbfgsParamState numbers;
+    for (const at::Tensor& parameter : parameters)
+      if (state_of(parameter).n_iter > numbers.n_iter) numbers = state_of(parameter);
     if (numbers.n_iter == 0) return numbers;
     auto vector = [&](auto field) {
-      return joined([&](const at::Tensor& parameter) { return in_memory_order(field(state_of(parameter))); });
+      return joined([&](const at::Tensor& parameter) {
+        const LbfgsParamState& state = state_of(parameter);
+        return state.n_iter == numbers.n_iter ? in_memory_order(field(state)) : at::Tensor();
+      });
     };
     direction = vector([](const LbfgsParamState& state) { return state.direction; });
     previous = vector([](const LbfgsParamState& state) { return state.gradient; });
@@ -346,8 +362,11 @@ at::Tensor Lbfgs::step(LossClosure closure) {
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lbfgs");
   const LbfgsOptions& options = options_of(param_groups()[0]);
-  Run run{*this, closure, options, param_groups()[0].params()};
-  if (run.parameters.empty()) return loss_of(closure);
+  std::vector<at::Tensor> trained;
+  for (const at::Tensor& parameter : param_groups()[0].params())
+    if (parameter.requires_grad()) trained.push_back(parameter);
+  if (trained.empty()) return loss_of(closure);
+  Run run{*this, closure, options, std::move(trained)};
   for (const at::Tensor& parameter : run.parameters)
     if (parameter.scalar_type() != run.parameters[0].scalar_type() || parameter.device() != run.parameters[0].device())
       throw std::invalid_argument("Lbfgs: parameters of several dtypes or devices, expected one");

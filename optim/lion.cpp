@@ -10,6 +10,25 @@
 #include "tessera/trace/trace.h"
 
 namespace tessera {
+namespace {
+
+struct LionBatch {
+  std::vector<at::Tensor> parameters, gradients, averages;
+
+  void step(const LionOptions& options) const {
+    if (parameters.empty()) return;
+    std::vector<at::Tensor> signs = at::_foreach_mul(averages, options.beta1());
+    at::_foreach_add_(signs, gradients, 1 - options.beta1());
+    at::_foreach_sign_(signs);
+    // The parameters first: if the disk fails that they lie on, the momenta are what they were.
+    if (options.weight_decay() != 0) at::_foreach_mul_(parameters, 1 - options.lr() * options.weight_decay());
+    at::_foreach_add_(parameters, signs, -options.lr());
+    at::_foreach_mul_(averages, options.beta2());
+    at::_foreach_add_(averages, gradients, 1 - options.beta2());
+  }
+};
+
+}  // namespace
 
 at::Tensor Lion::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
@@ -18,23 +37,21 @@ at::Tensor Lion::step(LossClosure closure) {
   require_dense_gradients();
   for (const auto& group : param_groups()) {
     const LionOptions& options = options_of(group);
-    std::vector<at::Tensor> parameters, gradients, averages;
+    LionBatch in_memory;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined() || parameter.numel() == 0) continue;
       LionParamState& state = state_of(parameter);
       if (!state.exp_avg().defined()) state.exp_avg(at::zeros_like(parameter));
-      parameters.push_back(parameter);
-      gradients.push_back(laid_out_as(parameter.grad(), parameter));
-      averages.push_back(state.exp_avg());
+      const at::Tensor gradient = laid_out_as(parameter.grad(), parameter);
+      if (is_on_disk(parameter)) {
+        LionBatch{{parameter}, {gradient}, {state.exp_avg()}}.step(options);
+        continue;
+      }
+      in_memory.parameters.push_back(parameter);
+      in_memory.gradients.push_back(gradient);
+      in_memory.averages.push_back(state.exp_avg());
     }
-    if (parameters.empty()) continue;
-    std::vector<at::Tensor> signs = at::_foreach_mul(averages, options.beta1());
-    at::_foreach_add_(signs, gradients, 1 - options.beta1());
-    at::_foreach_sign_(signs);
-    at::_foreach_mul_(averages, options.beta2());
-    at::_foreach_add_(averages, gradients, 1 - options.beta2());
-    if (options.weight_decay() != 0) at::_foreach_mul_(parameters, 1 - options.lr() * options.weight_decay());
-    at::_foreach_add_(parameters, signs, -options.lr());
+    in_memory.step(options);
   }
   return loss;
 }

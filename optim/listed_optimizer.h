@@ -38,7 +38,8 @@ class ListedOptimizer : public torch::optim::Optimizer {
       : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
 
   // Of a wrapper's parameters, in any groups, the same in the same order on all ranks. Collective over model.comm(), as
-  // step() then is. Throws as above, and for tensors that are not among model.named_shards().
+  // step() then is. Throws as above, for tensors that are not among model.named_shards(), and for ranks with other
+  // groups or options; learning rates that are set later are not compared.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
@@ -95,7 +96,9 @@ class ListedOptimizer : public torch::optim::Optimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
+  // What ranks agree on comes first: one whose options are wrong leaves the others no exchange to wait in.
   void check() const {
+    if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();
     for (const auto& group : param_groups()) {
       const auto* options = dynamic_cast<const Options*>(&group.options());
@@ -103,7 +106,6 @@ class ListedOptimizer : public torch::optim::Optimizer {
         throw std::invalid_argument(std::string(Options::kName) + ": a group has options of another optimizer");
       options->check();
     }
-    if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
   }
 
   ParameterParts parts_;

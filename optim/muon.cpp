@@ -236,15 +236,15 @@ at::Tensor Muon::step(LossClosure closure) {
   const auto all = all_parameters();
   for (size_t i = 0; i < all.tensors.size(); ++i) {
     if (!all.options[i]->use_muon()) continue;
-    const std::vector<int64_t> sizes = parts().of(all.tensors[i]).sizes;
-    if (sizes.size() < 2)
-      throw std::invalid_argument(c10::str("Muon: a parameter of shape ", sizes,
-                                           " is in a group with use_muon, expected 2 dimensions or more: put it in "
-                                           "a group of MuonOptions::adamw()"));
     candidates.push_back(all.tensors[i]);
     options.push_back(all.options[i]);
   }
   const std::vector<bool> used = parts().have_gradients(candidates);
+  for (size_t i = 0; i < candidates.size(); ++i)
+    if (const NamedShard shard = parts().of(candidates[i]); used[i] && shard.sizes.size() < 2)
+      throw std::invalid_argument(c10::str("Muon: a parameter of shape ", shard.sizes,
+                                           " is in a group with use_muon, expected 2 dimensions or more: put it in "
+                                           "a group of MuonOptions::adamw()"));
   step_others();
   std::vector<Matrix> matrices;
   for (size_t i = 0; i < candidates.size(); ++i)

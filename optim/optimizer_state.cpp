@@ -8,6 +8,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <array>
+#include <charconv>
 #include <concepts>
 #include <numeric>
 #include <stdexcept>
@@ -245,6 +247,20 @@ OptionList read_options(const OptimizerOptions& options) {
     visit_fields(typed, [&](const char* name, auto& field) { values.emplace_back(name, field); });
   });
   return values;
+}
+
+std::string text_of(const OptimizerOption& option) {
+  if (const bool* flag = std::get_if<bool>(&option)) return *flag ? "true" : "false";
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.begin(), digits.end(), std::get<double>(option)).ptr;
+  return {digits.begin(), end};
+}
+
+std::string text_of(const OptimizerOptions& options) {
+  std::string text;
+  with_class_of(options, [&](auto&, const char* name) { text = std::string(name) + ":"; });
+  for (const auto& [name, value] : read_options(options)) text += " " + name + "=" + text_of(value);
+  return text;
 }
 
 void write_options(OptimizerOptions& options, const OptionList& values) {

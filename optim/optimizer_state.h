@@ -54,6 +54,9 @@ ParameterState read_state(const torch::optim::OptimizerParamState& state);
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
 OptionList read_options(const torch::optim::OptimizerOptions& options);
+// An option as it is, with all its digits; and all of them, "Lion: lr=0.001 weight_decay=0".
+std::string text_of(const OptimizerOption& option);
+std::string text_of(const torch::optim::OptimizerOptions& options);
 
 // Sets the named options and leaves the others. Throws as make_state(), with nothing changed.
 void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);

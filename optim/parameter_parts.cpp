@@ -7,7 +7,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "tessera/comm/agreement.h"
 #include "tessera/flat/shard_mark.h"
+#include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
 
@@ -40,6 +42,18 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
 
 void ParameterParts::require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                    const char* optimizer) const {
+  if (comm_) {
+    std::vector<std::string> lines;
+    for (const auto& group : groups) {
+      lines.push_back("a group of " + text_of(group.options()));
+      for (const at::Tensor& parameter : group.params()) {
+        const auto found = known_.find(parameter.unsafeGetTensorImpl());
+        lines.push_back(found == known_.end() ? "none of the wrapper's parameters()"
+                                              : "parameter '" + found->second.shard.fqn + "'");
+      }
+    }
+    require_agreement(*comm_, std::string("the groups of ") + optimizer, lines);
+  }
   for (const auto& group : groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (comm_ ? known_.contains(parameter.unsafeGetTensorImpl()) : !is_shard(parameter)) continue;

@@ -20,7 +20,8 @@ class ParameterParts {
   explicit ParameterParts(const ModelShards& model);
 
   // Throws std::invalid_argument, for `optimizer` by name, for a tensor that is none of the wrapper's parameters(), or,
-  // without a wrapper, is a shard: its results would be those of another parameter.
+  // without a wrapper, is a shard: its results would be those of another parameter. With a wrapper it is collective,
+  // and throws on all ranks if they have other groups, of other options or in another order.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
   // One of the parameters; a whole one, without a wrapper, has no name.

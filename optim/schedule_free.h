@@ -76,6 +76,7 @@ class ScheduleFreeAdamW : public ListedOptimizer<ScheduleFreeOptions, ScheduleFr
   at::Tensor step(LossClosure closure = nullptr) override;
 
   Scope swap_in_averages() override;  // not collective
+  bool are_swapped_in() const override { return is_swapped_in_; }
 
  private:
   bool is_swapped_in_ = false;

@@ -43,6 +43,15 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
   return groups;
 }
 
+// "" for optimizers of which no one here knows what options they have.
+std::string known_text_of(const torch::optim::OptimizerOptions& options) {
+  try {
+    return text_of(options);
+  } catch (const std::invalid_argument&) {
+    return "";
+  }
+}
+
 // One line for each state of a dictionary: what a receiver must know to make room for it.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
@@ -98,6 +107,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
           << " offload.params=" << options_.offload.params;
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
+    lines.push_back("options of group " + std::to_string(group) + ": " + known_text_of(param_groups_[group].options()));
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
       const at::Tensor& parameter = param_groups_[group].params()[i];
       std::ostringstream line;
@@ -237,6 +247,7 @@ Scope ShardedOptimizer::lend_state() {
 }
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
+  if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
   if (param_groups_.size() > local_->param_groups().size())  // through the base class
     adopt_groups_from(local_->param_groups().size());
   if (all_parameters().size() != partition_.owners.size())
@@ -281,6 +292,11 @@ void ShardedOptimizer::publish() {
 }
 
 bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }
+
+bool ShardedOptimizer::are_swapped_in() const {
+  const auto* averages = dynamic_cast<const Averages*>(local_.get());
+  return averages != nullptr && averages->are_swapped_in();
+}
 
 // Owners swap, and send what they have then, as after a step.
 Scope ShardedOptimizer::swap_in_averages() {

@@ -50,7 +50,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   // `closure`, if any, computes the gradients again, once, and its loss is returned. Options of the
   // groups (learning rates) are those of param_groups() now. Throws std::logic_error, before
   // anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
-  // backward that failed) and, in a world above 1, for a parameter that was converted since it came; CommError.
+  // backward that failed), while averages are swapped in and, in a world above 1, for a parameter that was converted
+  // since it came; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   // Collective, as construction. The parameters of earlier groups keep their owners.
@@ -69,6 +70,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   // Collective. Throws std::logic_error for any other optimizer.
   Scope swap_in_averages() override;
   bool keeps_averages() const override;  // whether the optimizer is such a one
+  bool are_swapped_in() const override;
 
   // Who owns what: parameters counted through all groups. Frozen ones weigh nothing.
   const Partition& partition() const { return partition_; }

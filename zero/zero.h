@@ -1,5 +1,7 @@
 #pragma once
 
+#include <torch/optim/lbfgs.h>
+
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -24,6 +26,10 @@ class Zero : public ModelShards {
   template <class Options>
   Zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm, const ZeroOptions& zero)
       : stage_(zero.stage), module_(std::move(module)) {
+    if constexpr (std::is_base_of_v<torch::optim::LBFGS, Optimizer>)
+      throw std::invalid_argument(
+          "zero<torch::optim::LBFGS>: its line searches follow this rank's loss, and its inner products this rank's "
+          "part, so ranks go different ways; use tessera::LbfgsOptions, in stage 0 or 3");
     switch (stage_) {
       case 0:
         wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);

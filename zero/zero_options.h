@@ -14,6 +14,7 @@
 #include "tessera/fsdp/options.h"
 #include "tessera/optim/adafactor.h"
 #include "tessera/optim/adamw_8bit.h"
+#include "tessera/optim/lbfgs.h"
 #include "tessera/optim/lion.h"
 #include "tessera/optim/muon.h"
 #include "tessera/optim/schedule_free.h"
@@ -53,5 +54,6 @@ AdamW8bit optimizer_of(const AdamW8bitOptions&);
 Lion optimizer_of(const LionOptions&);
 Adafactor optimizer_of(const AdafactorOptions&);
 ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
+Lbfgs optimizer_of(const LbfgsOptions&);  // in stages 0 and 3
 
 }  // namespace tessera

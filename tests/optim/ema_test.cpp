@@ -108,6 +108,32 @@ TEST(Ema, IsTheSameInEveryStageAtEveryWorldSize) {
   }
 }
 
+// Of what each rank has: with copies that are rounded, the average of rounded ones where it is a copy's.
+TEST(Ema, AveragesWhatOwnersStepOnTheHostAndSendRounded) {
+  const auto sgd = torch::optim::SGDOptions(0.1);
+  for (const bool rounds : {false, true}) {
+    on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      ZeroOptions options{.stage = rounds ? 1 : 2};
+      options.oss.offload = {.params = true, .grads = true};
+      if (rounds) options.oss.broadcast_dtype = at::kBFloat16;
+      auto model = zero(seeded(5, [] { return Bare(); }), sgd, comm, options);
+      Ema ema(model, {.decay = kDecay});
+      train(model, ema, 0, 4);
+      const auto expected = reference(4, false);
+      auto averaged = ema.swap_in();
+      const auto got = copied(model.module()->named_parameters());
+      for (const auto& [name, value] : expected)
+        EXPECT_TRUE(torch::allclose(got.at(name), value, rounds ? 1e-2 : 0, rounds ? 1e-2 : 0))
+            << rounds << " " << name << (got.at(name) - value).abs().max().item<float>();
+      for (const auto& [name, value] : got) {
+        at::Tensor all = torch::empty({3 * value.numel()});
+        comm->all_gather(all, value.contiguous().flatten()).wait();
+        EXPECT_TRUE(torch::equal(all.narrow(0, 0, value.numel()), all.narrow(0, 2 * value.numel(), value.numel())));
+      }
+    });
+  }
+}
+
 TEST(Ema, ForgetsTheFirstValuesSoonWithWarmup) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     FullyShardedDataParallel fsdp(seeded(5, [] { return Bare(); }), comm);

@@ -131,6 +131,102 @@ TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSize) {
     EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << name;
 }
 
+// Through zero(), with gradients of two micro-batches, and parameters that are elsewhere between uses.
+TEST(Lbfgs, StepsThroughZeroWithAccumulationAndOffload) {
+  const auto expected = reference(2, kRules[0], 3);
+  for (const bool offload : {false, true})
+    for (const int stage : {0, 3}) {
+      on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+        ZeroOptions options{.stage = stage};
+        options.fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+        options.fsdp.offload = {.params = offload, .grads = offload};
+        auto wrapped = zero(model(), options_of(kRules[0]), comm, options);
+        for (int step = 0; step < 3; ++step)
+          wrapped.step([&] {
+            wrapped.zero_grad();
+            {
+              auto accumulating = wrapped.no_sync();
+              (loss_of_part(wrapped, comm->rank()) / 2).backward();
+            }
+            (loss_of_part(wrapped, comm->rank()) / 2).backward();
+            at::NoGradGuard no_grad;
+            return loss_of_part(wrapped, comm->rank());
+          });
+        expect_near(wrapped, expected, "stage " + std::to_string(stage));
+      });
+    }
+}
+
+// Masters in fp32 of a computation in bf16: losses and gradients are rounded, and ranks still take the same steps.
+TEST(Lbfgs, KeepsRanksTogetherInMixedPrecision) {
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    auto net = model();
+    net->to(at::kFloat);
+    FullyShardedDataParallel fsdp(net, comm,
+                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+                                   .mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat}});
+    Lbfgs optimizer(fsdp, options_of(kRules[0]));
+    int calls = 0;
+    double first = 0, last = 0;
+    for (int step = 0; step < 4; ++step)
+      optimizer.step([&] {
+        ++calls;
+        fsdp.zero_grad();
+        const at::Tensor x = seeded(50 + comm->rank(), [] { return torch::randn({12, 4}); });
+        at::Tensor loss = (fsdp(x).to(at::kFloat) - x.narrow(1, 0, 3).sin()).square().mean();
+        loss.backward();
+        if (calls == 1) first = loss.item<double>();
+        last = loss.item<double>();
+        return loss;
+      });
+    EXPECT_LT(last, first);
+    at::Tensor most = torch::tensor({calls, -calls});
+    comm->all_reduce(most, ReduceOp::kMax).wait();
+    EXPECT_EQ(most[0].item<int>(), -most[1].item<int>());
+  });
+}
+
+// torch's own takes inner products of a rank's own part.
+TEST(Lbfgs, TorchsIsRefusedOnShards) {
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    for (const char* line_search : {"", "strong_wolfe"}) {
+      FullyShardedDataParallel fsdp(model(), comm);
+      auto options = torch::optim::LBFGSOptions(1);
+      if (*line_search != 0) options.line_search_fn(line_search);
+      torch::optim::LBFGS optimizer(fsdp.parameters(), options);
+      const auto before = fsdp.full_state_dict();
+      const std::string error = error_of<std::logic_error>([&] {
+        optimizer.step([&] {
+          optimizer.zero_grad();
+          at::Tensor loss = loss_of_part(fsdp, comm->rank());
+          loss.backward();
+          return loss;
+        });
+      });
+      expect_contains(error,
+                      "an inner product of gradients one after the other, the first that of parameter '0.weight'");
+      expect_contains(error, "use tessera::Lbfgs");
+      for (const auto& item : fsdp.full_state_dict()) EXPECT_TRUE(torch::equal(item.value(), before[item.key()]));
+    }
+    // What a program makes of its gradients itself is its own affair.
+    FullyShardedDataParallel fsdp(model(), comm);
+    loss_of_part(fsdp, comm->rank()).backward();
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& shard : fsdp.parameters()) flat.push_back(shard.grad().view(-1));
+    at::Tensor square = torch::cat(flat).square().sum();
+    comm->all_reduce(square).wait();
+    EXPECT_NEAR(square.sqrt().item<double>(), fsdp.clip_grad_norm_(1e9), 1e-9);
+    for (const int stage : {0, 1, 2, 3})
+      expect_contains(error_of<std::invalid_argument>([&] {
+                        zero<torch::optim::LBFGS>(model(), torch::optim::LBFGSOptions(1), comm, {.stage = stage});
+                      }),
+                      "LBFGS>: its line searches follow this rank's loss");
+    for (const int stage : {1, 2})
+      expect_contains(error_of<std::invalid_argument>([&] { zero(model(), LbfgsOptions(1), comm, {.stage = stage}); }),
+                      "use tessera::Lbfgs with FullyShardedDataParallel");
+  });
+}
+
 TEST(Lbfgs, MistakesAreNamed) {
   auto weight = torch::ones({3}).set_requires_grad(true);
   Lbfgs lbfgs({weight});
