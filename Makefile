@@ -28,7 +28,7 @@ matrix: test
 BENCH ?=
 bench: setup
 	@$(configure) -DTESSERA_BUILD_BENCH=ON >/dev/null
-	@$(compile) train_step
+	@$(compile) train_step limits
 	@bench/compare/setup.sh
 	@tools/python.sh bench/compare/compare.py --build $(BUILD) $(BENCH)
 
