@@ -22,6 +22,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/descriptors.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
@@ -720,6 +721,11 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
+int64_t tcp_descriptors(int size) {
+  constexpr int64_t kOfDevice = 4;  // a socket that listens, what its thread waits with
+  return kConnections * (size - 1 + kOfDevice);
+}
+
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options) {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
@@ -729,11 +735,16 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
     try {
       memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
       // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
-      if (!memory || !memory->reaches_all()) group = connect_by_tcp(store, rank, size, options, kConnections);
+      if (!memory || !memory->reaches_all()) {
+        require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+        group = connect_by_tcp(store, rank, size, options, kConnections);
+      }
       // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
       // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
       if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
       store->wait({"tessera/all_connected"}, options.timeout);
+    } catch (const CommError&) {
+      throw;
     } catch (const std::exception& error) {
       throw CommError(c10::str("rank ", rank, " of ", size, " (address ", options.address,
                                ") could not join the group within ",
