@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/reduced_report.h"
 
 namespace tessera {
 namespace {
@@ -45,14 +46,17 @@ void require_agreement(Communicator& comm, const std::string& subject, const std
   c10::InferenceMode quiet;
   Fingerprint fingerprint;
   for (const std::string& line : lines) fingerprint.add(line);
-  const auto hashes = gather_numbers(comm, static_cast<int64_t>(fingerprint.value()), subject);
-  const auto odd = std::find_if(hashes.begin(), hashes.end(), [&](int64_t hash) { return hash != hashes[0]; });
-  if (odd == hashes.end()) return;
+  ReducedReport report(comm, fingerprint.value(), {}, subject);
+  report.finish();
+  if (!report.unlike_ranks()) return;
 
-  const auto rank = odd - hashes.begin();
+  // Only now does every rank get to see every other's.
   std::string text;
   for (const std::string& line : lines) text += line + '\n';
   const auto texts = gather_texts(comm, text, subject);
+  const auto rank =
+      std::find_if(texts.begin(), texts.end(), [&](const auto& other) { return other != texts[0]; }) - texts.begin();
+  if (rank == static_cast<std::ptrdiff_t>(texts.size())) return report.require_alike(subject);
   std::istringstream expected(texts[0]), got(texts[rank]);
   std::string expected_line, got_line;
   while (expected_line == got_line && (expected || got)) {

@@ -9,7 +9,7 @@
 namespace tessera {
 
 // Makes sure that all ranks hold the same lines of text (a description of the model, of options, of what they did), at
-// the cost of one small collective if they do. Collective. Otherwise throws std::invalid_argument on every rank:
+// the cost of one small all-reduce if they do. Collective. Otherwise throws std::invalid_argument on every rank:
 // `subject`, the first line that differs and the two ranks that differ in it, the lowest first.
 void require_agreement(Communicator& comm, const std::string& subject, const std::vector<std::string>& lines);
 

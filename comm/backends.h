@@ -25,6 +25,9 @@ struct GlooOptions {
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options);
 
+// How many descriptors a rank of such a group takes where memory does not reach: sockets, above all.
+int64_t tcp_descriptors(int size);
+
 struct NcclOptions {
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   bool registered_memory = false;  // see InitOptions

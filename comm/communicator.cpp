@@ -57,6 +57,15 @@ class TracedOperation : public Pending::Operation {
 
 thread_local uint64_t begun_here = 0;
 
+// The first few by number: an error is to be read, also of a group of thousands.
+std::string ranks_text(const std::vector<int>& members) {
+  constexpr size_t kMostNamed = 8;
+  const size_t named = std::min(members.size(), kMostNamed);
+  const std::vector<int> first(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(named));
+  const std::string more = members.size() > named ? c10::str(" and ", members.size() - named, " more") : "";
+  return c10::str("ranks ", c10::Join(", ", first), more);
+}
+
 // The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
 // nothing here may be recorded by autograd.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
@@ -75,7 +84,10 @@ bool is_reducible(at::ScalarType dtype, ReduceOp op) {
 
 Communicator::~Communicator() = default;
 
-std::string Collective::description() const { return c10::str(kTraits[kind].name, what.empty() ? "" : " of ", what); }
+// Made for every operation: a stream would take longer than the rest of starting one.
+std::string Collective::description() const {
+  return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
+}
 
 void Communicator::check(Collective& collective) const {
   const KindTraits& traits = kTraits[collective.kind];
@@ -87,7 +99,7 @@ void Communicator::check(Collective& collective) const {
     require(tensor.defined(), name, " is undefined");
     require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
     require(tensor.is_contiguous(), name, " is not contiguous; shape ", tensor.sizes());
-    tensor = tensor.detach().view({-1});
+    if (tensor.dim() != 1 || tensor.requires_grad()) tensor = tensor.detach().view({-1});
   };
   require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);
   if (kind == Collective::kScatter && rank_ != root) {
@@ -198,8 +210,8 @@ Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vecto
 
 void Communicator::barrier(std::string_view what) {
   c10::InferenceMode quiet;
-  at::Tensor arrived = at::zeros({size_}, at::TensorOptions().dtype(at::kByte).device(device_));
-  all_gather(arrived, arrived.narrow(0, rank_, 1), {}, what.empty() ? "barrier" : what).wait();
+  at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
+  all_reduce(arrived, ReduceOp::kMax, what.empty() ? "barrier" : what).wait();
   if (device_.is_cuda()) arrived.cpu();  // the host, too, must not pass before the others arrive
 }
 
@@ -234,7 +246,7 @@ std::shared_ptr<Communicator> Communicator::group_of(const std::vector<int>& mem
   const int position = self == members.end() ? -1 : static_cast<int>(self - members.begin());
   auto part = make_part(c10::str("split", number, "/", color), members, position);
   if (!part) return nullptr;
-  part->label_ = c10::str("ranks ", c10::Join(", ", members), " of ", size_, label_.empty() ? "" : ", in ", label_);
+  part->label_ = c10::str(ranks_text(members), " of ", size_, label_.empty() ? "" : ", in ", label_);
   part->counters_.insert(part->counters_.end(), counters_.begin(), counters_.end());
   lock.lock();
   parts_.push_back(part);

@@ -22,6 +22,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/descriptors.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
@@ -39,6 +40,9 @@ using std::chrono::steady_clock;
 constexpr int64_t kOneStepBytes = 1 << 16;
 // Between two ranks both ways send the same, and one step waits once: until adding up twice as much takes longer.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
+// Above so many ranks the largest or smallest of small integers spread by doubling: steps are waited for one by one,
+// but there are few.
+constexpr int kMostDirectRanks = 8;
 
 // What PeerMemory's outcomes, in their order, say of an operation that failed; "" where the watch knows more.
 constexpr const char* kCauses[] = {
@@ -163,6 +167,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   void reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
                       const std::vector<int64_t>& counts, ReduceOp reduce);
   void all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
+  void reduce_by_doubling(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
   void reduce_to_root(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce, int root);
   void broadcast(GlooOperation& op, const at::Tensor& tensor, int root);
 
@@ -208,7 +213,10 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   StallWatch watch_;
 };
 
-// `connections` of each pair of ranks, all served by one thread: [Note: one way].
+// Of each pair of ranks: [Note: one way].
+constexpr int kConnections = 2;
+
+// `connections` of each pair of ranks, all served by one thread.
 c10::intrusive_ptr<c10d::ProcessGroupGloo> connect_by_tcp(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                                           int size, const GlooOptions& options, int connections) {
   auto gloo = c10d::ProcessGroupGloo::Options::create(options.timeout);
@@ -524,10 +532,11 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
 
 Pending GlooCommunicator::start(Collective collective) {
   const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
-  const std::string to_root = kind == Collective::kReduce ? c10::str(" to rank ", root) : "";
-  auto op = std::make_unique<GlooOperation>(shared_from_this(),
-                                            c10::str(collective.description(), to_root, " (", numel, " elements)",
-                                                     label().empty() ? "" : " in the group of ", label()));
+  std::string description = collective.description();
+  if (kind == Collective::kReduce) description += " to rank " + std::to_string(root);
+  description += " (" + std::to_string(numel) + " elements)";
+  if (!label().empty()) description += " in the group of " + label();
+  auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
   switch (kind) {
     case Collective::kAllGather:
       exchange_shards(*op, full, shard, counts);
@@ -610,23 +619,30 @@ void GlooCommunicator::send_parts(GlooOperation& op, const std::vector<at::Tenso
 
 void GlooCommunicator::reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
                                       const std::vector<int64_t>& counts, ReduceOp reduce) {
-  const at::Tensor own = full.split_with_sizes(counts)[rank()];
-  // A sum that comes before all is sent must not come where something is sent from.
-  const bool is_apart = !shard.is_alias_of(full) || shard.const_data_ptr() == own.const_data_ptr();
-  if (!reduces_in_background(shard) || !is_apart) {
+  const auto in_background = [&] {
+    if (!reduces_in_background(shard)) return false;
+    // A sum that comes before all is sent must not come where something is sent from.
+    return !shard.is_alias_of(full) || shard.const_data_ptr() == full.split_with_sizes(counts)[rank()].const_data_ptr();
+  };
+  if (!in_background()) {
     op.complete = [shard, reduce, parts = exchange_parts(op, full, counts)] {
       reduce_in_rank_order(shard, parts, reduce);
     };
     return;
   }
   const auto parts = full.split_with_sizes(counts);
-  op.reduce_in_background(own, shard, reduce, /*publish=*/false);
+  op.reduce_in_background(parts[rank()], shard, reduce, /*publish=*/false);
   exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
   op.start_pipeline();
 }
 
 void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce) {
-  if (static_cast<int64_t>(tensor.nbytes()) <= (size() == 2 ? kOneStepBytesOfTwo : kOneStepBytes)) {
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  const bool is_in_any_order =
+      c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) && reduce != ReduceOp::kSum;
+  if (size() > kMostDirectRanks && bytes <= kOneStepBytes && is_in_any_order)
+    return reduce_by_doubling(op, tensor, reduce);
+  if (bytes <= (size() == 2 ? kOneStepBytesOfTwo : kOneStepBytes)) {
     std::vector<at::Tensor> parts(size(), tensor);
     exchange([&](int to) { op.send(tensor, to); },
              [&](int from) { parts[from] = op.receive_new(tensor.numel(), tensor.scalar_type(), from); });
@@ -647,6 +663,24 @@ void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, R
     op.next_step();
     exchange_shards(op, tensor, parts[rank()], counts);
     op.wait_for_messages();
+  };
+}
+
+// After each step a rank has the result over twice as many ranks, the last of them itself (dissemination, Hensgen,
+// Finkel and Manber, 1988). Some are counted twice, which changes neither the largest nor the smallest. A peer is met
+// once in each direction.
+void GlooCommunicator::reduce_by_doubling(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce) {
+  const auto start_step = [this, &op, tensor](int distance) {
+    op.send(tensor, (rank() + distance) % size());
+    return op.receive_new(tensor.numel(), tensor.scalar_type(), (rank() - distance + size()) % size());
+  };
+  op.complete = [this, &op, tensor, reduce, start_step, received = start_step(1)]() mutable {
+    for (int distance = 2;; distance *= 2) {
+      reduce_in_rank_order(tensor, {tensor, received}, reduce);
+      if (distance >= size()) return;
+      received = start_step(distance);
+      op.wait_for_messages();
+    }
   };
 }
 
@@ -687,6 +721,11 @@ void ignore_broken_pipes() {
 
 }  // namespace
 
+int64_t tcp_descriptors(int size) {
+  constexpr int64_t kOfDevice = 4;  // a socket that listens, what its thread waits with
+  return kConnections * (size - 1 + kOfDevice);
+}
+
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options) {
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
@@ -696,11 +735,16 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
     try {
       memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
       // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
-      if (!memory || !memory->reaches_all()) group = connect_by_tcp(store, rank, size, options, /*connections=*/2);
+      if (!memory || !memory->reaches_all()) {
+        require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+        group = connect_by_tcp(store, rank, size, options, kConnections);
+      }
       // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
       // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
       if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
       store->wait({"tessera/all_connected"}, options.timeout);
+    } catch (const CommError&) {
+      throw;
     } catch (const std::exception& error) {
       throw CommError(c10::str("rank ", rank, " of ", size, " (address ", options.address,
                                ") could not join the group within ",

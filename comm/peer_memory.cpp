@@ -14,7 +14,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
@@ -100,17 +99,22 @@ struct Notices {
   static std::string key(const std::string& kind, int rank) { return c10::str("tessera/memory/", kind, "/", rank); }
 };
 
-// In their order; none where this rank is not to take part.
-std::vector<int> ranks_of_host(Notices& notices, int size, bool is_wanted) {
+// In their order; none where this rank is not to take part. Each rank reads the list of its host alone, which is whole
+// once all ranks of the group have signed in somewhere.
+std::vector<int> ranks_of_host(Notices& notices, int size, std::chrono::milliseconds timeout, bool is_wanted) {
   const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
   const std::string identity = is_wanted && !is_switched_off ? host_identity() : kNone;
-  notices.put("host", identity);
-  std::vector<int> everyone(size), host;
-  std::iota(everyone.begin(), everyone.end(), 0);
-  const auto identities = notices.of("host", everyone);
-  if (identity != kNone)
-    std::copy_if(everyone.begin(), everyone.end(), std::back_inserter(host),
-                 [&](int peer) { return identities[peer] == identity; });
+  const std::string list = "tessera/memory/host/" + identity + "/", all = "tessera/memory/all_signed_in";
+  c10d::Store& store = notices.store;
+  if (identity != kNone) store.set(list + std::to_string(store.add(list + "ranks", 1)), std::to_string(notices.rank));
+  if (store.add("tessera/memory/signed_in", 1) == size) store.set(all, "yes");
+  store.wait({all}, timeout);
+  if (identity == kNone) return {};
+  std::vector<std::string> keys;
+  for (int64_t i = 1, count = store.add(list + "ranks", 0); i <= count; ++i) keys.push_back(list + std::to_string(i));
+  std::vector<int> host;
+  for (const auto& bytes : store.multiGet(keys)) host.push_back(std::stoi(std::string(bytes.begin(), bytes.end())));
+  std::sort(host.begin(), host.end());
   return host;
 }
 
@@ -182,7 +186,7 @@ struct PeerMemory::Peer {
 std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
                                                 std::chrono::milliseconds timeout, bool is_wanted) {
   Notices notices{store, rank};
-  const auto host = ranks_of_host(notices, size, is_wanted);
+  const auto host = ranks_of_host(notices, size, timeout, is_wanted);
   if (host.size() < 2) return nullptr;
   auto permission = permit(notices, host);
   auto board = share_board(notices, rank, host);

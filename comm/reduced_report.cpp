@@ -1,66 +1,88 @@
-#include "tessera/comm/gathered_reports.h"
+#include "tessera/comm/reduced_report.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/StringUtil.h>
 
-#include <cstring>
+#include <algorithm>
 #include <stdexcept>
 
 namespace tessera {
+namespace {
 
 // More would mean that the device is many steps behind: the host then waits for the oldest.
-static constexpr size_t kMaxWaiting = 4;
+constexpr size_t kMaxWaiting = 4;
 
-GatheredReports::GatheredReports(Communicator& comm, const std::vector<uint8_t>& own, const std::string& what) {
+// Before the numbers, the fingerprint and its complement, each with the rank below it: the largest of the one is the
+// largest fingerprint, of the other the smallest, and they say whose it is, the lowest rank that has it.
+constexpr int64_t kAgreement = 2;
+constexpr int kRankBits = 20;
+constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
+constexpr int64_t kFingerprintMask = (int64_t{1} << (63 - kRankBits)) - 1;
+
+int64_t folded(uint64_t fingerprint) {
+  return static_cast<int64_t>(fingerprint ^ (fingerprint >> (63 - kRankBits))) & kFingerprintMask;
+}
+
+}  // namespace
+
+ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers,
+                             const std::string& what) {
   c10::InferenceMode quiet;
   const bool on_cpu = comm.device().is_cpu();
-  const auto bytes = static_cast<int64_t>(own.size());
-  const auto host = at::TensorOptions().dtype(at::kByte).pinned_memory(!on_cpu);
-  own_ = at::empty({bytes}, host);
-  std::memcpy(own_.mutable_data_ptr(), own.data(), own.size());
-  on_device_ = on_cpu ? own_ : at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(comm.device()));
-  if (!on_cpu) on_device_.copy_(own_, /*non_blocking=*/true);
-  all_ = at::empty({comm.size(), bytes}, on_device_.options());
-  table_ = on_cpu ? all_ : at::empty({comm.size(), bytes}, host);
-  exchange_ = comm.all_gather(all_, on_device_, {}, what);
+  const auto count = kAgreement + static_cast<int64_t>(numbers.size());
+  host_ = at::empty({count}, at::TensorOptions().dtype(at::kLong).pinned_memory(!on_cpu));
+  auto* values = host_.mutable_data_ptr<int64_t>();
+  const int64_t below = kRankMask - std::min<int64_t>(comm.rank(), kRankMask);
+  values[0] = folded(fingerprint) << kRankBits | below;
+  values[1] = (kFingerprintMask - folded(fingerprint)) << kRankBits | below;
+  std::copy(numbers.begin(), numbers.end(), values + kAgreement);
+  device_ = on_cpu ? host_ : at::empty({count}, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+  if (!on_cpu) device_.copy_(host_, /*non_blocking=*/true);
+  exchange_ = comm.all_reduce(device_, ReduceOp::kMax, what);
 }
 
-void GatheredReports::finish() {
+void ReducedReport::finish() {
   exchange_.wait();
-  if (all_.is_cpu()) return;
+  if (device_.is_cpu()) return;
   c10::InferenceMode quiet;
-  table_.copy_(all_, /*non_blocking=*/true);
-  arrived_.emplace(all_.device().type());
-  arrived_->record(c10::impl::VirtualGuardImpl(all_.device().type()).getStream(all_.device()));
+  host_.copy_(device_, /*non_blocking=*/true);
+  arrived_.emplace(device_.device().type());
+  arrived_->record(c10::impl::VirtualGuardImpl(device_.device().type()).getStream(device_.device()));
 }
 
-bool GatheredReports::have_arrived() const { return !arrived_ || arrived_->query(); }
+bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query(); }
 
-const at::Tensor& GatheredReports::wait() {
-  if (!have_arrived()) arrived_->synchronize();
-  return table_;
+void ReducedReport::wait() {
+  if (!has_arrived()) arrived_->synchronize();
 }
 
-std::optional<int64_t> first_unlike(const at::Tensor& table, int64_t bytes) {
-  const auto* first = table.const_data_ptr<uint8_t>();
-  for (int64_t rank = 1; rank < table.size(0); ++rank)
-    if (std::memcmp(first + rank * table.size(1), first, static_cast<size_t>(bytes)) != 0) return rank;
-  return {};
+const int64_t* ReducedReport::largest() {
+  wait();
+  return host_.const_data_ptr<int64_t>() + kAgreement;
 }
 
-void GatheredReports::require_alike(int64_t bytes, const std::string& subject) {
-  if (const auto rank = first_unlike(wait(), bytes))
-    throw std::invalid_argument(
-        c10::str("the ranks disagree about ", subject, ": ranks 0 and ", *rank, " did not do the same"));
+std::optional<std::pair<int, int>> ReducedReport::unlike_ranks() {
+  wait();
+  const auto* values = host_.const_data_ptr<int64_t>();
+  const int64_t largest = values[0] >> kRankBits, smallest = kFingerprintMask - (values[1] >> kRankBits);
+  if (largest == smallest) return {};
+  const auto rank_in = [](int64_t value) { return static_cast<int>(kRankMask - (value & kRankMask)); };
+  return std::minmax(rank_in(values[0]), rank_in(values[1]));
 }
 
-void LateReports::require_alike(int64_t bytes, const std::string& subject) {
-  while (!waiting_.empty() && (waiting_.front().have_arrived() || waiting_.size() > kMaxWaiting)) {
-    GatheredReports reports = std::move(waiting_.front());
+void ReducedReport::require_alike(const std::string& subject) {
+  if (const auto ranks = unlike_ranks())
+    throw std::invalid_argument(c10::str("the ranks disagree about ", subject, ": ranks ", ranks->first, " and ",
+                                         ranks->second, " did not do the same"));
+}
+
+void LateReports::require_alike(const std::string& subject) {
+  while (!waiting_.empty() && (waiting_.front().has_arrived() || waiting_.size() > kMaxWaiting)) {
+    ReducedReport report = std::move(waiting_.front());
     waiting_.pop_front();
-    reports.require_alike(bytes, subject);
+    report.require_alike(subject);
   }
 }
 

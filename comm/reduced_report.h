@@ -7,44 +7,48 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 
 namespace tessera {
 
-// A few bytes of every rank, of the same number, gathered on all of them without stopping the host: on a device they
-// travel behind what it computes, and can be looked at when they have come. Used by one thread at a time.
-class GatheredReports {
+// Whether all ranks have one fingerprint, and the largest of each of some numbers over ranks, in one all-reduce: what a
+// rank holds and exchanges for it does not grow with their number. It does not stop the host: on a device it travels
+// behind what is computed there, and can be looked at when it has come. Used by one thread at a time.
+class ReducedReport {
  public:
-  // Collective. The communicator outlives finish().
-  GatheredReports(Communicator& comm, const std::vector<uint8_t>& own, const std::string& what);
+  // Collective, with as many numbers on all ranks. The communicator outlives finish().
+  ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
   // Waits for the exchange as Pending::wait() does. Once, before the others.
   void finish();
-  // Whether wait() returns at once.
-  bool have_arrived() const;
-  // [ranks, bytes] in host memory; waits for it.
-  const at::Tensor& wait();
-  // Waits, and throws std::invalid_argument if the ranks' first `bytes` differ: "the ranks disagree about <subject>".
-  void require_alike(int64_t bytes, const std::string& subject);
+  // Whether the next ones return at once.
+  bool has_arrived() const;
+  // The largest over ranks of each number; waits for it.
+  const int64_t* largest();
+  // Two ranks that have different fingerprints, if not all have one: the lower one first. Waits. 43 bits are compared.
+  std::optional<std::pair<int, int>> unlike_ranks();
+  // Waits, and throws std::invalid_argument if they have: "the ranks disagree about <subject>".
+  void require_alike(const std::string& subject);
 
  private:
-  at::Tensor own_, on_device_, all_, table_;
+  void wait();
+
+  at::Tensor host_;    // [2 + numbers]
+  at::Tensor device_;  // the same, which travels; of a CPU group one and the same
   Pending exchange_;
   std::optional<c10::Event> arrived_;  // of a device
 };
 
-// The lowest rank whose report begins with other `bytes` than rank 0's.
-std::optional<int64_t> first_unlike(const at::Tensor& table, int64_t bytes);
-
 // Reports that nobody waits for: each is looked at once it has come, one after the other, at one of the next calls.
 class LateReports {
  public:
-  void add(GatheredReports reports) { waiting_.push_back(std::move(reports)); }
-  void require_alike(int64_t bytes, const std::string& subject);
+  void add(ReducedReport report) { waiting_.push_back(std::move(report)); }
+  void require_alike(const std::string& subject);
 
  private:
-  std::deque<GatheredReports> waiting_;
+  std::deque<ReducedReport> waiting_;
 };
 
 }  // namespace tessera

@@ -1,13 +1,11 @@
 #include "tessera/comm/wait_report.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iomanip>
 #include <sstream>
 
-#include "tessera/comm/gathered_reports.h"
+#include "tessera/comm/agreement.h"
 
 namespace tessera {
 namespace {
@@ -72,14 +70,10 @@ WaitReport WaitReporter::report() {
     std::memset(own.operation, 0, sizeof own.operation);
     operation.copy(own.operation, sizeof own.operation - 1);
   }
-  std::vector<uint8_t> bytes(sizeof own);
-  std::memcpy(bytes.data(), &own, sizeof own);
-  GatheredReports gathered(comm_, bytes, "waits");
-  gathered.finish();
-  const at::Tensor& table = gathered.wait();
   WaitReport report;
-  for (int rank = 0; rank < comm_.size(); ++rank) {
-    std::memcpy(&own, table.const_data_ptr<uint8_t>() + rank * sizeof own, sizeof own);
+  for (const std::string& text :
+       gather_texts(comm_, std::string(reinterpret_cast<const char*>(&own), sizeof own), "waits")) {
+    std::memcpy(&own, text.data(), sizeof own);
     report.ranks.push_back({own.wait_s, own.longest_s, own.operation});
     report.elapsed_s = std::max(report.elapsed_s, own.elapsed_s);
   }

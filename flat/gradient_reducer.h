@@ -37,7 +37,7 @@ struct ReducerOptions {
 // stages (reduced; averaged with the other copies of the model; on the way to the host) -> marks of use -> accepted.
 //
 // A full bucket waits for those that were expected before it; what is not full when backward ends (parameters that
-// this rank did not use) is filled with zeros. Then the ranks tell each other, in one small all-gather, which
+// this rank did not use) is filled with zeros. Then the ranks tell each other, in one small all-reduce, which
 // parameters had a gradient at all, so that those without one anywhere keep what they had, and which buckets got more
 // after they had been sent (a part of the model computed again within backward), which are then reduced once more:
 // PassReports.

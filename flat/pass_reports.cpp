@@ -1,6 +1,5 @@
 #include "tessera/flat/pass_reports.h"
 
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -8,19 +7,6 @@
 #include "tessera/comm/agreement.h"
 
 namespace tessera {
-namespace {
-
-constexpr int64_t kFingerprintBytes = 8;
-
-// After the fingerprint: one bit a parameter that was used, then one a bucket with late gradients.
-void set_bit(uint8_t* bytes, size_t bit) { bytes[bit / 8] |= static_cast<uint8_t>(1U << (bit % 8)); }
-bool has_bit(const uint8_t* bytes, size_t bit) { return (bytes[bit / 8] >> (bit % 8) & 1) != 0; }
-
-const uint8_t* bits_of(const at::Tensor& table, int rank) {
-  return table.const_data_ptr<uint8_t>() + rank * table.size(1) + kFingerprintBytes;
-}
-
-}  // namespace
 
 PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhile) {
   if (!first_.used.empty()) {
@@ -28,59 +14,54 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
     meanwhile();
     return first_;
   }
-  GatheredReports reports(*mesh_.world, encoded(own), "the end of backward");
+  ReducedReport report(*mesh_.world, log_.fingerprint(), encoded(own), "the end of backward");
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
-  reports.finish();
+  report.finish();
   if (mesh_.world->device().is_cpu()) {
-    own = read(reports.wait());
+    const std::string subject = "what was gathered and reduced since the last backward";
+    if (report.unlike_ranks()) require_agreement(*mesh_.world, subject, log_.lines());
+    report.require_alike(subject);  // in what the log has not kept
+    own = read(report);
   } else {
     const std::string subject = "what was gathered and reduced since the last backward, in this one or a few before";
     if (must_know) {  // maybe not on all ranks
-      reports.require_alike(kFingerprintBytes, subject);
-      own.used = read(reports.wait()).used;
+      report.require_alike(subject);
+      own.used = read(report).used;
     } else {
-      late_reports_.add(std::move(reports));
+      late_reports_.add(std::move(report));
     }
-    late_reports_.require_alike(kFingerprintBytes, subject);
+    late_reports_.require_alike(subject);
   }
   if (options_.is_static) first_ = own;
   return own;
 }
 
-std::vector<uint8_t> PassReports::encoded(const PassUse& own) const {
-  std::vector<uint8_t> bytes(kFingerprintBytes + (own.used.size() + own.late.size() + 7) / 8, 0);
-  const uint64_t value = log_.fingerprint();
-  std::memcpy(bytes.data(), &value, sizeof(value));
-  uint8_t* bits = bytes.data() + kFingerprintBytes;
-  for (size_t i = 0; i < own.used.size(); ++i)
-    if (own.used[i]) set_bit(bits, i);
-  for (size_t bucket = 0; bucket < own.late.size(); ++bucket)
-    if (own.late[bucket]) set_bit(bits, own.used.size() + bucket);
-  return bytes;
+// Of each number the ranks learn the largest: whether a parameter was used, whether a bucket had late gradients, and,
+// where it may not be, who has not used a parameter: 0, or more the lower the rank.
+std::vector<int64_t> PassReports::encoded(const PassUse& own) const {
+  std::vector<int64_t> numbers(own.used.begin(), own.used.end());
+  numbers.insert(numbers.end(), own.late.begin(), own.late.end());
+  if (options_.refuse_uneven_use)
+    for (const bool used : own.used) numbers.push_back(used ? 0 : mesh_.world->size() - mesh_.world->rank());
+  return numbers;
 }
 
-PassUse PassReports::read(const at::Tensor& table) const {
-  PassUse use{std::vector<bool>(parameters_.size(), false), std::vector<bool>(buckets_.size(), false)};
-  for (int rank = 0; rank < mesh_.world->size(); ++rank) {
-    const uint8_t* bits = bits_of(table, rank);
-    for (size_t i = 0; i < use.used.size(); ++i) use.used[i] = use.used[i] || has_bit(bits, i);
-    for (size_t bucket = 0; bucket < use.late.size(); ++bucket)
-      use.late[bucket] = use.late[bucket] || has_bit(bits, use.used.size() + bucket);
-  }
-  if (first_unlike(table, kFingerprintBytes))
-    require_agreement(*mesh_.world, "what was gathered and reduced since the last backward", log_.lines());
-  if (options_.refuse_uneven_use) check_even_use(table, use);
+PassUse PassReports::read(ReducedReport& report) const {
+  const int64_t* used = report.largest();
+  const int64_t* late = used + parameters_.size();
+  const int64_t* missing_by = late + buckets_.size();
+  PassUse use{std::vector<bool>(used, late), std::vector<bool>(late, missing_by)};
+  if (options_.refuse_uneven_use) check_even_use(missing_by, use);
   return use;
 }
 
-void PassReports::check_even_use(const at::Tensor& table, const PassUse& use) const {
+void PassReports::check_even_use(const int64_t* missing_by, const PassUse& use) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     for (const size_t i : buckets_[bucket].members)
-      for (int rank = 0; use.used[i] && rank < mesh_.world->size(); ++rank)
-        if (!has_bit(bits_of(table, rank), i))
-          throw std::invalid_argument("parameter '" + parameters_[i].fqn + "' of " + buckets_[bucket].name +
-                                      " had no gradient on rank " + std::to_string(rank) +
-                                      ", but had one on others (refuse_uneven_use)");
+      if (use.used[i] && missing_by[i] > 0)
+        throw std::invalid_argument("parameter '" + parameters_[i].fqn + "' of " + buckets_[bucket].name +
+                                    " had no gradient on rank " + std::to_string(mesh_.world->size() - missing_by[i]) +
+                                    ", but had one on others (refuse_uneven_use)");
 }
 
 // With a static graph each rank looks for itself.

@@ -1,12 +1,10 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 #include <functional>
 #include <vector>
 
-#include "tessera/comm/gathered_reports.h"
+#include "tessera/comm/reduced_report.h"
 #include "tessera/flat/gradient_bucket.h"
 #include "tessera/flat/mesh.h"
 #include "tessera/flat/order_log.h"
@@ -20,9 +18,9 @@ struct PassUse {
   std::vector<bool> late;  // by bucket: some came after it had been sent
 };
 
-// What the ranks tell each other at the end of a pass, in one small all-gather: its use, and a fingerprint of all that
-// was exchanged since the last one, which must be the same. With a static graph nothing travels after the first pass:
-// each rank sees for itself that its use is that one's.
+// What the ranks tell each other at the end of a pass, in one small all-reduce, whose bytes do not grow with their
+// number: its use, and a fingerprint of all that was exchanged since the last one, which must be the same. With a
+// static graph nothing travels after the first pass: each rank sees for itself that its use is that one's.
 //
 // On a device that stops the host for no more than it must know at once: a rank that left a parameter out waits for the
 // others' marks, one that had gradients for all reads them when they have come, in a later pass; and what came late on
@@ -46,9 +44,9 @@ class PassReports {
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:
-  std::vector<uint8_t> encoded(const PassUse& own) const;
-  PassUse read(const at::Tensor& table) const;
-  void check_even_use(const at::Tensor& table, const PassUse& use) const;
+  std::vector<int64_t> encoded(const PassUse& own) const;
+  PassUse read(ReducedReport& report) const;
+  void check_even_use(const int64_t* missing_by, const PassUse& use) const;
   void require_first_use(const PassUse& own) const;
 
   const std::vector<PlannedParameter>& parameters_;

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <c10/core/Device.h>
-
 #include <string>
 #include <vector>
 
@@ -13,8 +11,8 @@ struct SummonOptions {
   // true: only rank 0 gets them; on the others using a parameter throws std::logic_error. Needs
   // writeback = false, since the others' shards could not follow.
   bool rank0_only = false;
-  // true: full parameters lie in host memory. Of use on an accelerator, where it is not built yet
-  // and refused; on CPUs they always do.
+  // true: full parameters lie in host memory, so that an accelerator holds one of a unit's flat parameters whole at a
+  // time. To read and change them: forward() in such a scope throws std::logic_error. On CPUs they always lie there.
   bool offload_to_cpu = false;
   // The units to summon, by name, as describe() prints them: "blocks.3", "(root)". Empty: all. The
   // others are gathered when used, as ever.
@@ -22,7 +20,7 @@ struct SummonOptions {
 };
 
 // The options. Throws std::invalid_argument for ones that do not go together.
-const SummonOptions& checked(const SummonOptions& options, c10::Device device);
+const SummonOptions& checked(const SummonOptions& options);
 
 // Who gets what full_state_dict() and visit_full_state() bring, and where. The same on all ranks.
 struct StateDictOptions {

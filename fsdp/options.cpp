@@ -60,12 +60,9 @@ const FsdpOptions& checked(const FsdpOptions& options) {
   return options;
 }
 
-const SummonOptions& checked(const SummonOptions& options, c10::Device device) {
+const SummonOptions& checked(const SummonOptions& options) {
   if (options.rank0_only && options.writeback)
     throw std::invalid_argument("SummonOptions::rank0_only and writeback are both true, expected writeback = false");
-  if (options.offload_to_cpu && !device.is_cpu())
-    throw std::invalid_argument("SummonOptions::offload_to_cpu is true on " + device.str() +
-                                ": not built yet, expected false");
   return options;
 }
 

@@ -92,6 +92,9 @@ Scope Scheduler::begin_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
   require_use("forward()");
+  if (summoned_to_host_)
+    throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
+                           ": the parameters are in host memory, leave the scope first");
   const bool trains = sync() && c10::GradMode::is_enabled();
   Quiet quiet;
   recover();
@@ -183,14 +186,16 @@ void Scheduler::summon(const SummonOptions& options) {
   require_use("summon_full_params");
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
   const Communicator& world = *model_.mesh().world;
-  const std::vector<Unit*> chosen = model_.units_named(checked(options, world.device()).units);
+  const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
   Quiet quiet;
   recover();
   inspect_all();
   release_all();
   summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
-  for (Unit* unit : chosen) summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback);
+  for (Unit* unit : chosen)
+    summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
   summoned_ = true;
+  summoned_to_host_ = options.offload_to_cpu && !world.device().is_cpu();
 }
 
 void Scheduler::dismiss(bool writeback) {
@@ -198,7 +203,7 @@ void Scheduler::dismiss(bool writeback) {
   Quiet quiet;
   for (auto& unit : model_.units())
     if (unit->is_pinned()) unit->unpin(writeback);
-  summoned_ = summoned_elsewhere_ = false;
+  summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
   inspect_all();
   release_all();
 }

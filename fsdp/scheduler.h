@@ -72,6 +72,7 @@ class Scheduler : public Pager, public BackwardPass {
   std::string refusal_;  // why nobody may use the parameters outside backward
   bool first_backward_ = true;
   bool summoned_ = false;
+  bool summoned_to_host_ = false;
   bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another
 };
 

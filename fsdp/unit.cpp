@@ -65,7 +65,8 @@ Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatPar
 Unit::~Unit() {
   for (auto& group : groups_) {
     group->page->detach();
-    if (group->exact_page) group->exact_page->detach();
+    for (const auto& page : {group->exact_page.get(), group->host_page.get()})
+      if (page != nullptr) page->detach();
   }
 }
 
@@ -223,7 +224,7 @@ void Unit::gather_secondary() {
 
 // What came from such parts is cut from no more: it would be the same.
 void Unit::cut_secondary() {
-  if (!keeps_secondary_ || state_ != State::kResident || has_secondary() || is_stale()) return;
+  if (!keeps_secondary_ || state_ != State::kResident || buffers_.empty() || has_secondary() || is_stale()) return;
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < groups_.size(); ++i) {
     const int64_t part_numel = buffers_[i].numel() / secondary_.comm->size();
@@ -258,7 +259,8 @@ bool Unit::is_stale() const {
 void Unit::set_current(Page::GradMode use) {
   for (auto& group : groups_) {
     group->page->set_current(use);
-    if (group->exact_page) group->exact_page->set_current(use);
+    for (const auto& page : {group->exact_page.get(), group->host_page.get()})
+      if (page != nullptr) page->set_current(use);
   }
 }
 
@@ -271,11 +273,18 @@ uint32_t Unit::version() const {
 
 // ---- pinned units -------------------------------------------------------------------------------
 
-void Unit::pin(bool writeback) {
+void Unit::pin(bool writeback, bool on_host) {
   at::NoGradGuard no_grad;
   release();
+  on_host = on_host && !comm_.device().is_cpu();
   for (auto& group : groups_) {
-    if (!is_whole_) {
+    if (on_host) {
+      if (!group->host_page) group->host_page = std::make_unique<Page>(group->page->pager(), index_, name_, at::kCPU);
+      group->page->accept_writes();
+      group->host_page->lend(full_values(*group).cpu());
+      point_parameters(*group, *group->host_page, group->flat.dtype());
+      group->flat.set_shard_writable(false);
+    } else if (!is_whole_) {
       Page& page = group->exact_page ? *group->exact_page : *group->page;
       group->page->accept_writes();
       buffers_.push_back(full_values(*group));
@@ -305,12 +314,13 @@ void Unit::unpin(bool writeback) {
     Page& page = page_in_use(group);
     page.set_writable(false);
     group.flat.set_shard_writable(true);
-    if (!writeback && is_whole_) group.flat.shard().copy_(saved_[i]);
-    if (writeback && !is_whole_) {
+    const bool is_apart = !is_whole_ || &page == group.host_page.get();  // not the shard itself
+    if (!writeback && !is_apart) group.flat.shard().copy_(saved_[i]);
+    if (writeback && is_apart) {
       const Range own = group.flat.layout().shard(comm_.rank());
       group.flat.shard().copy_(page.buffer().narrow(0, own.begin, own.numel()));
     }
-    if (!group.exact_page) continue;
+    if (&page == group.page.get()) continue;
     page.take_back();
     point_parameters(group, *group.page, group.flat.gather_dtype());
   }

@@ -22,6 +22,8 @@ struct PagedFlatParameter {
   // Where parameters are cast for use: what the module's parameters are views of while the unit is
   // pinned, in their own dtype. Else null.
   std::unique_ptr<Page> exact_page;
+  // In host memory, what the parameters are views of while a unit of a device is pinned there. Null until then.
+  std::unique_ptr<Page> host_page;
   size_t first_parameter = 0;  // of its parameters, among the model's
   // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
   at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
@@ -100,9 +102,9 @@ class Unit {
   void set_current(Page::GradMode use);
 
   // A pinned unit stays resident, in the parameters' own dtype, and may be written to by operators; its shards may not.
-  // Collective. Unpinning with `writeback` copies this rank's part of the full parameters into the shards, without it
-  // what operators have written is lost; release() follows.
-  void pin(bool writeback);
+  // `on_host`: in host memory, whatever the device. Collective. Unpinning with `writeback` copies this rank's part of
+  // the full parameters into the shards, without it what operators have written is lost; release() follows.
+  void pin(bool writeback, bool on_host);
   // Takes part in the other ranks' pin() without keeping what is gathered.
   void help_to_pin();
   void unpin(bool writeback);
@@ -125,6 +127,7 @@ class Unit {
   void bring_home(PagedFlatParameter& group, size_t parameter);
   void point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype);
   static Page& page_in_use(const PagedFlatParameter& group) {
+    if (group.host_page && group.host_page->is_lent()) return *group.host_page;
     return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
   }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "tessera/comm/backends.h"
+#include "tessera/comm/descriptors.h"
 #include "tessera/launch/device_choice.h"
 #include "tessera/launch/launch_environment.h"
 #include "tessera/launch/local_address.h"
@@ -91,6 +92,11 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   if (options.cache_memory) cache_memory();
   const int rank = environment.rank, size = environment.world_size;
   Trace::set_rank_of_process(rank);
+  // Each rank of the host is watched by a descriptor, and the store has a connection to every rank.
+  const bool serves_store = rank == 0 && !environment.agent_serves_store;
+  if (size > 1)
+    require_descriptors(environment.local_world_size + (serves_store ? size : 0),
+                        c10::str("rank ", rank, " of ", size));
   Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
@@ -118,6 +124,9 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   require(!nccl || visible_cuda_devices() == 0 || world <= visible_cuda_devices(), "run_ranks: ", world,
           " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
 
+  if (!nccl && (!options.peer_memory || c10::utils::check_env("TESSERA_PEER_MEMORY") == false))
+    require_descriptors(world * tcp_descriptors(world),
+                        c10::str("the connections of ", world, " ranks in one process"));
   if (options.cache_memory) cache_memory();
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;

@@ -31,6 +31,8 @@ constexpr milliseconds kConnectRetry{50};
 constexpr milliseconds kShortestPoll{2};
 constexpr milliseconds kLongestPoll{200};
 constexpr char kComplete[] = "complete";
+constexpr char kRefused = '!';
+constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // a fingerprint of it
 constexpr size_t kMostRanksNamed = 8;
 
@@ -65,6 +67,13 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
   return arrival;
 }
 
+// What rank 0, who alone reads what each rank has said, tells the others once all have come: nobody reads more than
+// that, however many they are. As text "<rank> <address>", or '!' and why it refuses the group.
+struct Meeting {
+  int rank = -1;  // the first whose address is not loopback; -1: there is none, all are on one host
+  std::string address;
+};
+
 // One rank that joins the others.
 class Joining {
  public:
@@ -74,18 +83,18 @@ class Joining {
   Rendezvous join(const std::string& fixed_address) {
     StorePtr store = open_store();
     const std::string address = fixed_address.empty() ? first_address() : fixed_address;
-    std::vector<Arrival> arrivals;
+    Meeting meeting;
     std::optional<Trace::Run> run;
     try {
       check_token(store);
       store = c10::make_intrusive<c10d::PrefixStore>(environment_.token, store);
       check_in(store, address);
-      arrivals = await_all(store);
-      run = compare_clocks(store, arrivals);
+      meeting = await_all(store);
+      run = compare_clocks(store);
     } catch (const c10::Error& error) {
       fail("the store was lost, perhaps since rank 0 ended: ", reason_of(error));
     }
-    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, arrivals),
+    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, meeting),
             std::move(run)};
   }
 
@@ -193,14 +202,14 @@ class Joining {
 
   // Rank 0 sees everybody in and then lets everybody on: the others ask for one key again and
   // again, not for one per rank. Asking, since c10d logs every wait that ends without success.
-  std::vector<Arrival> await_all(const StorePtr& store) {
+  Meeting await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));
     auto delay = kShortestPoll;
     for (size_t present = 0;;) {
       if (environment_.rank == 0) {
         while (present < keys.size() && store->check({keys[present]})) ++present;
-        if (present == keys.size()) store->set(kComplete, "1");
+        if (present == keys.size()) store->set(kComplete, all_have_come(store, keys));
       }
       if (store->check({kComplete})) break;
       if (is_late() || is_report_due()) {
@@ -211,23 +220,37 @@ class Joining {
       std::this_thread::sleep_for(std::min(delay, remaining()));
       delay = std::min(delay * 2, kLongestPoll);
     }
-    return read_arrivals(store, keys);
+    const std::string text = store->get_to_str(kComplete);
+    if (text[0] == kRefused) fail(text.substr(1));
+    Meeting meeting;
+    std::istringstream(text) >> meeting.rank >> meeting.address;
+    return meeting;
   }
 
-  std::vector<Arrival> read_arrivals(const StorePtr& store, const std::vector<std::string>& keys) const {
-    std::vector<Arrival> arrivals;
-    for (const auto& bytes : store->multiGet(keys)) arrivals.push_back(parse_arrival(bytes));
-    for (size_t rank = 0; rank < arrivals.size(); ++rank)
-      if (const int other = arrivals[rank].world_size; other != environment_.world_size)
-        fail("the world size of rank ", rank, " is ", other, "; expected ", environment_.world_size);
-    return arrivals;
+  // Rank 0: reads them all, for the others, too.
+  std::string all_have_come(const StorePtr& store, const std::vector<std::string>& keys) const {
+    Meeting meeting;
+    std::string clocks;
+    const auto arrivals = store->multiGet(keys);
+    for (size_t rank = 0; rank < arrivals.size(); ++rank) {
+      const Arrival arrival = parse_arrival(arrivals[rank]);
+      if (arrival.world_size != environment_.world_size)
+        return c10::str(kRefused, "the world size of rank ", rank, " is ", arrival.world_size, "; expected ",
+                        environment_.world_size);
+      if (meeting.rank < 0 && !is_loopback_address(arrival.address))
+        meeting = {static_cast<int>(rank), arrival.address};
+      clocks += arrival.clock + '\n';
+    }
+    store->set(kClocks, clocks);
+    return c10::str(meeting.rank, " ", meeting.address);
   }
 
-  // Costs those that are not traced nothing: who is has come with the arrivals.
-  std::optional<Trace::Run> compare_clocks(const StorePtr& store, const std::vector<Arrival>& arrivals) const {
+  // Only those that are traced read whose clocks there are.
+  std::optional<Trace::Run> compare_clocks(const StorePtr& store) const {
+    if (Trace::active() == nullptr) return std::nullopt;
     std::vector<std::string> clocks;
-    for (const Arrival& arrival : arrivals) clocks.push_back(arrival.clock);
-    if (clocks[static_cast<size_t>(environment_.rank)].empty()) return std::nullopt;
+    std::istringstream lines(store->get_to_str(kClocks));
+    for (std::string clock; std::getline(lines, clock);) clocks.push_back(clock);
     return agree_on_traced_run(*store, environment_.rank, clocks);
   }
 
@@ -252,14 +275,11 @@ class Joining {
 
   // A rank on the host of rank 0 may have found loopback only (address_towards says when): it then takes the address
   // that faces a rank of another host. If all ranks have found loopback, all are on one host.
-  std::string reachable_address(const std::string& address, const std::vector<Arrival>& arrivals) const {
-    if (!is_loopback_address(address)) return address;
-    const auto other = std::find_if(arrivals.begin(), arrivals.end(),
-                                    [](const Arrival& arrival) { return !is_loopback_address(arrival.address); });
-    if (other == arrivals.end()) return address;
-    const std::string facing = address_facing(other->address);
+  std::string reachable_address(const std::string& address, const Meeting& meeting) const {
+    if (!is_loopback_address(address) || meeting.rank < 0) return address;
+    const std::string facing = address_facing(meeting.address);
     if (is_loopback_address(facing))
-      fail("its own address is ", address, ", which rank ", other - arrivals.begin(), " at ", other->address,
+      fail("its own address is ", address, ", which rank ", meeting.rank, " at ", meeting.address,
            " cannot reach; set GLOO_SOCKET_IFNAME on both");
     return facing;
   }

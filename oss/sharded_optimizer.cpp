@@ -277,18 +277,16 @@ void ShardedOptimizer::publish() {
   OrderLog log;
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
   for (auto& buckets : buckets_) flights.push_back(buckets->publish(log));
-  const uint64_t fingerprint = log.fingerprint();
-  const auto* bytes = reinterpret_cast<const uint8_t*>(&fingerprint);
-  GatheredReports reports(*comm_, {bytes, bytes + sizeof(fingerprint)}, "the end of a step");
+  ReducedReport report(*comm_, log.fingerprint(), {}, "the end of a step");
   for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
-  reports.finish();
+  report.finish();
   if (comm_->device().is_cpu()) {
-    if (first_unlike(reports.wait(), sizeof(fingerprint)))
-      require_agreement(*comm_, "what was published in a step", log.lines());
-    return;
+    if (!report.unlike_ranks()) return;
+    require_agreement(*comm_, "what was published in a step", log.lines());
+    report.require_alike("what was published in a step");  // in what the log has not kept
   }
-  late_reports_.add(std::move(reports));
-  late_reports_.require_alike(sizeof(fingerprint), "what was published in an earlier step");
+  late_reports_.add(std::move(report));
+  late_reports_.require_alike("what was published in an earlier step");
 }
 
 bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }

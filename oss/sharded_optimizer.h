@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/gathered_reports.h"
+#include "tessera/comm/reduced_report.h"
 #include "tessera/flat/grad_norm.h"
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/partition.h"

@@ -107,6 +107,66 @@ TEST_P(AcceleratorSaves, ASaveInTheBackgroundCopiesBesideTheLoop) {
   }
 }
 
+// Alone, among others, cast for use; read and changed there, on all ranks or on one.
+TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
+  const Simulation simulation;
+  for (const int world : {1, 2})
+    for (const bool is_cast : {false, true})
+      accelerator::on_devices(world, [&](std::shared_ptr<Communicator> comm) {
+        auto net = chain(3, 40);
+        const auto reference = chain(3, 40);
+        net->to(comm->device());
+        FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+        if (is_cast) options.mixed_precision.param_dtype = at::kBFloat16;
+        FullyShardedDataParallel fsdp(net, comm, options);
+        torch::optim::SGD optimizer(fsdp.parameters(), 0.1);
+        const at::Tensor x = torch::ones({4, 40}, comm->device());
+        auto train = [&] {
+          optimizer.zero_grad();
+          fsdp(x).square().sum().backward();
+          optimizer.step();
+        };
+        const auto expect_values = [&](double changed_to, const char* when) {
+          const auto state = fsdp.full_state_dict({.offload_to_cpu = true});
+          for (const auto& entry : reference->named_parameters())
+            EXPECT_TRUE(torch::equal(state[entry.key()], entry.key() == "1.bias"
+                                                             ? torch::full_like(entry.value(), changed_to)
+                                                             : entry.value().detach()))
+                << entry.key() << " " << when;
+        };
+        {
+          auto scope = fsdp.summon_full_params({.offload_to_cpu = true});
+          EXPECT_EQ(fsdp.memory().gathered_bytes, 0);
+          torch::NoGradGuard no_grad;
+          for (const auto& entry : reference->named_parameters()) {
+            const at::Tensor summoned = net->named_parameters()[entry.key()];
+            EXPECT_TRUE(summoned.is_cpu());
+            EXPECT_TRUE(torch::equal(summoned, entry.value())) << entry.key();
+          }
+          net->named_parameters()["1.bias"].fill_(3);
+          expect_contains(error_of<std::logic_error>([&] { fsdp(x); }), "the parameters are in host memory");
+        }
+        for (const auto& parameter : net->parameters()) EXPECT_EQ(parameter.device(), comm->device());
+        expect_values(3, "after a change");
+        {
+          auto scope = fsdp.summon_full_params({.writeback = false, .offload_to_cpu = true});
+          torch::NoGradGuard no_grad;
+          net->named_parameters()["1.bias"].fill_(4);
+        }
+        expect_values(3, "after one that is lost");
+        {
+          auto scope = fsdp.summon_full_params({.writeback = false, .rank0_only = true, .offload_to_cpu = true});
+          if (comm->rank() == 0) EXPECT_TRUE(net->parameters()[0].is_cpu());
+        }
+        // It trains on, with all its gradients.
+        train();
+        const auto trained = fsdp.full_state_dict({.offload_to_cpu = true});
+        for (const auto& entry : reference->named_parameters())
+          EXPECT_FALSE(torch::equal(trained[entry.key()], entry.value())) << entry.key();
+      });
+  expect_no_findings();
+}
+
 // What a load reads takes the place of what is there, one tensor after another.
 TEST(AcceleratorMemory, ALoadKeepsNoSecondOptimizerState) {
   const TemporaryFolder folder;

@@ -1,11 +1,16 @@
 // Collectives against closed forms, ranks as threads.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <csignal>
 
 #include "tessera/comm/backend_all_reduce.h"
+#include "tessera/comm/reduced_report.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
 
@@ -254,6 +259,73 @@ TEST(CollectivesTraffic, EachRankSendsNoMoreThanItMust) {
     EXPECT_EQ(comm->traffic().sent_bytes, 12 * shard_bytes);
     EXPECT_EQ(comm->traffic().collectives, 3);
   });
+}
+
+// What ranks compare with each other costs each of them as many messages as their number has bits.
+TEST(CollectivesTraffic, LargestIntegersSpreadByDoubling) {
+  for (const int world : {3, 8, 9, 16, 21}) {
+    SCOPED_TRACE(world);
+    over_each_transport(world, [&](std::shared_ptr<Communicator> comm) {
+      const int rank = comm->rank();
+      const at::Tensor own = torch::tensor({rank, -rank, (rank * 7 + 3) % world, 5}, torch::kLong);
+      const at::Tensor largest = own.clone(), smallest = own.clone();
+      comm->all_reduce(largest, ReduceOp::kMax).wait();
+      const int64_t sent = comm->traffic().sent_bytes;
+      comm->all_reduce(smallest, ReduceOp::kMin).wait();
+      EXPECT_TRUE(torch::equal(largest, torch::tensor({world - 1, 0, world - 1, 5}, torch::kLong))) << largest;
+      EXPECT_TRUE(torch::equal(smallest, torch::tensor({0, 1 - world, 0, 5}, torch::kLong))) << smallest;
+      const int64_t messages = world <= 8 ? world - 1 : world <= 16 ? 4 : 5;
+      EXPECT_EQ(sent, messages * 32);
+    });
+  }
+}
+
+TEST(ReducedReport, NamesTheLowestOfThoseWhoDiffer) {
+  for (const int world : {2, 5, 12})
+    for (const int odd : {0, 1, world - 1}) {
+      run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        const int rank = comm->rank();
+        ReducedReport alike(*comm, 7, {rank, 3}, "a test");
+        alike.finish();
+        EXPECT_FALSE(alike.unlike_ranks());
+        EXPECT_EQ(alike.largest()[0], world - 1);
+        EXPECT_EQ(alike.largest()[1], 3);
+        // The highest bit alone, of a hash of 64, tells them apart.
+        ReducedReport other(*comm, 7 + (rank == odd ? uint64_t{1} << 63 : 0), {}, "a test");
+        other.finish();
+        ASSERT_TRUE(other.unlike_ranks());
+        EXPECT_EQ(*other.unlike_ranks(), odd == 0 ? std::pair(0, 1) : std::pair(0, odd));
+        expect_contains(error_of<std::invalid_argument>([&] { other.require_alike("a test"); }),
+                        c10::str("the ranks disagree about a test: ranks 0 and ", odd == 0 ? 1 : odd, " did not"));
+      });
+    }
+}
+
+// In a process of its own, whose limits are lowered.
+TEST(CollectivesErrors, TooFewDescriptorsAreAnErrorBeforeAnythingIsStarted) {
+  InitOptions by_tcp;
+  by_tcp.peer_memory = false;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    rlimit limit{64, 256};
+    if (::setrlimit(RLIMIT_NOFILE, &limit) != 0) ::_exit(1);
+    run_ranks(5, [](const auto& comm) { comm->barrier(); }, by_tcp);  // needs more than 64: the soft limit is raised
+    if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur <= 64) ::_exit(2);
+    std::atomic<int> started = 0;
+    try {
+      run_ranks(12, [&](const auto&) { ++started; }, by_tcp);
+    } catch (const CommError& error) {
+      const std::string text = error.what();
+      const bool names_both = text.find("360 descriptors of sockets and files are needed") != std::string::npos &&
+                              text.find("(hard limit RLIMIT_NOFILE 256)") != std::string::npos;
+      ::_exit(names_both && started == 0 ? 0 : 3);
+    }
+    ::_exit(4);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(WIFEXITED(status));
 }
 
 TEST(CollectivesErrors, BadArgumentsNameThemselvesAndHarmNothing) {

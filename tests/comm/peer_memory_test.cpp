@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <csignal>
 #include <functional>
@@ -42,6 +43,41 @@ void on_two_threads(const std::function<void(PeerMemory&, int rank)>& body, std:
 void meet(c10d::Store& store, const std::string& where) {
   if (store.add(where, 1) == 2) store.set(where + "/all", std::string("yes"));
   store.wait({where + "/all"});
+}
+
+// Counts the values that a rank reads in the store.
+class CountingStore : public c10d::PrefixStore {
+ public:
+  explicit CountingStore(c10::intrusive_ptr<c10d::Store> store) : PrefixStore("counted", std::move(store)) {}
+  std::vector<uint8_t> get(const std::string& key) override {
+    ++reads;
+    return PrefixStore::get(key);
+  }
+  std::vector<std::vector<uint8_t>> multiGet(const std::vector<std::string>& keys) override {
+    reads += keys.size();
+    return PrefixStore::multiGet(keys);
+  }
+  size_t reads = 0;
+};
+
+// Two hosts, as it were: of one rank takes part, of the other three.
+TEST(PeerMemory, ARankReadsOfItsOwnHostAlone) {
+  constexpr int kRanks = 12, kShared = 3;
+  const auto shared = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kRanks; ++rank)
+    ranks.emplace_back([&, rank] {
+      CountingStore store(shared);
+      const auto memory = PeerMemory::connect(store, rank, kRanks, 20s, /*is_wanted=*/rank % 4 == 1);
+      EXPECT_EQ(memory != nullptr, rank % 4 == 1);
+      if (!memory) {
+        EXPECT_EQ(store.reads, 0U) << rank;
+      } else {
+        EXPECT_LE(store.reads, 4 * kShared + 1U) << rank;
+        for (int peer = 0; peer < kRanks; ++peer) EXPECT_EQ(memory->reaches(peer), peer % 4 == 1) << peer;
+      }
+    });
+  for (std::thread& rank : ranks) rank.join();
 }
 
 TEST(PeerMemory, TagsMeetInAnyOrderWhoeverComesFirst) {
