@@ -3,14 +3,18 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 #include <torch/ordered_dict.h>
 
 #include <functional>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "tessera/flat/module_state.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/optim/adafactor.h"
 #include "tessera/optim/adamw_8bit.h"
@@ -41,6 +45,18 @@ struct ZeroOptions {
   OssOptions oss;
   SdpOptions sdp;
   FsdpOptions fsdp;
+
+  // What `groups` makes of them.
+  Groups groups_of(const Parameters& parameters) const {
+    return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
+  }
+  // A module's own, each once.
+  static Parameters parameters_of(const torch::nn::Module& module) {
+    Parameters parameters;
+    for (const PlannedParameter& parameter : registered_parameters(module))
+      parameters.insert(parameter.fqn, parameter.tensor);
+    return parameters;
+  }
 };
 
 // The optimizer that torch's options belong to: as a type, in decltype().
@@ -55,5 +71,14 @@ Lion optimizer_of(const LionOptions&);
 Adafactor optimizer_of(const AdafactorOptions&);
 ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
 Lbfgs optimizer_of(const LbfgsOptions&);  // in stages 0 and 3
+
+// Throws std::invalid_argument for torch's own L-BFGS.
+template <class Optimizer>
+void refuse_line_searches_of_one_rank() {
+  if constexpr (std::is_base_of_v<torch::optim::LBFGS, Optimizer>)
+    throw std::invalid_argument(
+        "zero<torch::optim::LBFGS>: its line searches follow this rank's loss, and its inner products this rank's "
+        "part, so ranks go different ways; use tessera::LbfgsOptions, in stage 0 or 3");
+}
 
 }  // namespace tessera
