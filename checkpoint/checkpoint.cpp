@@ -35,6 +35,13 @@ struct State {
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
 State state_of(const TrainingState& state) { return {state.model(), state.optimizer(), state.beside()}; }
+// Of a model that is not in a list: an Ema is then what is saved, its averages.
+State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
+  if (Ema::of(model) == nullptr) return {model, optimizer};
+  State state = state_of(TrainingState({model}));
+  state.optimizer = optimizer;
+  return state;
+}
 
 // Whether autograd's versions tell of every write of the optimizer's step.
 bool counts_writes(const torch::optim::Optimizer& optimizer) {
@@ -133,10 +140,10 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
 
 void save_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer, const json& extra,
                      const SaveOptions& options) {
-  save(dir, {model, &optimizer}, extra, options);
+  save(dir, state_of(model, &optimizer), extra, options);
 }
 void save_checkpoint(const fs::path& dir, ModelShards& model, const json& extra, const SaveOptions& options) {
-  save(dir, {model}, extra, options);
+  save(dir, state_of(model), extra, options);
 }
 void save_checkpoint(const fs::path& dir, const TrainingState& state, const json& extra, const SaveOptions& options) {
   save(dir, state_of(state), extra, options);
@@ -144,11 +151,11 @@ void save_checkpoint(const fs::path& dir, const TrainingState& state, const json
 
 PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                   const json& extra, const SaveOptions& options) {
-  return save_async(dir, {model, &optimizer}, extra, options);
+  return save_async(dir, state_of(model, &optimizer), extra, options);
 }
 PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, const json& extra,
                                   const SaveOptions& options) {
-  return save_async(dir, {model}, extra, options);
+  return save_async(dir, state_of(model), extra, options);
 }
 PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& state, const json& extra,
                                   const SaveOptions& options) {
@@ -168,10 +175,10 @@ void PendingSave::wait() {
 
 json load_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const LoadOptions& options) {
-  return load(dir, {model, &optimizer}, options);
+  return load(dir, state_of(model, &optimizer), options);
 }
 json load_checkpoint(const fs::path& dir, ModelShards& model, const LoadOptions& options) {
-  return load(dir, {model}, options);
+  return load(dir, state_of(model), options);
 }
 json load_checkpoint(const fs::path& dir, const TrainingState& state, const LoadOptions& options) {
   return load(dir, state_of(state), options);

@@ -38,7 +38,7 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
-// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, sampler, scaler, scheduler}).
+// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}).
 // Anything that is a Stateful (flat/stateful.h) can be in the list, with tensors of its own or without.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
