@@ -57,7 +57,7 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   const at::NoGradGuard no_grad;
   const auto shards = state.model.named_shards();
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra};
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
   std::optional<NamedOptimizer> named;
   if (state.optimizer != nullptr) {
     named.emplace(shards, *state.optimizer);
@@ -105,21 +105,23 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
   load_state(manifest, state.model, state.optimizer, state.beside, options, what);
-  return manifest.extra;
+  return manifest.extra.is_null() ? json::object() : manifest.extra;
 }
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
-  // Rank 0 decides: others might see a folder that changes.
+  // Rank 0 decides: others might see a folder that changes. First those of which nobody knows how old they are.
   const auto names = attempt([&] {
-    std::string lines;
-    if (comm.rank() == 0)
-      for (const auto& path : complete_checkpoints(folder)) lines = path.filename().string() + "\n" + lines;
-    return lines;
+    std::string all;
+    if (comm.rank() != 0) return all;
+    const auto [whole, damaged] = find_checkpoints(folder);
+    for (const auto& path : whole) all = path.filename().string() + "/" + all;
+    for (const auto& path : damaged) all = path.filename().string() + "/" + all;
+    return all;
   });
   std::istringstream newest_first(settle(comm, names, "looking for checkpoints in " + folder.string())[0]);
   LoadedCheckpoint loaded;
-  for (std::string name; std::getline(newest_first, name);) try {
+  for (std::string name; std::getline(newest_first, name, '/');) try {
       loaded.path = folder / name;
       loaded.extra = load(loaded.path, state, options);
       return loaded;
@@ -127,6 +129,8 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
       throw;
     } catch (const StorageUnavailable&) {
       throw;  // an older one would undo what the newest holds
+    } catch (const OtherFailure&) {
+      throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
     }
@@ -190,13 +194,7 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, c
 }
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, ModelShards& model,
                                                        torch::optim::Optimizer& optimizer, const LoadOptions& options) {
-  return load_newest(folder, {model, &optimizer}, options);
-}
-
-std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
-  const auto all = complete_checkpoints(folder);
-  if (all.empty()) return std::nullopt;
-  return all.back();
+  return load_newest(folder, state_of(model, &optimizer), options);
 }
 
 }  // namespace tessera

@@ -106,14 +106,14 @@ void HostCopies::settle() {
   sources_.clear();
 }
 
-void HostCopies::end(SavePlan& plan, at::Device device) {
+void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
   settle();
   if (later_.empty()) return;
   std::optional<c10::StreamGuard> on_side;  // beside what the loop computes
   if (!device.is_cpu())
     on_side.emplace(
         c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));
-  for (const size_t i : std::exchange(later_, {})) copy(plan.pieces[i], room_[i]);
+  for (const size_t i : std::exchange(later_, {})) copy(plan.pieces[i], room_[i]), progress();
   if (on_side) begun_.emplace(device.type()).record(on_side->current_stream());
   settle();
   for (const auto& [fqn, tensor, writes] : plan.watched)

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -47,7 +48,8 @@ class HostCopies {
   // before what it is given from now on.
   void begin(SavePlan& plan, at::Device device);
   // Copies the rest and waits for all, on any thread. Throws std::invalid_argument if it was written to meanwhile.
-  void end(SavePlan& plan, at::Device device);
+  // `progress` is told of each that is copied.
+  void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
   // After end(), or in its place.
   at::Tensor take_memory();

@@ -1,6 +1,8 @@
 // Whole models in safetensors files, from any layout and to any.
 #include "tessera/checkpoint/full_file.h"
 
+#include <sys/resource.h>
+
 #include <fstream>
 
 #include "tessera/checkpoint/safetensors_header.h"
@@ -102,6 +104,26 @@ TEST(FullFile, NothingOfAnOlderModelStaysAndNoFileOfItIsOverwritten) {
     before = names();
     ++round;
   }
+}
+
+TEST(FullFile, ManyFilesNeedFewDescriptors) {
+  const TemporaryFolder folder;
+  const auto open_now = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < 60; ++i) net->push_back(torch::nn::Linear(2, 2));
+    FullyShardedDataParallel fsdp(net, comm);
+    comm->barrier();
+    rlimit few = before;
+    few.rlim_cur = static_cast<rlim_t>(open_now) + 60;
+    if (comm->rank() == 0) ::setrlimit(RLIMIT_NOFILE, &few);
+    comm->barrier();
+    save_full(folder / "m.safetensors", fsdp, {.max_file_bytes = 1});
+  });
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(find_full_tensors(folder.path()).files.size(), 120U);
 }
 
 TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
