@@ -560,6 +560,28 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   });
 }
 
+// One unit is summoned; the other could be written to.
+TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    save_checkpoint(folder / "a", fsdp);
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& shard : fsdp.parameters()) shard.fill_(3);
+    }
+    {
+      auto full = fsdp.summon_full_params({.units = {"1"}});
+      expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", fsdp); }),
+                      "inside summon_full_params()");
+    }
+    for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.detach().eq(3).all().item<bool>());
+    load_checkpoint(folder / "a", fsdp);
+    EXPECT_FALSE(fsdp.parameters()[0].detach().eq(3).all().item<bool>());
+  });
+}
+
 TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
   const TemporaryFolder folder;
   under(Layout::kFsdp, 3, 2, 3, [&](auto& model, auto& optimizer, auto& comm) {
