@@ -39,7 +39,7 @@ struct Settings {
 };
 
 struct Round {
-  double dd_write = 0, save = 0, stall = 0, async_total = 0, dd_read = 0, load = 0, copy = 0;
+  double dd_write = 0, save = 0, stall = 0, plain_stall = 0, async_total = 0, dd_read = 0, load = 0, copy = 0;
 };
 
 double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
@@ -99,6 +99,7 @@ class Bench {
     const double write_ratio = of_rounds([](const Round& r) { return r.dd_write / r.save; });
     const double read_ratio = of_rounds([](const Round& r) { return r.dd_read / r.load; });
     const double stall = of_rounds([](const Round& r) { return r.stall; });
+    const double plain_stall = of_rounds([](const Round& r) { return r.plain_stall; });
     const double total = of_rounds([](const Round& r) { return r.async_total; });
     const double dd_write = of_rounds([](const Round& r) { return r.dd_write; }),
                  dd_read = of_rounds([](const Round& r) { return r.dd_read; });
@@ -114,6 +115,7 @@ class Bench {
                                   {"load_s", load},
                                   {"dd_read_over_load", read_ratio},
                                   {"async_stall_s", stall},
+                                  {"plain_stall_s", plain_stall},
                                   {"async_total_s", total},
                                   {"copy_s", copy},
                                   {"stall_over_save", stall / save}}
@@ -133,10 +135,11 @@ class Bench {
     line("dd, cold read", dd_read);
     line("load_checkpoint, cold", load);
     line("async: stall of the loop", stall);
+    line("async: stall by default", plain_stall);
     line("async: until complete", total);
     line("a copy of the bytes", copy);
     std::cout << std::setprecision(2) << "dd / save " << write_ratio << ", dd / load " << read_ratio
-              << ", stall / save " << stall / save << "\n";
+              << ", stall / save " << stall / save << ", by default " << plain_stall / save << "\n";
   }
 
  private:
@@ -201,6 +204,7 @@ class Bench {
     round.stall += seconds_since(before_step);
     pending.wait();
     round.async_total = seconds_since(began);
+    round.plain_stall = stall_by_default(comm, fsdp, optimizer);
     optimizer.zero_grad();
     alone([&] { drop_from_cache(file), drop_all_from_cache(checkpoint()); });
     alone([&] { round.dd_read = run_dd("if=" + file.string() + " of=/dev/null bs=1M"); });
@@ -216,6 +220,25 @@ class Bench {
       fs::remove(file);
     });
     return round;
+  }
+
+  // Without any option: the call, and what a step is slower by that follows one forward and backward.
+  template <class Model>
+  double stall_by_default(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
+    auto seconds_of_step = [&] {
+      fsdp(torch::ones({settings_.batch, settings_.width})).sum().backward();
+      comm.barrier();
+      const auto began = Clock::now();
+      optimizer.step();
+      return seconds_since(began);
+    };
+    const double usual = seconds_of_step();
+    const auto began = Clock::now();
+    auto pending = tessera::save_checkpoint_async(checkpoint(), fsdp, optimizer);
+    const double call = seconds_since(began);
+    const double step = seconds_of_step();
+    pending.wait();
+    return call + std::max(0.0, step - usual);
   }
 
   fs::path checkpoint() const { return settings_.folder / "checkpoint"; }

@@ -35,6 +35,13 @@ struct State {
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
 State state_of(const TrainingState& state) { return {state.model(), state.optimizer(), state.beside()}; }
+// Of a model that is not in a list: an Ema is then what is saved, its averages.
+State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
+  if (Ema::of(model) == nullptr) return {model, optimizer};
+  State state = state_of(TrainingState({model}));
+  state.optimizer = optimizer;
+  return state;
+}
 
 // Whether autograd's versions tell of every write of the optimizer's step.
 bool counts_writes(const torch::optim::Optimizer& optimizer) {
@@ -50,7 +57,7 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   const at::NoGradGuard no_grad;
   const auto shards = state.model.named_shards();
   const Communicator& comm = *state.model.comm();
-  SavePlan plan{.extra = extra};
+  SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
   std::optional<NamedOptimizer> named;
   if (state.optimizer != nullptr) {
     named.emplace(shards, *state.optimizer);
@@ -98,21 +105,23 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   Manifest manifest;
   on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
   load_state(manifest, state.model, state.optimizer, state.beside, options, what);
-  return manifest.extra;
+  return manifest.extra.is_null() ? json::object() : manifest.extra;
 }
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
-  // Rank 0 decides: others might see a folder that changes.
+  // Rank 0 decides: others might see a folder that changes. First those of which nobody knows how old they are.
   const auto names = attempt([&] {
-    std::string lines;
-    if (comm.rank() == 0)
-      for (const auto& path : complete_checkpoints(folder)) lines = path.filename().string() + "\n" + lines;
-    return lines;
+    std::string all;
+    if (comm.rank() != 0) return all;
+    const auto [whole, damaged] = find_checkpoints(folder);
+    for (const auto& path : whole) all = path.filename().string() + "/" + all;
+    for (const auto& path : damaged) all = path.filename().string() + "/" + all;
+    return all;
   });
   std::istringstream newest_first(settle(comm, names, "looking for checkpoints in " + folder.string())[0]);
   LoadedCheckpoint loaded;
-  for (std::string name; std::getline(newest_first, name);) try {
+  for (std::string name; std::getline(newest_first, name, '/');) try {
       loaded.path = folder / name;
       loaded.extra = load(loaded.path, state, options);
       return loaded;
@@ -120,6 +129,8 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
       throw;
     } catch (const StorageUnavailable&) {
       throw;  // an older one would undo what the newest holds
+    } catch (const OtherFailure&) {
+      throw;
     } catch (const CheckpointError& error) {
       loaded.damaged.emplace_back(error.what());
     }
@@ -133,10 +144,10 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
 
 void save_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer, const json& extra,
                      const SaveOptions& options) {
-  save(dir, {model, &optimizer}, extra, options);
+  save(dir, state_of(model, &optimizer), extra, options);
 }
 void save_checkpoint(const fs::path& dir, ModelShards& model, const json& extra, const SaveOptions& options) {
-  save(dir, {model}, extra, options);
+  save(dir, state_of(model), extra, options);
 }
 void save_checkpoint(const fs::path& dir, const TrainingState& state, const json& extra, const SaveOptions& options) {
   save(dir, state_of(state), extra, options);
@@ -144,11 +155,11 @@ void save_checkpoint(const fs::path& dir, const TrainingState& state, const json
 
 PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                   const json& extra, const SaveOptions& options) {
-  return save_async(dir, {model, &optimizer}, extra, options);
+  return save_async(dir, state_of(model, &optimizer), extra, options);
 }
 PendingSave save_checkpoint_async(const fs::path& dir, ModelShards& model, const json& extra,
                                   const SaveOptions& options) {
-  return save_async(dir, {model}, extra, options);
+  return save_async(dir, state_of(model), extra, options);
 }
 PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& state, const json& extra,
                                   const SaveOptions& options) {
@@ -168,10 +179,10 @@ void PendingSave::wait() {
 
 json load_checkpoint(const fs::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const LoadOptions& options) {
-  return load(dir, {model, &optimizer}, options);
+  return load(dir, state_of(model, &optimizer), options);
 }
 json load_checkpoint(const fs::path& dir, ModelShards& model, const LoadOptions& options) {
-  return load(dir, {model}, options);
+  return load(dir, state_of(model), options);
 }
 json load_checkpoint(const fs::path& dir, const TrainingState& state, const LoadOptions& options) {
   return load(dir, state_of(state), options);
@@ -183,13 +194,7 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, c
 }
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const fs::path& folder, ModelShards& model,
                                                        torch::optim::Optimizer& optimizer, const LoadOptions& options) {
-  return load_newest(folder, {model, &optimizer}, options);
-}
-
-std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
-  const auto all = complete_checkpoints(folder);
-  if (all.empty()) return std::nullopt;
-  return all.back();
+  return load_newest(folder, state_of(model, &optimizer), options);
 }
 
 }  // namespace tessera

@@ -26,7 +26,7 @@ namespace tessera {
 //               see. Its parents are made. A checkpoint that is there is replaced.
 //   model       any wrapper
 //   optimizer   any that optim/optimizer_state.h knows, over the wrapper's parameters; sharded or not
-//   extra       the caller's own, finite numbers, rank 0's is kept: step, position in the data, schedule, scaler, ...
+//   extra       the caller's own, finite numbers, rank 0's is kept: step, position in the data, ...; {} if null
 //
 // Throws CheckpointError for files, std::invalid_argument for arguments, CommError for a broken group.
 
@@ -38,7 +38,7 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
-// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, sampler, scaler, scheduler}).
+// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}).
 // Anything that is a Stateful (flat/stateful.h) can be in the list, with tensors of its own or without.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
@@ -74,7 +74,7 @@ class [[nodiscard]] PendingSave {
 // The same in the background: copies this rank's shards to host memory (pinned, for a GPU), and returns; the model may
 // be trained on at once. Costs the bytes of the shards in host memory, which the group keeps for its next such save.
 // The checkpoint appears when all ranks are done, whether or not anybody waits. A rank that cannot write is an error of
-// all that names it; one that gets no further for the group's timeout is one, too.
+// all that names it; so is one that gets no further, when a single step has taken four times the group's timeout.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
                                   torch::optim::Optimizer& optimizer,
                                   const nlohmann::json& extra = nlohmann::json::object(),
@@ -108,18 +108,20 @@ struct LoadedCheckpoint {
   std::vector<std::string> damaged;
 };
 
-// Loads the newest complete checkpoint of a folder that is sound: one that is damaged, or cannot be read, is passed
-// over for the one before, and told of in the result. Nothing if the folder has none; CheckpointError with all their
-// errors if none is sound. One that does not fit is a CheckpointMismatch, as of load_checkpoint(), and an object store
-// that does not answer is StorageUnavailable: what it has may be sound. Collective.
+// Loads the newest complete checkpoint of a folder that is sound: one that is damaged is passed over for the one
+// before, and told of in the result; one whose manifest is damaged, so that its age is not known, in any case. Nothing
+// if the folder has none; CheckpointError with all their errors if none is sound. One that does not fit is a
+// CheckpointMismatch, as of load_checkpoint(). What says nothing of a checkpoint is thrown too, since an older one
+// would undo what the newest holds: StorageUnavailable for a store that does not answer, files that may not be opened,
+// too many that are, a disk that does not read; CheckpointError for memory that ends. Collective.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
                                                        torch::optim::Optimizer& optimizer,
                                                        const LoadOptions& options = {});
 
-// The newest complete checkpoint among the entries of a folder; nothing if there is none. Not collective: let rank 0
-// ask, or make sure that no save is under way.
+// The newest complete checkpoint among the entries of a folder; nothing if there is none. One whose manifest is damaged
+// comes first, so that loading it says so. Not collective: let rank 0 ask, or make sure that no save is under way.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace tessera

@@ -1,6 +1,8 @@
 #include "tessera/checkpoint/commit.h"
 
+#include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <random>
 #include <thread>
 
@@ -15,6 +17,7 @@ namespace fs = std::filesystem;
 
 // Without a slash at its end, and absolute where it is local.
 fs::path normal(const fs::path& target) {
+  if (target.empty()) return target;
   std::string text = is_remote(target) ? target.native() : fs::absolute(target).lexically_normal().native();
   while (text.size() > 1 && text.ends_with('/') && !text.ends_with("://")) text.pop_back();
   return text;
@@ -28,9 +31,10 @@ uint64_t draw_checkpoint_id() {
 }
 
 PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
-  // Of "s3://bucket" too.
-  if (!target_.has_filename() ||
-      (is_remote(target_) && target_.native().find('/', scheme_of(target_).size() + 3) == std::string::npos))
+  // Nor is "s3://bucket".
+  const size_t start = scheme_of(target_).size() + 3;
+  if (!target_.has_filename() || (is_remote(target_) && target_.native().size() <= start) ||
+      (scheme_of(target_) == "s3" && target_.native().find('/', start) == std::string::npos))
     throw CheckpointError(target.string() + ": is not a name for a checkpoint");
 }
 
@@ -38,19 +42,21 @@ void PartialCheckpoint::complete(Manifest& manifest) const {
   manifest.id = manifest.saved.id = id_;
   manifest.folder.clear();
   manifest.sequence = 1;
-  const auto others = complete_checkpoints(folder());
-  if (!others.empty()) manifest.sequence = peek_sequence(others.back()).value_or(0) + 1;
+  for (const auto& other : checkpoints_in(folder()))
+    manifest.sequence = std::max(manifest.sequence, peek_sequence(other).value_or(0) + 1);
   check_saved_tensors(manifest.saved, path_.string());
 }
 
-std::unique_ptr<PartialCheckpoint> PartialCheckpoint::begin(const fs::path& target) {
-  return is_remote(target) ? begin_remote_checkpoint(target) : begin_local_checkpoint(target);
+std::unique_ptr<PartialCheckpoint> PartialCheckpoint::begin(const fs::path& target,
+                                                            const std::function<void()>& progress) {
+  return is_remote(target) ? begin_remote_checkpoint(target, progress) : begin_local_checkpoint(target, progress);
 }
 
 void remove_old_checkpoints(const fs::path& folder, int keep) {
-  const auto all = complete_checkpoints(folder);
-  for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i)
-    is_remote(folder) ? remove_remote_checkpoint(all[i]) : remove_local_checkpoint(all[i]);
+  auto [needless, damaged] = find_checkpoints(folder);
+  needless.resize(needless.size() - std::min(needless.size(), static_cast<size_t>(keep)));
+  std::copy_if(damaged.begin(), damaged.end(), std::back_inserter(needless), &holds_nothing_else);
+  for (const auto& each : needless) is_remote(folder) ? remove_remote_checkpoint(each) : remove_local_checkpoint(each);
   is_remote(folder) ? clear_remote_leftovers(folder) : clear_local_leftovers(folder);
 }
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 
 #include "tessera/checkpoint/manifest.h"
@@ -17,8 +18,11 @@ class PartialCheckpoint {
  public:
   // Makes the folder for the ranks' files, and clears away what dead saves of this target left. On a local path it is a
   // temporary one beside the target, whose parents are made; refused are a target that exists and is not a checkpoint,
-  // or an empty directory, and one that this file system could not replace. On other storage it is one in the target.
-  static std::unique_ptr<PartialCheckpoint> begin(const std::filesystem::path& target);
+  // damaged or not, or an empty directory, and one that this file system could not replace. On other storage it is one
+  // in the target.
+  // `progress` is told of each file that is cleared away.
+  static std::unique_ptr<PartialCheckpoint> begin(
+      const std::filesystem::path& target, const std::function<void()>& progress = [] {});
   // Removes what was not committed, or the checkpoint that was replaced; a local one that somebody reads is left.
   virtual ~PartialCheckpoint() = default;
   PartialCheckpoint(const PartialCheckpoint&) = delete;
@@ -46,8 +50,8 @@ class PartialCheckpoint {
 
 constexpr char kDraftName[] = ".manifest";  // what says that a save is under way, and whose
 
-// Removes all but the newest `keep` complete checkpoints of the folder, and what dead saves left; a local one that
-// somebody reads is left for the next time.
+// Removes all but the newest `keep` complete checkpoints of the folder, those whose manifests are damaged first, and
+// what dead saves left; a local one that somebody reads is left for the next time.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
 // Keeps a checkpoint where it is while it is read: nobody removes it for keep_last meanwhile, nor, where it was
@@ -61,8 +65,10 @@ class ReadHold {
 };
 
 // Of commit.cpp, by storage.
-std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem::path& target);
-std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target);
+std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const std::filesystem::path& target,
+                                                          const std::function<void()>& progress);
+std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const std::filesystem::path& target,
+                                                           const std::function<void()>& progress);
 void remove_local_checkpoint(const std::filesystem::path& checkpoint);
 void remove_remote_checkpoint(const std::filesystem::path& checkpoint);
 void clear_local_leftovers(const std::filesystem::path& folder);

@@ -27,7 +27,11 @@ void throw_checkpoint_error(const FileFailure& failure) {
   const std::string doing = kDoing[static_cast<size_t>(failure.action)];
   const std::string text =
       failure.path.string() + ": " + (failure.problem.empty() ? doing + ": " + failure.reason() : failure.problem);
-  if (failure.is_unanswered) throw StorageUnavailable(text);
+  const bool reads = failure.action == FileAction::kOpen || failure.action == FileAction::kLookAt ||
+                     failure.action == FileAction::kRead;
+  const bool is_without_reason = failure.error_number == 0 || !failure.problem.empty();
+  const bool is_not_there = failure.error_number == ENOENT || failure.error_number == ENOTDIR;
+  if (failure.is_unanswered || (reads && !is_without_reason && !is_not_there)) throw StorageUnavailable(text);
   throw CheckpointError(text);
 }
 

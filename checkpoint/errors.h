@@ -17,7 +17,9 @@ class CheckpointMismatch : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-// A storage elsewhere that gave no answer, after all attempts, or refused one: says nothing of the checkpoint.
+// What was asked for could not be had, here and now: a storage elsewhere that gave no answer, after all attempts, or
+// refused one; a file that may not be opened, too many that are, a disk that does not read. Says nothing of the
+// checkpoint.
 class StorageUnavailable : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;

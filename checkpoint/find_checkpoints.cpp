@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
 
@@ -24,32 +26,79 @@ std::string explain_missing(const fs::path& directory) {
   if (is_local && !fs::exists(directory, ignored)) return where + ": there is no such directory";
   if (is_local && !fs::is_directory(directory, ignored))
     return where + ": is not a directory; a single file is for load_full()";
-  const auto inside = complete_checkpoints(directory);
-  if (!inside.empty())
-    return where + ": is not a checkpoint but holds " + std::to_string(inside.size()) + "; latest_checkpoint() gives " +
-           inside.back().string();
+  const size_t inside_count = checkpoints_in(directory).size();
+  if (inside_count > 0)
+    return where + ": is not a checkpoint but holds " + std::to_string(inside_count) + "; latest_checkpoint() gives " +
+           latest_checkpoint(directory)->string();
   return where + ": is not a checkpoint: it has no " + kManifestName +
          (is_local && fs::is_empty(directory, ignored) ? ", it is empty" : "") +
          " (safetensors files of another program are for load_full())";
+}
+
+// What is in a checkpoint's directory beside the manifest.
+struct Contents {
+  int ranks = 0;   // files of ranks, or folders of saves
+  int others = 0;  // what no save has written
+};
+Contents contents_of(const fs::path& checkpoint) {
+  Contents contents;
+  for (const std::string& name : storage_of(checkpoint).list(checkpoint)) {
+    const bool is_folder_of_save =
+        name.size() == 17 && name.back() == '/' && name.find_first_not_of("0123456789abcdef") == name.size() - 1;
+    if (is_folder_of_save || (name.starts_with("rank-") && name.ends_with(".safetensors")))
+      ++contents.ranks;
+    else if (name != kManifestName && name != kDraftName && !name.starts_with(".part-") && !name.starts_with(".group-"))
+      ++contents.others;
+  }
+  return contents;
 }
 
 }  // namespace
 
 bool is_checkpoint(const fs::path& path) { return storage_of(path).exists(path / kManifestName); }
 
-std::vector<fs::path> complete_checkpoints(const fs::path& folder) {
-  std::vector<std::pair<int64_t, fs::path>> found;
+std::vector<fs::path> checkpoints_in(const fs::path& folder) {
+  std::vector<fs::path> found;
   std::error_code ignored;
   for (const std::string& name : storage_of(folder).list(folder)) {
     if (name[0] == '.' || !name.ends_with('/')) continue;
     const fs::path path = folder / name.substr(0, name.size() - 1);
     if (!is_remote(folder) && fs::is_symlink(path, ignored)) continue;
-    if (const auto sequence = peek_sequence(path)) found.emplace_back(*sequence, path);
+    if (is_checkpoint(path)) found.push_back(path);
   }
-  std::sort(found.begin(), found.end());
-  std::vector<fs::path> paths;
-  for (auto& [sequence, path] : found) paths.push_back(std::move(path));
-  return paths;
+  return found;
+}
+
+FoundCheckpoints find_checkpoints(const fs::path& folder) {
+  std::vector<std::pair<int64_t, fs::path>> whole;
+  FoundCheckpoints found;
+  for (const auto& path : checkpoints_in(folder)) {
+    std::string text;
+    try {
+      text = read_text(path / kManifestName, kMaxManifestBytes);
+    } catch (const StorageUnavailable&) {
+      throw;
+    } catch (const CheckpointError&) {  // removed meanwhile, or no manifest in any way
+      if (!is_checkpoint(path)) continue;
+    }
+    if (const auto sequence = sequence_of(text))
+      whole.emplace_back(*sequence, path);
+    else if (const auto [ranks, others] = contents_of(path); ranks > 0 || others == 0)
+      found.damaged.push_back(path);
+  }
+  std::sort(whole.begin(), whole.end());
+  for (auto& [sequence, path] : whole) found.whole.push_back(std::move(path));
+  return found;
+}
+
+std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
+  const auto [whole, damaged] = find_checkpoints(folder);
+  if (!damaged.empty()) return damaged.back();
+  return whole.empty() ? std::nullopt : std::optional(whole.back());
+}
+
+bool holds_nothing_else(const fs::path& checkpoint) {
+  return is_checkpoint(checkpoint) && contents_of(checkpoint).others == 0;
 }
 
 std::string read_manifest_text(const fs::path& directory) {
@@ -67,13 +116,21 @@ Manifest read_manifest(const fs::path& directory) { return manifest_of(read_mani
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
   // Where format_manifest() writes both fields.
-  const std::string start = storage_of(directory).beginning(directory / kManifestName, 256);
+  std::string start;
+  try {
+    start = storage_of(directory).beginning(directory / kManifestName, 256);
+  } catch (const StorageUnavailable&) {
+    throw;
+  } catch (const CheckpointError&) {  // it is no file
+    return std::nullopt;
+  }
   const auto format = start.find("\"format\": \"tessera-checkpoint\"");
   const auto found = start.find(kSequence, format);
   if (format == std::string::npos || found == std::string::npos) return std::nullopt;
   int64_t sequence = 0;
   const char* digits = start.data() + found + std::strlen(kSequence);
   if (std::from_chars(digits, start.data() + start.size(), sequence).ec != std::errc()) return std::nullopt;
+  if (sequence < 0 || sequence >= JsonObject::kMost) return std::nullopt;
   return sequence;
 }
 

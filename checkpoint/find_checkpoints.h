@@ -13,8 +13,19 @@ namespace tessera {
 // Checkpoints by where they are, on any storage.
 
 bool is_checkpoint(const std::filesystem::path& path);
-// The complete checkpoints in a folder, oldest first; a symbolic link to one does not count.
-std::vector<std::filesystem::path> complete_checkpoints(const std::filesystem::path& folder);
+// The entries of a folder that have a manifest, whatever is in it; a symbolic link to one does not count. This and the
+// next throw StorageUnavailable where it cannot be told what is there.
+std::vector<std::filesystem::path> checkpoints_in(const std::filesystem::path& folder);
+
+// The same by what their manifests are: whole, the oldest first, or not what was written, so that nobody knows when. A
+// folder that only has a file of that name, among others of somebody else's, is neither.
+struct FoundCheckpoints {
+  std::vector<std::filesystem::path> whole, damaged;
+};
+FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
+
+// Whether a directory has a manifest and, beside it, only what a checkpoint consists of.
+bool holds_nothing_else(const std::filesystem::path& checkpoint);
 
 // The text of the manifest in a directory. Throws CheckpointError that says what is there instead if there is none.
 std::string read_manifest_text(const std::filesystem::path& directory);

@@ -30,9 +30,10 @@ struct SaveFullOptions {
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
 // Loads such a file, an index, or a directory of safetensors files, among them what PyTorch's HuggingFaceStorageWriter
-// writes (whole tensors, or each rank's slices) and the caches of model hubs, which are made of symbolic links. Where a
-// directory has an index, what the index does not list is not read. Each rank reads what it needs; there are no
-// checksums to verify. Collective; everything else as of load_checkpoint().
+// writes (whole tensors, or each rank's slices) and the caches of model hubs, which are made of symbolic links: a
+// snapshot, or the root, whose refs/main says which. Where there is an index, "<path>.index.json" or one in the
+// directory, what it does not list is not read. Each rank reads what it needs; there are no checksums to verify.
+// Collective; everything else as of load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // What lies where in such a file, index or directory. Not collective. Throws CheckpointError.

@@ -106,6 +106,21 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
+// Of the root of a hub's cache of a model, "models--gpt2", the snapshot that "main" is, or the only one; else the path.
+fs::path snapshot_of(const fs::path& path) {
+  const fs::path snapshots = path / "snapshots";
+  std::error_code ignored;
+  if (is_remote(path) || !fs::is_directory(snapshots, ignored) || !fs::is_directory(path / "refs", ignored))
+    return path;
+  std::string name = first_line(path / "refs/main");
+  const auto names = storage_of(path).list(snapshots);
+  if (name.empty() && names.size() == 1) name = names[0].substr(0, names[0].find('/'));
+  if (name.empty() || name.find('/') != std::string::npos || !fs::is_directory(snapshots / name, ignored))
+    throw CheckpointError(path.string() + ": is a hub's cache with " + std::to_string(names.size()) +
+                          " snapshots, and refs/main names none of them; give the path of one");
+  return snapshots / name;
+}
+
 SavedTensors find_indexed(const fs::path& index, SavedTensors saved) {
   const auto places = read_index(index);
   std::set<std::string> names;
@@ -123,13 +138,18 @@ SavedTensors find_indexed(const fs::path& index, SavedTensors saved) {
 
 }  // namespace
 
-SavedTensors find_full_tensors(const fs::path& path) {
+SavedTensors find_full_tensors(const fs::path& given) {
+  const fs::path path = snapshot_of(given);
   std::error_code ignored;
   const bool directory =
       is_remote(path) ? !is_index(path) && path.extension() != ".safetensors" : fs::is_directory(path, ignored);
   SavedTensors saved{.directory = directory ? path : path.parent_path()};
   if (saved.directory.empty()) saved.directory = ".";
-  const fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
+  fs::path index = directory ? index_of(path) : is_index(path) ? path : fs::path();
+  // What save_full() was told to write in several files; a file of that name beside is of another time.
+  if (const fs::path beside = path.string() + ".index.json";
+      !directory && index.empty() && is_index(beside) && storage_of(path).exists(beside))
+    index = beside;
   auto all = [](const std::string&) { return true; };
   if (!index.empty()) {
     saved = find_indexed(index, std::move(saved));

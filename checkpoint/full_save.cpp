@@ -203,17 +203,18 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
   });
 }
 
+// File by file, so that one is open at a time.
 void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
-  std::map<size_t, File> files;
-  for (const Piece& piece : pieces) {
-    const auto [index, begin] = layout.places.at(piece.name);
-    auto found = files.find(index);
-    if (found == files.end())
-      found = files.emplace(index, open_file_to_write(draft_of(layout.files[index].path))).first;
-    write_box(found->second, piece, begin);
-    if (progress) progress(bytes_of(piece));
+  std::map<size_t, std::vector<const Piece*>> by_file;
+  for (const Piece& piece : pieces) by_file[layout.places.at(piece.name).file].push_back(&piece);
+  for (const auto& [index, own] : by_file) {
+    const File file = open_file_to_write(draft_of(layout.files[index].path));
+    for (const Piece* piece : own) {
+      write_box(file, *piece, layout.places.at(piece->name).begin);
+      if (progress) progress(bytes_of(*piece));
+    }
+    file.sync();
   }
-  for (auto& [index, file] : files) file.sync();
 }
 
 }  // namespace
@@ -228,7 +229,10 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   std::optional<Drafts> drafts;  // rank 0's
   std::vector<LocalTensor> tensors;
   // Each stage on all ranks before the next: the drafts are there, their parts are written, all is visible.
-  auto stage = [&](const std::function<void()>& part) { on_all_ranks_slowly(comm, "saving " + file.string(), part); };
+  SignOfLife life;
+  auto stage = [&](const std::function<void()>& part) {
+    on_all_ranks_slowly(comm, "saving " + file.string(), life, part);
+  };
   on_all_ranks(comm, "saving " + file.string(), [&] {
     if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
     tensors = local_tensors(model, model.named_shards(), nullptr);
@@ -239,7 +243,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     synchronize(comm.device());
     if (comm.rank() == 0) drafts.emplace(layout, file).create();
   });
-  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank())); });
+  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { life.show(); }); });
   stage([&] {
     if (drafts) drafts->publish();
   });

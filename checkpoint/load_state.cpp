@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <set>
@@ -14,6 +15,7 @@
 #include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/checkpoint/slice_reader.h"
+#include "tessera/paging/disk_pager.h"
 
 namespace tessera {
 namespace {
@@ -64,12 +66,17 @@ class Loader {
       generators_ = generators_of(manifest_, model_.comm()->rank());
     match_generators();
     throw_if_any(misfits_);
+    // What may not be written to now, inside summon_full_params(), say, is refused before anything has changed.
+    for (const auto* shards : {&shards_, &shards_beside_})
+      for (const NamedShard& shard : *shards)
+        if (DiskPager::of(shard.tensor) == nullptr) shard.tensor.detach().as_strided({0}, {1}).fill_(0);
     read_model();
     if (optimizer_) read_optimizer();
     for (const NamedShard& shard : shards_beside_)
       if (saved_.tensors.contains(shard.fqn))
         tensors_.emplace_back(shard.tensor, want_shard(shard.fqn, shard, /*transposed=*/false));
     reader_.fetch();
+    check_twins();
     check_states();
   }
 
@@ -146,10 +153,13 @@ class Loader {
       }
       saved_names_.insert({own.fqn, found->second});
       used.insert(found->second);
-      for (const auto& alias : own.aliases)  // other programs write a tensor under each of its names
-        if (const auto other = names.find(alias); saved_.block_bytes == 0 && other != names.end())
-          used.insert(other->second);
       match_tensor(own, found->second);
+      for (const auto& alias : own.aliases)  // other programs write a tensor under each of its names
+        if (const auto other = names.find(alias); other != names.end() && other->second != found->second) {
+          if (!used.insert(other->second).second) continue;
+          match_tensor(own, other->second);
+          twins_.emplace(own.fqn, other->second);
+        }
     };
     std::for_each(shards_.begin(), shards_.end(), match);
     std::for_each(buffers_.begin(), buffers_.end(), match);
@@ -164,6 +174,18 @@ class Loader {
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
     return found == saved_names_.end() ? name : found->second;
+  }
+
+  // What is saved several times of what the model has once has to be the same.
+  void check_twins() const {
+    Misfits misfits;
+    auto bytes = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); };
+    for (const auto& [own, other, value, other_value] : twin_values_) {
+      const at::Tensor one = value.contiguous(), two = other_value.contiguous();
+      if (one.nbytes() != two.nbytes() || (one.nbytes() > 0 && std::memcmp(bytes(one), bytes(two), one.nbytes()) != 0))
+        misfits["tied in the model, saved with other values"].push_back(saved_name(own) + " and " + other);
+    }
+    throw_if_any(misfits);
   }
 
   // An optimizer's parameter that only one side has.
@@ -293,8 +315,10 @@ class Loader {
 
   void read_model() {
     for (const NamedShard& shard : shards_)
-      if (const auto found = saved_names_.find(shard.fqn); found != saved_names_.end())
+      if (const auto found = saved_names_.find(shard.fqn); found != saved_names_.end()) {
         tensors_.emplace_back(shard.tensor, want_shard(found->second, shard, is_transposed(found->second)));
+        want_twins(shard, tensors_.back().second);
+      }
     for (const LocalTensor& buffer : buffers_) {
       const auto found = saved_names_.find(buffer.fqn);
       if (found == saved_names_.end()) continue;
@@ -304,8 +328,21 @@ class Loader {
       if (value.numel() > 0)
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
       tensors_.emplace_back(model_.named_buffers()[buffer.fqn], transposed ? value.t() : value);
+      want_twins(buffer, tensors_.back().second);
     }
   }
+
+  void want_twins(const NamedShard& own, const at::Tensor& value) {
+    const auto [begin, end] = twins_.equal_range(own.fqn);
+    for (auto twin = begin; twin != end; ++twin)
+      twin_values_.push_back(
+          {own.fqn, twin->second, value, want_shard(twin->second, own, is_transposed(twin->second))});
+  }
+
+  struct TwinValues {
+    std::string own, other;  // the model's name, and the other saved one
+    at::Tensor value, other_value;
+  };
 
   void read_optimizer() {
     for (const NamedShard& shard : shards_) {
@@ -365,6 +402,7 @@ class Loader {
   std::optional<NamedOptimizer> optimizer_;
   GeneratorStates generators_;                      // none: they are not restored
   std::map<std::string, std::string> saved_names_;  // of what the model and the checkpoint have
+  std::multimap<std::string, std::string> twins_;   // to the model's names, further saved ones of the same tensor
   std::set<std::string> left_out_;                  // saved names that `rename` has no name for
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> saved_parameters_;  // of the saved optimizer
@@ -373,6 +411,7 @@ class Loader {
   LoadReport report_;
   // What was read, and what it is for.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
+  std::vector<TwinValues> twin_values_;
   std::vector<ReadState> states_;
 };
 

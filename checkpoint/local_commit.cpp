@@ -45,7 +45,7 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
 
 // Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
 // removed stays; it is never taken for a checkpoint.
-void clear_leftovers(const fs::path& folder, const std::string& prefix) {
+void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
     const std::string name = entry.path().filename().string();
@@ -53,7 +53,9 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix) {
     FileLock lock;
     const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
                           (name.find(kMaking) != std::string::npos && is_older_than(entry.path(), kMakingTakes));
-    if (needless) fs::remove_all(entry.path(), ignored);
+    if (!needless) continue;
+    for (const auto& file : fs::directory_iterator(entry.path(), ignored)) fs::remove(file.path(), ignored), progress();
+    fs::remove_all(entry.path(), ignored);
   }
 }
 
@@ -70,7 +72,7 @@ void require_exchange(const fs::path& directory) {
 // The lock on the manifest in the directory, a draft until the end, says that somebody is at work on it.
 class LocalPartial : public PartialCheckpoint {
  public:
-  explicit LocalPartial(const fs::path& target);
+  LocalPartial(const fs::path& target, const std::function<void()>& progress);
   // Removes what was not committed, or the checkpoint that was replaced, unless somebody reads it.
   ~LocalPartial() override;
   void commit(Manifest manifest) override;
@@ -79,17 +81,18 @@ class LocalPartial : public PartialCheckpoint {
   FileLock lock_;
 };
 
-LocalPartial::LocalPartial(const fs::path& target) : PartialCheckpoint(target) {
+LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& progress) : PartialCheckpoint(target) {
   std::error_code error;
   const fs::path folder = target_.parent_path();
   make_directories(folder);
   const auto status = fs::symlink_status(target_, error);
   if (fs::exists(status) && !fs::is_directory(status))
     throw CheckpointError(target_.string() + ": exists and is not a directory");
-  if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_))
+  if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_) &&
+      !holds_nothing_else(target_))
     throw CheckpointError(target_.string() +
                           ": is a directory that holds something else than a checkpoint; it is left as it is");
-  clear_leftovers(folder, hidden_prefix(target_));
+  clear_leftovers(folder, hidden_prefix(target_), progress);
   // It gets the name that others clear away when it is locked.
   path_ = hidden_name(target_, id_, kMaking);
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
@@ -136,8 +139,9 @@ void LocalPartial::commit(Manifest manifest) {
 
 }  // namespace
 
-std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target) {
-  return std::make_unique<LocalPartial>(target);
+std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target,
+                                                          const std::function<void()>& progress) {
+  return std::make_unique<LocalPartial>(target, progress);
 }
 
 void remove_local_checkpoint(const fs::path& checkpoint) {

@@ -276,6 +276,21 @@ std::string format_manifest(const Manifest& manifest) {
   return text + "\n}\n";
 }
 
+std::optional<int64_t> sequence_of(std::string_view text) try {
+  const json parsed = parse_json(text, "");
+  auto number = [&](const char* field) {
+    const auto found = parsed.find(field);
+    return found != parsed.end() && found->is_number_unsigned() ? found->get<int64_t>() : -1;
+  };
+  const int64_t sequence = number("sequence");
+  const bool is_manifest = parsed.is_object() && parsed.value("format", json()) == "tessera-checkpoint";
+  if (!is_manifest || sequence < 0 || sequence > JsonObject::kMost) return std::nullopt;
+  if (number("version") <= kFormatVersion && parsed.value("checksum", json()) != sum_of(parsed)) return std::nullopt;
+  return sequence;
+} catch (const CheckpointError&) {
+  return std::nullopt;
+}
+
 Manifest parse_manifest(std::string_view text, const std::string& where) {
   const json parsed = parse_json(text, where);
   const JsonObject fields(parsed, where,

@@ -55,6 +55,9 @@ bool is_block_bytes(int64_t bytes);
 std::string format_manifest(const Manifest& manifest);
 Manifest parse_manifest(std::string_view text, const std::string& where);
 
+// The sequence number of a manifest's text that is what was written, or a later version's; else nothing.
+std::optional<int64_t> sequence_of(std::string_view text);
+
 // The parts, some of which are also what ranks tell rank 0 of what they wrote. Reading checks names, nothing else.
 nlohmann::json tensors_to_json(const SavedTensors& saved);
 void tensors_from_json(const nlohmann::json& tensors, const std::string& where, SavedTensors& saved);

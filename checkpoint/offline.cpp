@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -127,7 +128,7 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
 }
 
 void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, const Progress& progress) {
-  const ReadHold hold(from);
+  std::optional<ReadHold> hold(from);
   if (ranks < 1 || ranks > 99999)
     throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
   Manifest manifest = read_manifest(from);
@@ -147,6 +148,7 @@ void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, con
   manifest.world_size = ranks;
   manifest.saved = std::move(all);
   partial->commit(std::move(manifest));
+  hold.reset();  // if it was replaced, it is needless now
 }
 
 std::vector<std::string> verify_checkpoint(const fs::path& directory, const Progress& progress) {
@@ -156,6 +158,8 @@ std::vector<std::string> verify_checkpoint(const fs::path& directory, const Prog
   auto collect = [&](const std::function<void()>& check) {
     try {
       check();
+    } catch (const StorageUnavailable&) {
+      throw;  // says nothing of the checkpoint
     } catch (const CheckpointError& error) {
       problems.emplace_back(error.what());
     }
@@ -196,7 +200,12 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   const ReadHold hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
-    auto is_other = [](const auto& entry) { return entry.second.kind != TensorKind::kParameter; };
+    // A full file does not say which are buffers; the other side may.
+    std::set<std::string> others;
+    for (const auto* saved : {&first, &second})
+      for (const auto& [name, tensor] : saved->tensors)
+        if (tensor.kind != TensorKind::kParameter) others.insert(name);
+    auto is_other = [&](const auto& entry) { return others.contains(entry.first); };
     std::erase_if(first.tensors, is_other);
     std::erase_if(second.tensors, is_other);
   }

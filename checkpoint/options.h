@@ -17,7 +17,7 @@ struct SaveOptions {
   // most 1 GiB.
   int64_t block_bytes = int64_t{1} << 20;
 
-  // save_checkpoint_async() alone: parameters and optimizer state are copied to the host on a thread too, while the
+  // save_checkpoint_async() alone: all parameters and optimizer state are copied to the host on a thread, while the
   // next forward and backward run, and PendingSave::copied() has to return before anything writes to them: before
   // optimizer.step(). What was written too early is an error of the save, which names it. Buffers, what is beside the
   // model, and all of an optimizer whose writes autograd does not count (torch's SGD, LBFGS, one of your own) are

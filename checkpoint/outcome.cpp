@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <new>
 #include <stdexcept>
 #include <thread>
 
@@ -38,10 +39,14 @@ Outcome attempt(const std::function<std::string()>& part) {
     return {.kind = Outcome::kMismatch, .error = named(error.what())};
   } catch (const StorageUnavailable& error) {
     return {.kind = Outcome::kUnavailable, .error = named(error.what())};
-  } catch (const c10::Error& error) {
-    return {.error = named(error.what_without_backtrace())};
-  } catch (const std::exception& error) {
+  } catch (const CheckpointError& error) {
     return {.error = named(error.what())};
+  } catch (const c10::Error& error) {
+    return {.kind = Outcome::kOther, .error = named(error.what_without_backtrace())};
+  } catch (const std::bad_alloc&) {
+    return {.kind = Outcome::kOther, .error = "out of memory"};
+  } catch (const std::exception& error) {
+    return {.kind = Outcome::kOther, .error = named(error.what())};
   }
 }
 
@@ -55,6 +60,7 @@ void throw_failures(const std::vector<Outcome>& outcomes, const std::string& wha
   if (first->kind == Outcome::kMisuse) throw std::invalid_argument(message);
   if (first->kind == Outcome::kMismatch) throw CheckpointMismatch(message);
   if (first->kind == Outcome::kUnavailable) throw StorageUnavailable(message);
+  if (first->kind == Outcome::kOther) throw OtherFailure(message);
   throw CheckpointError(message);
 }
 
@@ -82,7 +88,10 @@ void on_all_ranks(Communicator& comm, const std::string& what, const std::functi
   settle_all(comm, attempt([&] { return part(), std::string(); }), what);
 }
 
-void on_all_ranks_slowly(Communicator& comm, const std::string& what, const std::function<void()>& part) {
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, SignOfLife& life,
+                         const std::function<void()>& part) {
+  const auto patience = SignOfLife::kPatience * comm.timeout();
+  life.show();
   Outcome own;
   std::mutex mutex;
   std::condition_variable ended_changed;
@@ -101,16 +110,26 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, const std:
     ended_changed.notify_one();
   });
   auto pause = std::chrono::milliseconds(1);
-  for (bool all_ended = false; !all_ended; pause = std::min(2 * pause, std::chrono::milliseconds(1000))) {
+  for (bool all_ended = false; !all_ended;
+       pause = std::min({2 * pause, std::chrono::milliseconds(1000), comm.timeout() / 4})) {
     std::unique_lock lock(mutex);
     ended_changed.wait_for(lock, pause, [&] { return ended; });
     const bool own_ended = ended;
     lock.unlock();
+    const bool is_stuck = !own_ended && life.is_older_than(patience);
     c10::InferenceMode quiet;
-    const at::Tensor sign =
-        at::full({1}, own_ended ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+    // Of all the least: 2, the part has ended; 1, it gets on; 0, it does not.
+    const at::Tensor sign = at::full({1},
+                                     own_ended  ? 2
+                                     : is_stuck ? 0
+                                                : 1,
+                                     at::TensorOptions().dtype(at::kLong).device(comm.device()));
     comm.all_reduce(sign, ReduceOp::kMin, what).wait();
-    all_ended = sign.cpu().item<int64_t>() == 1;
+    const auto least = sign.cpu().item<int64_t>();
+    all_ended = least == 2;
+    if (least > 0) continue;
+    const auto seconds = std::to_string(std::chrono::duration<double>(patience).count());
+    settle(comm, {.error = is_stuck ? "gets no further: one step takes longer than " + seconds + " s" : ""}, what);
   }
   settle_all(comm, own, what);
 }

@@ -219,6 +219,8 @@ SavedTensors with_every_slice(const SavedTensors& saved, const std::function<voi
   for (int64_t rank = 0; saved.has_rng && rank < saved.world_size; ++rank) files[{rank, 0}];
   for (const auto& [place, tensors] : files) try {
       list_file(saved, place.first, place.second, tensors, all);
+    } catch (const StorageUnavailable&) {
+      throw;
     } catch (const CheckpointError& error) {
       if (!on_damage) throw;
       on_damage(error);

@@ -49,7 +49,7 @@ std::string named_folder(const fs::path& target) {
 }
 
 // Drafts are looked for before the manifest is read: a save writes its manifest, and then removes its draft.
-void clear_target(const fs::path& target) {
+void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
   for (const auto& listed : storage.list(target))
@@ -60,18 +60,18 @@ void clear_target(const fs::path& target) {
   const std::string named = named_folder(target);
   if (was_complete && named.empty()) return;  // a damaged one, or one that was copied here: nothing is taken from it
   for (const auto& name : abandoned)
-    if (name != named) storage.remove_all(target / name);
+    if (name != named) storage.remove_all(target / name), progress();
 }
 
 class RemotePartial : public PartialCheckpoint {
  public:
-  explicit RemotePartial(const fs::path& target) : PartialCheckpoint(target) {
+  RemotePartial(const fs::path& target, const std::function<void()>& progress) : PartialCheckpoint(target) {
     const Storage& storage = storage_of(target_);
     if (!is_checkpoint(target_))
       for (const auto& listed : storage.list(target_))
         if (save_folder(listed).empty())
           throw CheckpointError(target_.string() + ": holds something else than a checkpoint; it is left as it is");
-    clear_target(target_);
+    clear_target(target_, progress);
     path_ = target_ / to_hex(id_);
     storage.put(path_ / kDraftName, process_name() + "\n" + std::to_string(now_seconds()) + "\n", /*durable=*/true);
   }
@@ -118,8 +118,9 @@ class RemotePartial : public PartialCheckpoint {
 
 }  // namespace
 
-std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const fs::path& target) {
-  return std::make_unique<RemotePartial>(target);
+std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const fs::path& target,
+                                                           const std::function<void()>& progress) {
+  return std::make_unique<RemotePartial>(target, progress);
 }
 
 void remove_remote_checkpoint(const fs::path& checkpoint) {

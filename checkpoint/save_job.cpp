@@ -34,7 +34,7 @@ void check_options(const SaveOptions& options) {
 // What rank 0 tells of saves before this one: that one failed, or that what they made needless is still being removed
 // and may have this one's name.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
-                   const fs::path& dir) {
+                   const fs::path& dir, SignOfLife& life) {
   constexpr char kFailed = 'F', kRemoves = 'R';
   std::string own;
   std::error_code ignored;
@@ -45,7 +45,7 @@ void settle_before(Communicator& comm, const std::string& failure, const std::sh
   const std::string told = gather_texts(comm, comm.rank() == 0 ? own : "", "an asynchronous save")[0];
   if (told.empty()) return;
   if (told[0] == kFailed) throw CheckpointError("the asynchronous save before failed: " + told.substr(1));
-  on_all_ranks_slowly(comm, "removing checkpoints before saving " + dir.string(), [&] {
+  on_all_ranks_slowly(comm, "removing checkpoints before saving " + dir.string(), life, [&] {
     if (comm.rank() == 0) removal->join();
   });
 }
@@ -69,8 +69,6 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
     before = entry.job.lock();
     removal = entry.removal;
     failure = std::exchange(entry.failure, "");
-    if (failure.empty() && entry.removal) failure = entry.removal->failure();
-    if (!failure.empty()) entry.removal.reset();
     job->copies_ = HostCopies(std::exchange(entry.host, {}));
   });
   if (before) {
@@ -79,18 +77,18 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
     if (!std::exchange(before->delivered_, true)) failure = before->result_.error;
     with_underway(comm, [&](Underway& entry) { removal = entry.removal; });
   }
-  settle_before(*comm, failure, removal, dir);
+  settle_before(*comm, failure, removal, dir, job->life_);
   require_agreement(*comm, "where to save a checkpoint",
                     {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
                      "block_bytes " + std::to_string(options.block_bytes),
                      "copy_in_background " + std::to_string(options.copy_in_background)});
-  const Outcome made = attempt([&] {
-    check_options(options);
-    if (comm->rank() != 0) return std::string();
-    job->partial_ = PartialCheckpoint::begin(dir);
-    return to_hex(job->partial_->id()) + job->partial_->path().string();
+  on_all_ranks(*comm, job->what_, [&] { check_options(options); });
+  on_all_ranks_slowly(*comm, job->what_, job->life_, [&] {
+    if (comm->rank() == 0) job->partial_ = PartialCheckpoint::begin(dir, [&] { job->life_.show(); });
   });
-  const std::string told = settle(*comm, made, job->what_)[0];
+  const auto& partial = job->partial_;
+  const std::string told =
+      gather_texts(*comm, partial ? to_hex(partial->id()) + partial->path().string() : "", job->what_)[0];
   job->id_ = from_hex(told.substr(0, 16));
   job->partial_path_ = told.substr(16);
   return job;
@@ -116,7 +114,7 @@ void SaveJob::write_part() {
         ": is not there, though rank 0 has made it: the directory must be on a file system that all ranks share");
   const RankNote note{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
   SavedPart part(comm_->size());
-  part.set(write_rank_files(partial_path_, note, plan_.pieces, [&](int64_t) { show_life(); }),
+  part.set(write_rank_files(partial_path_, note, plan_.pieces, [&](int64_t) { life_.show(); }),
            plan_.optimizer ? &*plan_.optimizer : nullptr);
   plan_.pieces.clear();
   storage.put(part_path(partial_path_, comm_->rank()), part.text(), /*durable=*/false);
@@ -128,7 +126,7 @@ void SaveJob::merge_group() {
     const fs::path path = part_path(partial_path_, rank);
     part.add(read_text(path, kMaxPartBytes), "rank " + std::to_string(rank));
     storage_of(path).remove(path);
-    show_life();
+    life_.show();
   }
   storage_of(partial_path_).put(group_path(partial_path_, groups_.leader()), part.text(), /*durable=*/false);
 }
@@ -140,7 +138,7 @@ void SaveJob::commit() {
     const fs::path path = group_path(partial_path_, first);
     part.add(read_text(path, kMaxPartBytes), "rank " + std::to_string(first) + " or one after it");
     storage_of(path).remove(path);
-    show_life();
+    life_.show();
   }
   Manifest manifest = std::move(part).manifest(plan_.optimizer);
   manifest.saved.block_bytes = options_.block_bytes;
@@ -174,11 +172,11 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
     // The thread that writes has streams of its own.
     synchronize(comm_->device());
   });
-  on_all_ranks_slowly(*comm_, what_, [&] { write_part(); });
-  on_all_ranks_slowly(*comm_, what_, [&] {
+  on_all_ranks_slowly(*comm_, what_, life_, [&] { write_part(); });
+  on_all_ranks_slowly(*comm_, what_, life_, [&] {
     if (comm_->rank() == groups_.leader()) merge_group();
   });
-  on_all_ranks_slowly(*comm_, what_, [&] {
+  on_all_ranks_slowly(*comm_, what_, life_, [&] {
     if (comm_->rank() == 0) commit();
   });
   if (comm_->rank() == 0) clean_up();
@@ -196,26 +194,33 @@ void SaveJob::start(const std::function<SavePlan()>& plan) {
   thread_ = std::thread([this] { background(); });
 }
 
-void SaveJob::background() {
-  const at::NoGradGuard no_grad;
-  const Outcome copies = attempt([&] { return copies_.end(plan_, comm_->device()), std::string(); });
+void SaveJob::set_copied() {
   plan_.watched.clear();
   copied_ = true;
   copied_.notify_all();
+}
+
+void SaveJob::end_copies() {
+  const std::shared_ptr<void> at_end(nullptr, [&](void*) { set_copied(); });
+  copies_.end(plan_, comm_->device(), [&] { life_.show(); });
+}
+
+void SaveJob::background() {
+  const at::NoGradGuard no_grad;
   try {
-    const Outcome own = copies.error.empty() ? attempt([&] { return write_part(), std::string(); }) : copies;
-    result_ = meeting_->meet(own, [&] { merge_group(); }, [&] { commit(); });
+    const Outcome own = meeting_->work(life_, [&] {
+      end_copies();
+      write_part();
+    });
+    result_ = meeting_->meet(own, life_, [&] { merge_group(); }, [&] { commit(); });
     if (partial_ && result_.error.empty()) clean_up();
   } catch (const std::exception& error) {  // the store is gone, or a rank is
     result_ = {.error = error.what()};
   }
+  set_copied();
   plan_.pieces.clear();
   partial_.reset();
   done_ = true;
-}
-
-void SaveJob::show_life() {
-  if (meeting_) meeting_->show_life();  // where ranks wait together they see each other's
 }
 
 void SaveJob::wait() {

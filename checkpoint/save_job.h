@@ -22,7 +22,7 @@ namespace tessera {
 //
 // Three stages: each rank writes its files, and beside them what it wrote; the first rank of each group of about
 // sqrt(size) makes one of its group's; rank 0 makes the manifest of those, and the checkpoint. So nobody reads more
-// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own.
+// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own (SignOfLife).
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's save before this one, if any, and throws its error; then makes the temporary directory.
@@ -58,13 +58,15 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void clean_up();     // rank 0; begins it
 
   void background();
-  void show_life();  // that this rank gets on
+  void end_copies();
+  void set_copied();
 
   const std::filesystem::path dir_;
   const std::string what_;  // for messages
   const std::shared_ptr<Communicator> comm_;
   const SaveOptions options_;
   const RankGroups groups_;
+  SignOfLife life_;  // this rank's
   std::filesystem::path partial_path_;
   uint64_t id_ = 0;
   std::unique_ptr<PartialCheckpoint> partial_;  // rank 0's

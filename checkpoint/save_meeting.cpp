@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -28,11 +30,31 @@ int RankGroups::end() const { return std::min(leader() + ranks_, size_); }
 SaveMeeting::SaveMeeting(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
     : comm_(std::move(comm)), what_(std::move(what)), groups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
 
-void SaveMeeting::show_life() {
-  const int64_t now = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now().time_since_epoch()).count();
-  if (now - last_sign_ms_ < comm_->timeout().count() / 8) return;
-  last_sign_ms_ = now;
-  notes_.add("alive", 1);
+Outcome SaveMeeting::work(SignOfLife& life, const std::function<void()>& part) {
+  std::mutex mutex;
+  std::condition_variable ended_changed;
+  bool ended = false;
+  life.show();
+  std::jthread others([&] {
+    std::unique_lock lock(mutex);
+    while (!ended_changed.wait_for(lock, comm_->timeout() / 8, [&] { return ended; })) {
+      if (life.is_older_than(SignOfLife::kPatience * comm_->timeout())) continue;
+      try {
+        notes_.add("alive", 1);
+      } catch (const CommError&) {  // the store is gone, as this rank gets to know when it has done its part
+        return;
+      }
+    }
+  });
+  struct End {
+    std::function<void()> end;
+    ~End() { end(); }
+  } const end{[&] {
+    const std::lock_guard lock(mutex);
+    ended = true;
+    ended_changed.notify_one();
+  }};
+  return attempt([&] { return part(), std::string(); });
 }
 
 void SaveMeeting::await(const std::function<bool()>& ready, const std::string& what_for, double patience) {
@@ -58,7 +80,7 @@ void SaveMeeting::leave_outcome(const Outcome& outcome) {
 }
 
 // What has become of the save: each rank tells how its part went, and gets to know how all went.
-Outcome SaveMeeting::meet(const Outcome& own, const std::function<void()>& merge_group,
+Outcome SaveMeeting::meet(const Outcome& own, SignOfLife& life, const std::function<void()>& merge_group,
                           const std::function<void()>& commit) {
   leave_outcome(own);
   const std::string group = "written/" + std::to_string(groups_.leader());
@@ -75,7 +97,7 @@ Outcome SaveMeeting::meet(const Outcome& own, const std::function<void()>& merge
   if (comm_->rank() == groups_.leader()) {
     try {
       await([&] { return notes_.add(group, 0) == group_end - groups_.leader(); }, "");
-      if (notes_.add("failed", 0) == 0) leave_outcome(attempt([&] { return merge_group(), std::string(); }));
+      if (notes_.add("failed", 0) == 0) leave_outcome(work(life, merge_group));
     } catch (const CheckpointError& error) {
       leave_outcome({.error = unfinished(groups_.leader(), group_end) + error.what()});
     }
@@ -93,7 +115,7 @@ Outcome SaveMeeting::meet(const Outcome& own, const std::function<void()>& merge
           if (const auto text = notes_.find("outcome/" + std::to_string(rank)))
             outcomes[rank] = Outcome::from_text(*text);
       throw_failures(outcomes, what_);
-      commit();
+      throw_failures({work(life, commit)}, what_);
       return std::string();
     });
     notes_.leave("result", result.to_text());

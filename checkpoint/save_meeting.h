@@ -33,11 +33,15 @@ class SaveMeeting {
   // `what` begins messages.
   SaveMeeting(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
 
-  void show_life();  // that this rank gets on
+  // Does this rank's part, which shows `life`, while the others are told that it gets on: until it has shown none for
+  // SignOfLife::kPatience times the group's timeout.
+  Outcome work(SignOfLife& life, const std::function<void()>& part);
 
   // What has become of the save: each rank tells how its part went, leaders of groups then merge theirs, rank 0
-  // commits, and each gets to know how all went. Nobody is waited for that shows no life for the group's timeout.
-  Outcome meet(const Outcome& own, const std::function<void()>& merge_group, const std::function<void()>& commit);
+  // commits, and each gets to know how all went. Nobody is waited for that shows no life for the group's timeout, in
+  // work() or here; merging and committing are work().
+  Outcome meet(const Outcome& own, SignOfLife& life, const std::function<void()>& merge_group,
+               const std::function<void()>& commit);
 
   // Ends waiting for others soon.
   void cancel() { cancelled_ = true; }
@@ -51,7 +55,6 @@ class SaveMeeting {
   const std::string what_;
   const RankGroups groups_;
   Notes notes_;
-  int64_t last_sign_ms_ = 0;
   std::atomic<bool> cancelled_ = false;
 };
 

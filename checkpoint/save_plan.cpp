@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/COW.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cmath>
@@ -31,6 +32,19 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
     offset += padded(bytes_of(piece));
   }
   return room;
+}
+
+// The view's elements as they are now, whoever writes to them from here on: libtorch's copy on write gives whoever does
+// memory of its own while this one lives. Undefined where it cannot: on a device, or in memory that is not just an
+// allocator's. For tensors whose memory nobody knows by a pointer that outlives a step.
+at::Tensor frozen(const at::Tensor& view) {
+  if (!view.is_cpu() || page_of(view) != nullptr) return {};
+  auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
+  if (!memory) return {};
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(memory)), c10::DispatchKeySet(c10::DispatchKey::CPU), view.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+  return tensor;
 }
 
 bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParameter || piece.kind == TensorKind::kState; }
@@ -68,8 +82,19 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
-  for (size_t i = 0; i < plan.pieces.size(); ++i)
-    if (plan.watched.empty() || !is_watched(plan.pieces[i])) copy(plan.pieces[i], room_[i]);
+  for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    Piece& piece = plan.pieces[i];
+    if (!plan.watched.empty() && is_watched(piece)) {
+      later_.push_back(i);
+    } else if (at::Tensor elements; piece.view &&
+                                    (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside) &&
+                                    (elements = frozen(piece.view())).defined()) {
+      piece.view = [elements] { return elements; };
+      later_.push_back(i);
+    } else {
+      copy(piece, room_[i]);
+    }
+  }
   if (device.is_cpu()) return;
   begun_.emplace(device.type());
   begun_->record(current_stream(device));
@@ -81,15 +106,14 @@ void HostCopies::settle() {
   sources_.clear();
 }
 
-void HostCopies::end(SavePlan& plan, at::Device device) {
+void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
   settle();
-  if (plan.watched.empty()) return;
+  if (later_.empty()) return;
   std::optional<c10::StreamGuard> on_side;  // beside what the loop computes
   if (!device.is_cpu())
     on_side.emplace(
         c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));
-  for (size_t i = 0; i < plan.pieces.size(); ++i)
-    if (is_watched(plan.pieces[i])) copy(plan.pieces[i], room_[i]);
+  for (const size_t i : std::exchange(later_, {})) copy(plan.pieces[i], room_[i]), progress();
   if (on_side) begun_.emplace(device.type()).record(on_side->current_stream());
   settle();
   for (const auto& [fqn, tensor, writes] : plan.watched)

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -42,11 +43,13 @@ class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
-  // Copies all, or, with something watched, what nobody watches; `device` is the model's, whose copies come after what
-  // the current stream was given so far and before what it is given from now on.
+  // Copies what cannot wait for end(): all but what is watched, and state in host memory that is frozen instead, which
+  // may be written to. `device` is the model's, whose copies come after what the current stream was given so far and
+  // before what it is given from now on.
   void begin(SavePlan& plan, at::Device device);
   // Copies the rest and waits for all, on any thread. Throws std::invalid_argument if it was written to meanwhile.
-  void end(SavePlan& plan, at::Device device);
+  // `progress` is told of each that is copied.
+  void end(SavePlan& plan, at::Device device, const std::function<void()>& progress);
 
   // After end(), or in its place.
   at::Tensor take_memory();
@@ -57,6 +60,7 @@ class HostCopies {
 
   at::Tensor memory_;
   std::vector<at::Tensor> room_;     // in it, of each piece
+  std::vector<size_t> later_;        // pieces left to end()
   std::vector<at::Tensor> sources_;  // on a device, while they are copied
   std::optional<c10::Event> begun_;  // of a device: what was started so far
 };

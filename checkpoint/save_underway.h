@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -16,22 +17,21 @@ namespace tessera {
 
 class SaveJob;
 
-// Removes what a complete checkpoint makes needless, on a thread: nobody waits for it but the end of the program.
+// Removes what a complete checkpoint makes needless, on a thread: nobody waits for it but the end of the program. A
+// failure is a warning: what was saved is there, and the next removal tries again.
 class Removal {
  public:
   // Begins when the one before has ended.
   Removal(std::function<void()> remove, std::shared_ptr<Removal> before)
       : thread_([this, remove = std::move(remove), before = std::move(before)]() mutable {
-          std::string failure;
-          if (before) before->join(), failure = before->failure();
+          if (before) before->join();
           before.reset();
           try {
             remove();
           } catch (const std::exception& error) {
-            failure = error.what();
+            TORCH_WARN(error.what());
           }
           remove = nullptr;
-          failure_ = failure;
           ended_ = true;
         }) {}
   ~Removal() { join(); }
@@ -44,12 +44,9 @@ class Removal {
       thread_.detach();  // of the process that this one was forked from: there is no such thread here
   }
   bool has_ended() const { return ended_; }
-  // "" while it goes on, or if it went well.
-  std::string failure() const { return ended_ ? failure_ : ""; }
 
  private:
   const pid_t process_ = ::getpid();
-  std::string failure_;
   std::atomic<bool> ended_ = false;
   std::mutex mutex_;  // of join()
   std::thread thread_;

@@ -79,6 +79,13 @@ void write_rank_file(const std::filesystem::path& path, const RankNote& note, co
                      bool with_rng, const Progress& progress) {
   auto [entries, metadata] = entries_of(pieces);
   std::map<std::string, std::vector<uint64_t>> checksums;
+  int64_t digits = 0;
+  for (const Piece* piece : pieces) digits += 16 * (bytes_of(*piece) / note.block_bytes + 1);
+  if (digits > kMaxHeaderBytes)
+    throw std::invalid_argument("block_bytes is " + std::to_string(note.block_bytes) + ": the checksums of " +
+                                path.filename().string() + " would have " + std::to_string(digits) +
+                                " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
+                                " that a header may have; take larger blocks");
   // As long as it will be once the checksums are known.
   const std::string room = format_rank_header(entries, metadata, note, checksums, with_rng);
   const auto file = create(path, room, entries);

@@ -54,8 +54,44 @@ class SchedulerState : public Stateful {
   torch::optim::LRScheduler& scheduler_;
 };
 
+class EmaState : public Stateful {
+ public:
+  EmaState(std::string name, Ema& ema) : name_(std::move(name)), ema_(ema) {}
+  std::string state_name() const override { return name_; }
+  StateValues state_values() const override {
+    if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
+    return {{"updates", ema_.updates()}};
+  }
+  void check_state_values(const StateValues& values) const override {
+    // Whose own values come back when the scope ends.
+    if (ema_.is_swapped_in()) throw std::invalid_argument(kSwapped);
+    require_same_form(values, {{"updates", int64_t{0}}}, "averages");
+    if (std::get<int64_t>(values.at("updates")) < 0)
+      throw std::invalid_argument("the state of averages has fewer than 0 updates");
+  }
+  void load_state_values(const StateValues& values) override {
+    ema_.with_model().named_buffers()["ema.updates"].fill_(std::get<int64_t>(values.at("updates")));
+  }
+  std::vector<NamedShard> state_shards() const override { return ema_.named_shards(); }
+
+ private:
+  static constexpr const char* kSwapped =
+      "the model has the averages, of Ema::swap_in(); save and load after the scope";
+  const std::string name_;
+  Ema& ema_;
+};
+
 }  // namespace
 
+StateRef::StateRef(ModelShards& model) {
+  if (auto* ema = dynamic_cast<Ema*>(&model))
+    stateful_ = std::make_shared<EmaState>("ema", *ema);
+  else if (auto* with_model = Ema::of(model))
+    model_ = &with_model->model(), stateful_ = std::make_shared<EmaState>("ema", *with_model);
+  else
+    model_ = &model;
+}
+StateRef::StateRef(const std::string& name, Ema& ema) : stateful_(std::make_shared<EmaState>(name, ema)) {}
 StateRef::StateRef(Stateful& stateful) : stateful_(std::shared_ptr<Stateful>(), &stateful) {}
 StateRef::StateRef(ShardedGradScaler& scaler) : stateful_(std::make_shared<ScalerState>(scaler)) {}
 StateRef::StateRef(torch::optim::LRScheduler& scheduler) : StateRef("scheduler", scheduler) {}

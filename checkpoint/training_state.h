@@ -10,6 +10,7 @@
 
 #include "tessera/flat/model_shards.h"
 #include "tessera/flat/stateful.h"
+#include "tessera/optim/ema.h"
 #include "tessera/optim/sharded_grad_scaler.h"
 
 namespace tessera {
@@ -18,15 +19,16 @@ namespace tessera {
 class StateRef {
  public:
   // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
-  StateRef(ModelShards& model) : model_(&model) {}
+  StateRef(ModelShards& model);  // an Ema is no model but averages, as "ema"
   StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
   StateRef(Stateful& stateful);
   StateRef(ShardedGradScaler& scaler);  // as "grad_scaler"
   StateRef(
       torch::optim::LRScheduler& scheduler);  // as "scheduler": its count of steps; learning rates are the optimizer's
   // NOLINTEND(google-explicit-constructor)
-  // Several schedulers have names of their own.
+  // Several schedulers, or averages, have names of their own.
   StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
+  StateRef(const std::string& name, Ema& ema);
 
  private:
   friend class TrainingState;

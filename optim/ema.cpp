@@ -29,7 +29,8 @@ at::ScalarType average_dtype(const at::Tensor& parameter) {
 // Both under one roof.
 class Ema::WithModel : public ModelShards {
  public:
-  explicit WithModel(const Ema& ema) : ema_(ema) {}
+  explicit WithModel(Ema& ema) : ema_(ema) {}
+  Ema& ema() const { return ema_; }
   const std::shared_ptr<Communicator>& comm() const override { return ema_.comm(); }
   std::vector<NamedShard> named_shards() const override {
     std::vector<NamedShard> shards = ema_.model_.named_shards();
@@ -47,7 +48,7 @@ class Ema::WithModel : public ModelShards {
   }
 
  private:
-  const Ema& ema_;
+  Ema& ema_;
 };
 
 Ema::Ema(ModelShards& model, EmaOptions options)
@@ -148,6 +149,11 @@ Scope Ema::swap_in() {
 ModelShards& Ema::with_model() {
   if (!with_model_) with_model_ = std::make_unique<WithModel>(*this);
   return *with_model_;
+}
+
+Ema* Ema::of(ModelShards& with_model) {
+  const auto* both = dynamic_cast<const WithModel*>(&with_model);
+  return both == nullptr ? nullptr : &both->ema();
 }
 
 std::vector<NamedShard> Ema::named_shards() const {

@@ -31,7 +31,7 @@ struct EmaOptions {
 //     auto averaged = ema.swap_in();  // the model has the averages
 //     evaluate(fsdp);
 //   }                                 // and its own parameters again, bit for bit
-//   save_checkpoint(dir, ema.with_model(), optimizer);  // both, in one checkpoint; load_checkpoint() likewise
+//   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() likewise, or without the averages
 //   save_full("ema.safetensors", ema);                  // the averages under the module's names
 //
 // As ModelShards it shows the averages, under the parameters' names. Floating-point parameters only; buffers stay the
@@ -53,7 +53,13 @@ class Ema : public ModelShards {
   Scope swap_in();
 
   // The model with the averages beside it: "ema.<name>" for each, and the buffer "ema.updates". As long as this lives.
+  // For checkpoints the same as the list {model, ema}.
   ModelShards& with_model();
+  // Whose with_model() this is; null: nobody's.
+  static Ema* of(ModelShards& with_model);
+
+  ModelShards& model() const { return model_; }
+  bool is_swapped_in() const { return is_swapped_in_; }
 
   const std::shared_ptr<Communicator>& comm() const override { return model_.comm(); }
   std::vector<NamedShard> named_shards() const override;

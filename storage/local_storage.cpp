@@ -1,6 +1,7 @@
+#include <algorithm>
 #include <cstring>
-#include <fstream>
 #include <set>
+#include <system_error>
 
 #include "tessera/storage/storage.h"
 
@@ -76,20 +77,25 @@ class LocalStorage : public Storage {
     if (durable) file.sync();
   }
   std::string beginning(const fs::path& path, int64_t max_bytes) const override {
-    std::string text(static_cast<size_t>(max_bytes), '\0');
-    std::ifstream file(path, std::ios::binary);
-    file.read(text.data(), max_bytes);
-    text.resize(static_cast<size_t>(file.gcount()));
+    if (!exists(path)) return "";
+    const File file = File::open(path, fail_);
+    std::string text(static_cast<size_t>(std::min(file.bytes(), max_bytes)), '\0');
+    file.read(text.data(), static_cast<int64_t>(text.size()), 0);
     return text;
   }
   bool exists(const fs::path& file) const override {
-    std::error_code ignored;
-    return fs::exists(file, ignored);
+    std::error_code error;
+    const auto status = fs::status(file, error);
+    if (status.type() == fs::file_type::none) fail_({file, FileAction::kLookAt, error.value(), ""});
+    return fs::exists(status);
   }
   std::vector<std::string> list(const fs::path& folder) const override {
-    std::error_code ignored;
+    std::error_code error, ignored;
     std::set<std::string> names;
-    for (const auto& entry : fs::directory_iterator(folder, ignored))
+    const fs::directory_iterator entries(folder, error);
+    if (error && error != std::errc::no_such_file_or_directory && error != std::errc::not_a_directory)
+      fail_({folder, FileAction::kOpen, error.value(), ""});
+    for (const auto& entry : entries)
       names.insert(entry.path().filename().string() + (entry.is_directory(ignored) ? "/" : ""));
     return {names.begin(), names.end()};
   }

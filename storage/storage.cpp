@@ -14,7 +14,9 @@ std::string scheme_of(const std::filesystem::path& path) {
   const std::string& text = path.native();
   const size_t end = text.find("://");
   if (end == std::string::npos || end == 0) return "";
-  const auto plain = [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '+' || c == '-'; };
+  const auto plain = [](char c) {
+    return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '+' || c == '-';
+  };
   return std::all_of(text.begin(), text.begin() + static_cast<std::ptrdiff_t>(end), plain) ? text.substr(0, end) : "";
 }
 
@@ -23,8 +25,9 @@ std::unique_ptr<Storage> make_storage(const std::filesystem::path& path, ThrowFa
   if (scheme.empty()) return make_local_storage(fail);
   if (scheme == "memory") return make_memory_storage(fail);
   if (scheme == "s3") return make_s3_storage(fail);
-  throw std::invalid_argument("'" + path.string() +
-                              "' is on a storage that is not known: expected a local path, s3:// or memory://");
+  throw std::invalid_argument(
+      "'" + path.string() +
+      "' is on a storage that is not known: expected a local path, s3:// or memory:// (in small letters)");
 }
 
 }  // namespace tessera

@@ -60,7 +60,8 @@ class Storage {
   // At most max_bytes of the beginning of a file; "" if there is none.
   virtual std::string beginning(const std::filesystem::path& path, int64_t max_bytes) const = 0;
   virtual bool exists(const std::filesystem::path& file) const = 0;
-  // Names in a folder, in order, of folders with a '/' behind them; none if there is no such folder.
+  // Names in a folder, in order, of folders with a '/' behind them; none if there is no such folder. These three fail
+  // where it cannot be told what is there.
   virtual std::vector<std::string> list(const std::filesystem::path& folder) const = 0;
   // What is not there is removed already.
   virtual void remove(const std::filesystem::path& file) const = 0;

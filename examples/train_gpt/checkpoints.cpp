@@ -46,6 +46,7 @@ nlohmann::json Checkpoints::description() const {
             {"warmup", warmup_},
             {"weight-decay", options_.weight_decay},
             {"clip", options_.clip},
+            {"ema", options_.ema},
             {"steps", options_.steps}}}};
 }
 
@@ -60,7 +61,8 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
                          value.dump() +
                          " (sequences_per_step is ranks * batch * accumulate, data a checksum of the text)");
   for (const auto& [name, value] : own["settings"].items()) {
-    const auto saved = extra["settings"].value(name, nlohmann::json());
+    // Runs from before there were averages had none.
+    const auto saved = extra["settings"].value(name, name == "ema" ? nlohmann::json(0.0) : nlohmann::json());
     if (saved == value || (name == "warmup" && !options_.warmup)) continue;
     const std::string change = name + " is " + value.dump() + ", was " + saved.dump();
     if (name != "steps" && !options_.allow_changes)
@@ -77,7 +79,7 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
 Checkpoints::Resumed Checkpoints::resume() {
   Resumed resumed{.warmup = warmup_};
   if (options_.resume.empty()) return resumed;
-  std::vector<std::string> damaged;
+  const auto decays = weight_decays(model_.optimizer());  // as --weight-decay says; loading sets the saved ones
   if (options_.resume == "auto") {
     auto loaded = tessera::load_newest_checkpoint(folder_of(options_), model_.shards(), model_.optimizer());
     if (!loaded) return resumed;
@@ -88,7 +90,7 @@ Checkpoints::Resumed Checkpoints::resume() {
     resumed = compare(options_.resume, tessera::load_checkpoint(options_.resume, model_.shards(), model_.optimizer()));
   }
   warmup_ = resumed.warmup;
-  set_weight_decay(model_.optimizer(), options_.weight_decay);
+  set_weight_decays(model_.optimizer(), decays);
   return resumed;
 }
 

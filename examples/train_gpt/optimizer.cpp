@@ -74,8 +74,17 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
   return groups;
 }
 
-void set_weight_decay(torch::optim::Optimizer& optimizer, double weight_decay) {
-  tessera::write_options(optimizer.param_groups().at(0).options(), {{"weight_decay", weight_decay}});
+std::vector<double> weight_decays(torch::optim::Optimizer& optimizer) {
+  std::vector<double> decays;
+  for (const auto& group : optimizer.param_groups())
+    for (const auto& [name, value] : tessera::read_options(group.options()))
+      if (name == "weight_decay") decays.push_back(std::get<double>(value));
+  return decays;
+}
+
+void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays) {
+  for (size_t i = 0; i < decays.size(); ++i)
+    tessera::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {

@@ -44,8 +44,9 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
 Groups groups_of(const Parameters& parameters, const std::set<std::string>& matrices,
                  const tessera::MuonOptions& options);
 
-// Of the first of these groups.
-void set_weight_decay(torch::optim::Optimizer& optimizer, double weight_decay);
+// By group.
+std::vector<double> weight_decays(torch::optim::Optimizer& optimizer);
+void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays);
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr);
 

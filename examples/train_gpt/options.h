@@ -70,7 +70,7 @@ struct TrainOptions {
   int64_t save_every = 0;      // steps between checkpoints; 0: none
   int64_t keep = 3;            // checkpoints that stay
   std::string resume;          // "auto", a checkpoint's directory, or empty: begin anew
-  bool allow_changes = false;  // resuming with other lr, warmup, weight_decay or clip
+  bool allow_changes = false;  // resuming with other lr, warmup, weight_decay, clip or ema
 
   std::string import_gpt2;  // a directory of Hugging Face's GPT-2, or empty
   std::string export_gpt2;  // likewise, written at the end

@@ -1,6 +1,7 @@
 // The `tessera` command, run as a user does.
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "tessera/checkpoint/full_file.h"
 #include "tests/checkpoint/replicated.h"
@@ -84,6 +85,12 @@ TEST_F(Command, ReshardedIsTheSameAndSound) {
     torch::optim::AdamW optimizer(fsdp.parameters(), 1);
     EXPECT_EQ(load_checkpoint(folder_ / "b", fsdp, optimizer)["step"], 4);
   });
+  // Onto itself: nothing else is left.
+  EXPECT_EQ(tessera_command({"reshard", at("b"), at("b"), "--ranks", "3"}).code, 0);
+  EXPECT_EQ(tessera_command({"diff", at("a"), at("b")}).code, 0);
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"a", "b"}));
 }
 
 TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
@@ -107,6 +114,16 @@ TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
             0);
   EXPECT_TRUE(std::filesystem::exists(folder_ / "s.safetensors.index.json"));
   expect_contains(tessera_command({"diff", at("a"), at("m.safetensors")}).output, "optim.exp_avg.0.bias: only in");
+}
+
+TEST_F(Command, DiffOfParametersLeavesBuffersOutOfFullFilesToo) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::BatchNorm1d(3), comm);
+    save_checkpoint(folder_ / "norm", fsdp);
+    save_full(folder_ / "norm.safetensors", fsdp);
+  });
+  for (const auto& [a, b] : {std::pair(at("norm"), at("norm.safetensors")), {at("norm.safetensors"), at("norm")}})
+    EXPECT_EQ(tessera_command({"diff", a, b, "--parameters"}).output, "the same\n");
 }
 
 TEST_F(Command, MistakesAreExplained) {

@@ -9,7 +9,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <chrono>
+#include <cstdarg>
+#include <cstring>
 #include <fstream>
 #include <future>
 #include <map>
@@ -18,13 +21,19 @@
 #include <set>
 #include <thread>
 
+#include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/offline.h"
 #include "tessera/checkpoint/save_underway.h"
+#include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::faults_test {
+
+using testing_support::FileCall;
+using testing_support::observed;
+using testing_support::path_of;
 
 std::mutex synced_mutex;
 std::set<std::filesystem::path> synced;  // files and directories of which this program has asked fsync
@@ -52,13 +61,14 @@ void check_durable(const std::filesystem::path& directory) {
 }
 
 // What becomes of the files of a rank: -1 for none.
-std::atomic<int> failing_rank = -1, slow_rank = -1;
-std::atomic<bool> no_exchange = false;  // as on NFS
+std::atomic<int> failing_rank = -1;
+std::atomic<int> slow_syncs_of_rank_1 = 0, slow_ms = 0;  // how many are still to be so slow
+std::atomic<int> reading_fails_with = 0;                 // an errno, of the files of ranks
+std::atomic<bool> no_exchange = false;                   // as on NFS
 
 // In the place of the system's.
 extern "C" int fsync(int fd) {
-  std::error_code ignored;
-  const auto path = std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), ignored);
+  const std::filesystem::path path = path_of(fd);
   {
     const std::lock_guard lock(synced_mutex);
     synced.insert(path);
@@ -67,9 +77,11 @@ extern "C" int fsync(int fd) {
   auto is_of = [&](int rank) {
     return rank >= 0 && path.filename().string().starts_with("rank-0000" + std::to_string(rank));
   };
-  if (is_of(slow_rank)) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  if (is_of(1) && slow_syncs_of_rank_1 > 0 && slow_syncs_of_rank_1-- > 0)
+    std::this_thread::sleep_for(std::chrono::milliseconds(slow_ms));
   if (is_of(failing_rank)) return errno = EIO, -1;
-  return static_cast<int>(::syscall(SYS_fsync, fd));
+  return observed([&] { return static_cast<int>(::syscall(SYS_fsync, fd)); },
+                  [&] { return FileCall{FileCall::kSync, path}; });
 }
 
 extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position) {
@@ -77,7 +89,49 @@ extern "C" ssize_t pwrite(int fd, const void* data, size_t bytes, off_t position
     const std::lock_guard lock(synced_mutex);
     is_durable[inode_of(fd)] = false;
   }
-  return ::syscall(SYS_pwrite64, fd, data, bytes, position);
+  return observed([&] { return ::syscall(SYS_pwrite64, fd, data, bytes, position); },
+                  [&] {
+                    return FileCall{FileCall::kWrite, path_of(fd), "",
+                                    std::string(static_cast<const char*>(data), bytes), position};
+                  });
+}
+
+extern "C" int ftruncate(int fd, off_t bytes) noexcept {
+  return observed([&] { return static_cast<int>(::syscall(SYS_ftruncate, fd, bytes)); },
+                  [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", bytes}; });
+}
+
+extern "C" int open(const char* path, int flags, ...) {
+  va_list more;
+  va_start(more, flags);
+  const mode_t mode = (flags & (O_CREAT | O_TMPFILE)) != 0 ? va_arg(more, mode_t) : 0;
+  va_end(more);
+  auto act = [&] { return static_cast<int>(::syscall(SYS_openat, AT_FDCWD, path, flags, mode)); };
+  if ((flags & O_EXCL) == 0) return act();
+  return observed(act, [&] { return FileCall{FileCall::kCreate, path}; });
+}
+
+extern "C" int mkdir(const char* path, mode_t mode) noexcept {
+  return observed([&] { return static_cast<int>(::syscall(SYS_mkdirat, AT_FDCWD, path, mode)); },
+                  [&] { return FileCall{FileCall::kMakeFolder, path}; });
+}
+
+extern "C" int unlinkat(int fd, const char* path, int flags) noexcept {
+  return observed([&] { return static_cast<int>(::syscall(SYS_unlinkat, fd, path, flags)); },
+                  [&] { return FileCall{FileCall::kRemove, fd == AT_FDCWD ? path : path_of(fd) + "/" + path}; });
+}
+
+extern "C" int remove(const char* path) noexcept {
+  const int result = ::unlinkat(AT_FDCWD, path, 0);
+  return result == 0 || errno != EISDIR ? result : ::unlinkat(AT_FDCWD, path, AT_REMOVEDIR);
+}
+
+extern "C" ssize_t pread(int fd, void* data, size_t bytes, off_t position) {
+  if (reading_fails_with != 0) {
+    const std::filesystem::path path = path_of(fd);
+    if (path.filename().string().starts_with("rank-")) return errno = reading_fails_with, -1;
+  }
+  return ::syscall(SYS_pread64, fd, data, bytes, position);
 }
 
 extern "C" int renameat2(int from_fd, const char* from, int to_fd, const char* to, unsigned flags) noexcept {
@@ -88,7 +142,11 @@ extern "C" int renameat2(int from_fd, const char* from, int to_fd, const char* t
     const std::lock_guard lock(synced_mutex);
     if (::stat(std::filesystem::path(from).parent_path().c_str(), &folder) == 0) is_durable[folder.st_ino] = false;
   }
-  return static_cast<int>(::syscall(SYS_renameat2, from_fd, from, to_fd, to, flags));
+  return observed([&] { return static_cast<int>(::syscall(SYS_renameat2, from_fd, from, to_fd, to, flags)); },
+                  [&] {
+                    const bool exchanges = (flags & RENAME_EXCHANGE) != 0;
+                    return FileCall{exchanges ? FileCall::kExchange : FileCall::kRename, from, to};
+                  });
 }
 
 namespace {
@@ -181,15 +239,149 @@ TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
   run_ranks(2,
             [&](std::shared_ptr<Communicator> comm) {
               FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
-              slow_rank = 1;
-              comm->barrier();
-              save_checkpoint(folder / "a", fsdp, {{"step", 1}});
-              comm->barrier();
-              slow_rank = -1;
-              comm->barrier();
+              for (int step = 0; step < 2; ++step) {
+                slow_ms = 1500;
+                slow_syncs_of_rank_1 = 1;
+                comm->barrier();
+                if (step == 0)
+                  save_checkpoint(folder / "a", fsdp, {{"step", step}});
+                else
+                  save_checkpoint_async(folder / "a", fsdp, {{"step", step}}).wait();
+                comm->barrier();
+                EXPECT_EQ(slow_syncs_of_rank_1, 0);
+              }
               EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 1);
             },
-            {.timeout = std::chrono::milliseconds(1500)});
+            {.timeout = std::chrono::milliseconds(1000)});
+}
+
+// But one that gets no further is named to the others, who do not wait for it.
+TEST(CheckpointFaults, ARankThatIsStuckIsNamedToTheOthers) {
+  const TemporaryFolder folder;
+  slow_ms = 6000;
+  slow_syncs_of_rank_1 = 2;
+  auto save = [&](bool in_background) {
+    run_ranks(2,
+              [&](std::shared_ptr<Communicator> comm) {
+                FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+                const auto began = std::chrono::steady_clock::now();
+                const auto error = error_of<CheckpointError>([&] {
+                  if (in_background)
+                    save_checkpoint_async(folder / "a", fsdp).wait();
+                  else
+                    save_checkpoint(folder / "b", fsdp);
+                });
+                expect_contains(error, in_background ? "rank 1 did not finish writing" : "rank 1: gets no further");
+                if (comm->rank() == 0) {
+                  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::milliseconds(slow_ms));
+                }
+              },
+              {.timeout = std::chrono::milliseconds(800)});
+  };
+  auto background = std::async(std::launch::async, [&] { save(true); });
+  save(false);
+  background.get();
+}
+
+// Whatever has become of a manifest, it is said, an older checkpoint is loaded, and training goes on: its name is taken
+// again, and keep_last does not keep it.
+TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
+  const auto replaced = [](const std::string& text, const std::string& from, const std::string& to) {
+    return std::string(text).replace(text.find(from), from.size(), to);
+  };
+  const std::pair<int, std::function<std::string(const std::string&)>> damages[] = {
+      {3, [](const std::string&) { return std::string(); }},
+      {3, [](const std::string& text) { return std::string(300, '\1') + text.substr(300); }},
+      {3, [](const std::string& text) { return text.substr(0, text.size() / 2); }},
+      {3, [&](const std::string& text) { return replaced(text, "\"sequence\": 3", "\"sequence\": 1"); }},
+      {1, [&](const std::string& text) { return replaced(text, "\"sequence\": 1", "\"sequence\": 9"); }},
+  };
+  for (const auto& [step, damage] : damages) {
+    const TemporaryFolder folder;
+    auto name = [&](int n) { return folder / ("step-" + std::to_string(n)); };
+    on_ranks(2, [&, damaged = step](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      torch::optim::AdamW adam(model.parameters());
+      auto newest = [&] { return load_newest_checkpoint(folder.path(), model, adam); };
+      for (int n = 1; n <= 3; ++n) save_checkpoint(name(n), model, adam, {{"step", n}});
+      if (comm->rank() == 0) {
+        const std::string text = damage(read_text(name(damaged) / kManifestName, 1 << 20));
+        std::ofstream(name(damaged) / kManifestName) << text;
+      }
+      comm->barrier();
+      auto loaded = newest();
+      EXPECT_EQ(loaded->extra["step"], damaged == 3 ? 2 : 3);
+      ASSERT_EQ(loaded->damaged.size(), 1U);
+      expect_contains(loaded->damaged[0], name(damaged).string());
+      EXPECT_EQ(latest_checkpoint(folder.path()), name(damaged)) << "loading it says so";
+      if (damaged == 3) {
+        save_checkpoint(name(3), model, adam, {{"step", 30}});
+        loaded = newest();
+        EXPECT_EQ(loaded->extra["step"], 30);
+        EXPECT_TRUE(loaded->damaged.empty());
+      }
+      save_checkpoint(name(4), model, adam, {{"step", 4}}, {.keep_last = 2});
+      save_checkpoint(name(5), model, adam, {{"step", 5}}, {.keep_last = 3});
+      EXPECT_TRUE(newest()->damaged.empty() || damaged == 1);
+    });
+    for (int i = 0; i < 500 && std::filesystem::exists(name(1)); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_FALSE(std::filesystem::exists(name(1)));
+    EXPECT_EQ(entries(folder.path()), 3);
+  }
+  // A folder of somebody else's is left as it is.
+  const TemporaryFolder folder;
+  std::filesystem::create_directories(folder / "a");
+  std::ofstream(folder / "a/tessera.json") << "{}";
+  std::ofstream(folder / "a/notes.txt") << "mine";
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", model); }), "something else");
+    save_checkpoint(folder / "b", model, {}, {.keep_last = 1});
+    EXPECT_EQ(load_checkpoint(folder / "b", model).value("step", 7), 7);  // `{}` is an object without entries
+    save_checkpoint(folder / "c", model, {}, {.keep_last = 1});
+    // Checksums of each 16 bytes do not fit in a header.
+    Replicated large(torch::nn::Linear(5000, 5000).ptr(), comm);
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "d", large, {}, {.block_bytes = 16}); }),
+        "take larger blocks");
+  });
+  EXPECT_TRUE(std::filesystem::exists(folder / "a/notes.txt"));
+}
+
+// What one process cannot do here and now says nothing of the newest checkpoint: an older one would undo what it has.
+TEST(CheckpointFaults, WhatIsNoDamageDoesNotGoBackToAnOlderCheckpoint) {
+  const TemporaryFolder folder;
+  struct OutOfMemory : Stateful {
+    bool is_out = false;
+    std::string state_name() const override { return "mine"; }
+    StateValues state_values() const override { return {}; }
+    void check_state_values(const StateValues&) const override {
+      if (is_out) throw std::bad_alloc();
+    }
+    void load_state_values(const StateValues&) override {}
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+    OutOfMemory mine;
+    for (int n = 1; n <= 2; ++n) save_checkpoint(folder / ("step-" + std::to_string(n)), {fsdp, mine}, {{"step", n}});
+    auto newest = [&] { static_cast<void>(load_newest_checkpoint(folder.path(), {fsdp, mine})); };
+    for (const int reason : {EIO, EMFILE, EACCES}) {
+      comm->barrier();
+      reading_fails_with = reason;
+      comm->barrier();
+      const auto error = error_of<StorageUnavailable>(newest);
+      for (const std::string& part : {std::string("step-2/rank-0000"), std::string(std::strerror(reason))})
+        expect_contains(error, part);
+      comm->barrier();
+      reading_fails_with = 0;
+      comm->barrier();
+    }
+    mine.is_out = comm->rank() == 1;
+    expect_contains(error_of<CheckpointError>(newest), "rank 1: out of memory");
+    mine.is_out = false;
+    EXPECT_EQ(load_newest_checkpoint(folder.path(), {fsdp, mine})->extra["step"], 2);
+  });
 }
 
 TEST(CheckpointFaults, AFileSystemThatCannotReplaceSaysSoBeforeAnythingIsWritten) {

@@ -1,6 +1,8 @@
 // Whole models in safetensors files, from any layout and to any.
 #include "tessera/checkpoint/full_file.h"
 
+#include <sys/resource.h>
+
 #include <fstream>
 
 #include "tessera/checkpoint/safetensors_header.h"
@@ -37,7 +39,7 @@ TEST(FullFile, HoldsTheModelHoweverManyRanksAndFiles) {
     const auto original = seeded(tree, [&] { return RandomNet(tree); });
     const bool index = std::filesystem::exists(folder / "model.safetensors.index.json");
     const auto path = folder / (index ? "model.safetensors.index.json" : "model.safetensors");
-    for (const auto& from : {path, folder.path()}) {
+    for (const auto& from : {path, folder.path(), folder / "model.safetensors"}) {
       auto loaded = seeded(tree, [&] { return RandomNet(tree); });
       on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
         auto net = seeded(tree, [&] { return RandomNet(tree); });
@@ -102,6 +104,26 @@ TEST(FullFile, NothingOfAnOlderModelStaysAndNoFileOfItIsOverwritten) {
     before = names();
     ++round;
   }
+}
+
+TEST(FullFile, ManyFilesNeedFewDescriptors) {
+  const TemporaryFolder folder;
+  const auto open_now = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < 60; ++i) net->push_back(torch::nn::Linear(2, 2));
+    FullyShardedDataParallel fsdp(net, comm);
+    comm->barrier();
+    rlimit few = before;
+    few.rlim_cur = static_cast<rlim_t>(open_now) + 60;
+    if (comm->rank() == 0) ::setrlimit(RLIMIT_NOFILE, &few);
+    comm->barrier();
+    save_full(folder / "m.safetensors", fsdp, {.max_file_bytes = 1});
+  });
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_EQ(find_full_tensors(folder.path()).files.size(), 120U);
 }
 
 TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
@@ -191,6 +213,51 @@ TEST(FullFile, NamesAreMappedWeightsTransposedAndDtypesConverted) {
     });
 }
 
+// Embedding and head are one tensor; other programs write both names, and an untied model has two tensors.
+TEST(FullFile, AnUntiedHeadIsNotDroppedByATiedModel) {
+  struct Weight : torch::nn::Module {
+    explicit Weight(const at::Tensor& weight) { register_parameter("weight", weight); }
+  };
+  struct Model : torch::nn::Module {
+    explicit Model(bool is_tied) {
+      const at::Tensor weight = torch::randn({6, 4});
+      register_module("embedding", std::make_shared<Weight>(weight));
+      register_module("head", std::make_shared<Weight>(is_tied ? weight : weight.clone()));
+    }
+  };
+  const TemporaryFolder folder;
+  for (const bool is_tied : {true, false})
+    write_full(folder / (is_tied ? "tied.safetensors" : "untied.safetensors"),
+               {{"embedding.weight", at::kFloat, {6, 4}, {}}, {"head.weight", at::kFloat, {6, 4}, {}}},
+               [&](const FullTensor& tensor) {
+                 const at::Tensor value = torch::full(tensor.shape, 3.0);
+                 if (!is_tied && tensor.name == "head.weight") value[5][3] = 4.0;
+                 return value;
+               });
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    DistributedDataParallel ddp(std::make_shared<Model>(true), comm);
+    Replicated untied(std::make_shared<Model>(false), comm);
+    auto first = [&] { return ddp.full_state_dict()["embedding.weight"].mean().item<double>(); };
+    load_full(folder / "tied.safetensors", ddp);
+    EXPECT_EQ(first(), 3.0);
+    load_full(folder / "untied.safetensors", untied);
+    save_checkpoint(folder / "untied", untied);
+    load_full(folder / "tied.safetensors", untied);
+    save_checkpoint(folder / "same", untied);
+    for (const bool strict : {true, false})
+      for (const auto& error :
+           {error_of<CheckpointMismatch>([&] { load_full(folder / "untied.safetensors", ddp, {.strict = strict}); }),
+            error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "untied", ddp, {.strict = strict}); })})
+        expect_contains(error, "tied in the model, saved with other values: embedding.weight and head.weight");
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& shard : ddp.parameters()) shard.zero_();
+    }
+    load_checkpoint(folder / "same", ddp);
+    EXPECT_EQ(first(), 3.0);
+  });
+}
+
 TEST(FullFile, ThatIsNotStrictTellsWhatItLeft) {
   const TemporaryFolder folder;
   write_full(folder / "m.safetensors", {{"weight", at::kFloat, {2, 2}, {}}, {"extra", at::kFloat, {1}, {}}},
@@ -223,7 +290,10 @@ TEST(FullFile, CachesOfModelHubsOpenAndTheirIndexDecides) {
                                     snapshot / ("a-" + std::to_string(i) + ".safetensors"));
   std::filesystem::create_symlink("../../blobs/2", snapshot / "model.safetensors.index.json");
   write(snapshot / "stray.safetensors", {{"bias", at::kFloat, {3}, {}}, {"other", at::kFloat, {1}, {}}}, 3);
-  for (const auto& path : {snapshot, snapshot / "model.safetensors.index.json"}) {
+  std::filesystem::create_directories(folder / "refs");
+  std::ofstream(folder / "refs/main") << "abc";
+  std::filesystem::create_directories(folder / "snapshots/older");
+  for (const auto& path : {snapshot, snapshot / "model.safetensors.index.json", folder.path()}) {
     const SavedTensors found = find_full_tensors(path);
     EXPECT_EQ(found.tensors.size(), 2u);
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -232,6 +302,9 @@ TEST(FullFile, CachesOfModelHubsOpenAndTheirIndexDecides) {
       for (int i = 0; i < 2; ++i) EXPECT_EQ(model.parameters()[i].detach().min().item<double>(), i + 1) << names[i];
     });
   }
+  std::filesystem::remove(folder / "refs/main");
+  expect_contains(error_of<CheckpointError>([&] { find_full_tensors(folder.path()); }),
+                  "a hub's cache with 2 snapshots");
   std::filesystem::remove(blobs / "1");
   expect_contains(error_of<CheckpointError>([&] { find_full_tensors(snapshot); }), "link to what is not there");
 }

@@ -101,7 +101,7 @@ TEST(CheckpointKilled, KilledAtAnyMomentTheLastCompleteOneIsWhole) {
   EXPECT_GT(found, rounds / 2) << "the children hardly ever got as far as a save";
 }
 
-// What is there is a whole checkpoint, of one value.
+// What is there is a whole checkpoint, of one value, the optimizer's state too.
 double value_of_newest(const std::filesystem::path& folder) {
   const auto latest = latest_checkpoint(folder);
   if (!latest) return 0;
@@ -111,9 +111,8 @@ double value_of_newest(const std::filesystem::path& folder) {
   SliceReader reader(saved);
   const double value = read_manifest(*latest).extra["value"].get<double>();
   for (const auto& [name, tensor] : saved.tensors)
-    if (tensor.kind == TensorKind::kParameter) {
-      EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(value).all().item<bool>()) << *latest << " " << name;
-    }
+    EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(value).all().item<bool>()) << *latest << " " << name;
+  EXPECT_EQ(saved.tensors.size(), 6U) << "two parameters, two moments of each";
   return value;
 }
 
@@ -141,20 +140,32 @@ void save_until_alone(const std::filesystem::path& folder, int rank, int world, 
   at::set_num_threads(1);
   const auto comm = init({.timeout = std::chrono::seconds(4)});
   FullyShardedDataParallel fsdp(torch::nn::Linear(24, 24), comm);
-  torch::optim::SGD sgd(fsdp.parameters(), torch::optim::SGDOptions(0.1));
-  const auto loaded = load_newest_checkpoint(folder, fsdp, sgd);
+  torch::optim::Adam adam(fsdp.parameters(), torch::optim::AdamOptions(0.1));
+  const auto loaded = load_newest_checkpoint(folder, fsdp, adam);
   int value = loaded ? loaded->extra["value"].get<int>() : 0;
-  for (const auto& shard : fsdp.parameters())
-    if (loaded && !shard.detach().eq(value).all().item<bool>()) ::_exit(3);
+  // The parameters and their moments.
+  auto for_each_tensor = [&](const std::function<void(const at::Tensor&)>& visit) {
+    for (const auto& shard : fsdp.parameters()) {
+      auto& state = static_cast<torch::optim::AdamParamState&>(*adam.state().at(shard.unsafeGetTensorImpl()));
+      for (const auto& tensor : {shard.detach(), state.exp_avg(), state.exp_avg_sq()}) visit(tensor);
+      if (state.step() != value) ::_exit(4);
+    }
+  };
+  if (loaded)
+    for_each_tensor([&](const at::Tensor& tensor) {
+      if (!tensor.eq(value).all().item<bool>()) ::_exit(3);
+    });
   for (;;) {
     const at::NoGradGuard no_grad;
     ++value;
-    for (auto& shard : fsdp.parameters()) shard.fill_(value);
+    for (auto& shard : fsdp.parameters()) shard.mutable_grad() = torch::ones_like(shard);
+    adam.step();
+    for_each_tensor([&](const at::Tensor& tensor) { tensor.fill_(value); });
     const auto name = folder / ("step-" + std::to_string(value % 5));
     if (value % 2 == 0) {
-      save_checkpoint(name, fsdp, sgd, {{"value", value}}, {.keep_last = 2});
+      save_checkpoint(name, fsdp, adam, {{"value", value}}, {.keep_last = 2});
     } else {
-      save_checkpoint_async(name, fsdp, sgd, {{"value", value}}, {.keep_last = 2}).wait();
+      save_checkpoint_async(name, fsdp, adam, {{"value", value}}, {.keep_last = 2}).wait();
     }
   }
 }

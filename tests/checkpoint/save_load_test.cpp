@@ -9,6 +9,7 @@
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
+#include "tessera/checkpoint/offline.h"
 #include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/slice_reader.h"
 #include "tessera/comm/fingerprint.h"
@@ -559,6 +560,28 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   });
 }
 
+// One unit is summoned; the other could be written to.
+TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    save_checkpoint(folder / "a", fsdp);
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& shard : fsdp.parameters()) shard.fill_(3);
+    }
+    {
+      auto full = fsdp.summon_full_params({.units = {"1"}});
+      expect_contains(error_of<CheckpointError>([&] { load_checkpoint(folder / "a", fsdp); }),
+                      "inside summon_full_params()");
+    }
+    for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.detach().eq(3).all().item<bool>());
+    load_checkpoint(folder / "a", fsdp);
+    EXPECT_FALSE(fsdp.parameters()[0].detach().eq(3).all().item<bool>());
+  });
+}
+
 TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
   const TemporaryFolder folder;
   under(Layout::kFsdp, 3, 2, 3, [&](auto& model, auto& optimizer, auto& comm) {
@@ -577,6 +600,37 @@ TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {
     comm->barrier();
   });
   expect_same(contents(folder / "a"), contents(folder / "b"), "");
+}
+
+// The optimizer's state is copied on the thread, and the optimizer goes on at once.
+TEST(CheckpointAsync, AStepRightAfterTheCallChangesNothingOfWhatIsSaved) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(seeded(1, [] { return torch::nn::Linear(1500, 1500); }), comm);
+    auto check = [&](auto optimizer, const std::string& name) {
+      fsdp(torch::ones({1, 1500})).sum().backward();
+      optimizer.step();
+      save_checkpoint(folder / name, fsdp, optimizer);
+      Ema ema(fsdp, {.decay = 0.5});
+      for (const char* further : {"-b", "-c"}) {
+        auto pending = save_checkpoint_async(folder / (name + further), {fsdp, optimizer, ema});
+        optimizer.step();
+        ema.update();
+        pending.wait();
+        load_checkpoint(folder / (name + further), {fsdp, optimizer, ema});
+        EXPECT_EQ(ema.updates(), 0);
+      }
+    };
+    check(torch::optim::AdamW(fsdp.parameters(), 0.1), "torch");
+    check(AdamW(fsdp.parameters(), 0.1), "fused");
+    check(torch::optim::SGD(fsdp.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)), "sgd");
+  });
+  for (const std::string name : {"torch", "fused", "sgd"})
+    for (const char* further : {"-b", "-c"}) {
+      EXPECT_EQ(verify_checkpoint(folder / (name + further)), std::vector<std::string>());
+      for (const auto& difference : diff_checkpoints(folder / name, folder / (name + further)))
+        EXPECT_TRUE(difference.name.starts_with("beside.ema.") || difference.name == "(beside)") << difference.name;
+    }
 }
 
 TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) {

@@ -60,6 +60,22 @@ TEST_F(CheckpointStorage, NamesAreTakenAgain) {
     });
 }
 
+TEST_F(CheckpointStorage, AnyNameInMemoryIsOneAndSchemesAreNeverFolders) {
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint("memory://a", model, {{"step", 1}});
+    save_checkpoint("memory://b", model, {{"step", 2}}, {.keep_last = 1});
+    EXPECT_EQ(load_checkpoint("memory://b/", model)["step"], 2);
+    EXPECT_EQ(load_newest_checkpoint("memory://", {model})->extra["step"], 2);
+    for (const char* name : {"memory://", "s3://bucket", "s3://bucket/"})
+      EXPECT_THROW(save_checkpoint(name, model), CheckpointError) << name;
+    for (const char* name : {"S3://bucket/a", "Memory://a", "gs://bucket/a"})
+      expect_contains(error_of<std::invalid_argument>([&] { save_checkpoint(name, model); }), "not known");
+    EXPECT_FALSE(fs::exists("S3:"));
+  });
+  for (const char* name : {"memory://a", "memory://b"}) storage_of(name).remove_all(name);
+}
+
 TEST_F(CheckpointStorage, GoesOnFromMemoryOnAnyNumberOfRanks) {
   double expected = 0;
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "tessera/checkpoint/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -15,7 +16,7 @@ namespace {
 
 using namespace testing_support;
 
-// Averages of a model's parameters, sharded as it is: a Stateful with tensors.
+// A user's own, sharded as the model's parameters: a Stateful with tensors.
 class Averages : public Stateful {
  public:
   Averages(const ModelShards& model, double value) : shards_(model.named_shards()) {
@@ -109,6 +110,80 @@ TEST(TrainingState, IsSavedByOneCallAndGoesOnOnAnyNumberOfRanks) {
   });
 }
 
+// The list as a program writes it; each link of the chain has another wrapper and another number of ranks.
+TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
+  const TemporaryFolder folder;
+  auto under = [&](int stage, int world, auto body) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto model = zero(seeded(1, [] { return torch::nn::Linear(7, 5); }), torch::optim::AdamWOptions(0.1), comm,
+                        ZeroOptions{.stage = stage});
+      torch::optim::StepLR scheduler(model.optimizer(), 2, 0.5);
+      Ema ema(model, {.decay = 0.5});
+      body(model, scheduler, ema);
+    });
+  };
+  auto step = [](auto& model, auto& scheduler, Ema& ema) {
+    model.zero_grad();
+    model.forward(torch::ones({2, 7})).pow(2).sum().backward();
+    model.step();
+    scheduler.step();
+    ema.update();
+  };
+  // The parameters, and their averages.
+  auto weights = [](auto& model, Ema& ema) {
+    const at::Tensor own = model.full_state_dict()["weight"].clone();
+    auto averaged = ema.swap_in();
+    return std::vector<at::Tensor>{own, model.full_state_dict()["weight"].clone()};
+  };
+  const std::vector<std::pair<int, int>> chain{{0, 2}, {1, 3}, {2, 1}, {3, 5}, {3, 2}};
+  std::vector<at::Tensor> expected;
+  under(0, 1, [&](auto& model, auto& scheduler, Ema& ema) {
+    for (size_t i = 0; i < chain.size(); ++i) step(model, scheduler, ema);
+    expected = weights(model, ema);
+  });
+  auto name = [&](size_t link) { return folder / ("step-" + std::to_string(link)); };
+  for (size_t link = 0; link < chain.size(); ++link)
+    under(chain[link].first, chain[link].second, [&](auto& model, auto& scheduler, Ema& ema) {
+      auto& optimizer = model.optimizer();
+      if (link > 0) load_checkpoint(name(link - 1), {model, optimizer, scheduler, ema});
+      EXPECT_EQ(ema.updates(), static_cast<int64_t>(link));
+      step(model, scheduler, ema);
+      if (link % 2 == 0)
+        save_checkpoint(name(link), {model, optimizer, scheduler, ema});
+      else
+        save_checkpoint_async(name(link), {model, optimizer, scheduler, ema}).wait();
+      const auto own = weights(model, ema);
+      for (size_t i = 0; link + 1 == chain.size() && i < 2; ++i) EXPECT_TRUE(own[i].allclose(expected[i]));
+      model.comm()->barrier();
+    });
+  // Without the averages; with a model that has them; and as a model of another program.
+  const auto last = name(chain.size() - 1);
+  consolidate_checkpoint(last, folder / "m.safetensors", /*state=*/false);
+  under(2, 2, [&](auto& model, auto&, Ema& ema) {
+    load_checkpoint(last, {model, model.optimizer()});
+    EXPECT_TRUE(weights(model, ema)[0].allclose(expected[0]));
+    load_checkpoint(last, ema.with_model(), model.optimizer());
+    EXPECT_TRUE(weights(model, ema)[1].allclose(expected[1]));
+    model.comm()->barrier();
+    DistributedDataParallel plain(torch::nn::Linear(7, 5), model.comm());
+    load_full(folder / "m.safetensors", plain);
+    EXPECT_TRUE(plain.full_state_dict()["weight"].allclose(expected[0]));
+    // While the model has the averages they would be saved as its own.
+    {
+      auto averaged = ema.swap_in();
+      for (const auto& error : {error_of<std::invalid_argument>([&] { save_checkpoint(folder / "no", {model, ema}); }),
+                                error_of<CheckpointMismatch>([&] { load_checkpoint(last, {model, ema}); })})
+        expect_contains(error, "Ema::swap_in()");
+    }
+    Ema slow(model, {.decay = 0.9});
+    save_checkpoint(folder / "two", {model, ema, {"slow", slow}});
+    load_checkpoint(folder / "two", {model, ema, {"slow", slow}});
+    save_checkpoint(folder / "none", {model});
+    expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "none", {model, ema}); }),
+                    "missing from the checkpoint: the state 'ema', beside.ema.weight");
+  });
+}
+
 TEST(TrainingState, MistakesAreRefused) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(2, 2).ptr(), comm), second(torch::nn::Linear(2, 2).ptr(), comm);
@@ -118,6 +193,9 @@ TEST(TrainingState, MistakesAreRefused) {
       return error_of<std::invalid_argument>([&] { TrainingState state(all); });
     };
     expect_contains(refused({sgd}), "no model");
+    Ema ema(model);
+    expect_contains(refused({ema, sgd}), "no model");
+    expect_contains(refused({ema.with_model(), ema}), "two states are named 'ema'");
     expect_contains(refused({model, second}), "two models");
     expect_contains(refused({model, sgd, sgd}), "two optimizers");
     expect_contains(refused({model, scheduler, scheduler}), "two states are named 'scheduler'");

@@ -229,7 +229,8 @@ TEST(TrainGpt, AKilledRunGoesOnWithOtherRanks) {
 TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   const TemporaryFolder folder;
   const std::string model =
-      " --wrapper local --layers 1 --width 12 --heads 2 --context 16 --batch 2 --threads 1 --sample 0 --val-every 0 ";
+      " --wrapper local --layers 1 --width 12 --heads 2 --context 16 --batch 2 --threads 1 --sample 0 --val-every 0 "
+      "--optimizer muon ";
   auto with = [&](const std::string& arguments) {
     return run(model + " --out " + (folder / "a").string() + " " + arguments);
   };
@@ -238,7 +239,8 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   const auto data = folder.write("a.txt", text).string();
   std::swap(text[10], text[11]);
   const auto other = folder.write("b.txt", text).string();
-  const std::string base = "--data " + data + " --resume auto --save-every 4 ";
+  const std::string base_without_ema = "--data " + data + " --resume auto --save-every 4 ";
+  const std::string base = base_without_ema + "--ema 0.9 ";
   const std::string same = base + "--lr 1e-2 --weight-decay 0.2 ";
   ASSERT_EQ(with(same + "--steps 8 --warmup 3").exit_code, 0);
   auto refused = [&](const std::string& arguments, const std::string& message) {
@@ -251,6 +253,8 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   refused(base + "--weight-decay 0.2 --steps 8 --lr 2e-2", "lr is 0.02, was 0.01; --allow-changes");
   refused(base + "--lr 1e-2 --steps 8 --weight-decay 0.3", "weight-decay is 0.3, was 0.2; --allow-changes");
   refused(same + "--steps 8 --clip 2", "clip is 2.0, was 1.0; --allow-changes");
+  for (const char* ema : {"", "--ema 0.5 "})
+    refused(base_without_ema + ema + "--lr 1e-2 --weight-decay 0.2 --steps 8", ", was 0.9; --allow-changes");
   refused(same + "--steps 6", "has done 8 steps");
   refused("--data " + data + " --allow-changes", "no effect without --resume");
   const auto longer = with(same + "--steps 12");
@@ -268,8 +272,11 @@ TEST(TrainGpt, ARunIsExtendedAndNothingElseChangesInSilence) {
   const auto changed = with(base + "--lr 1e-2 --steps 16 --weight-decay 0 --allow-changes");
   EXPECT_EQ(changed.exit_code, 0) << changed.output;
   EXPECT_NE(changed.output.find("weight-decay is 0.0, was 0.2"), std::string::npos) << changed.output;
-  // And it is what the next checkpoint has.
+  // And it is what the next checkpoint has, in all groups: Muon's, AdamW's matrices, the rest.
   EXPECT_EQ(with(base + "--lr 1e-2 --steps 16 --weight-decay 0").exit_code, 0);
+  const auto manifest = nlohmann::json::parse(std::ifstream(folder / "a/checkpoints/step-000016/tessera.json"));
+  ASSERT_EQ(manifest["optimizer"]["groups"].size(), 3U);
+  for (const auto& group : manifest["optimizer"]["groups"]) EXPECT_EQ(group["options"]["weight_decay"], 0.0);
 }
 
 TEST(TrainGpt, ADamagedNewestCheckpointIsPassedOverAndSaid) {

@@ -236,6 +236,15 @@ class Convert(Base):
         self.convert(self.path / "model.pt", self.path / "two", "--optimizer-file", self.path / "optimizer.pt", "--extra", '{"epoch": 5}')
         self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "both", self.path / "two"))
 
+    def test_what_is_converted_later_is_newer_and_numbers_are_as_ours_print_them(self):
+        torch.save(make_model().state_dict(), self.path / "model.pt")
+        numbers = [1e15, 9876543210123456.0, 123456789012345.6, 5e-324, 2.5e-05, -0.0, 0.1 + 0.2, 1.7976931348623157e308]
+        numbers += [float(number) for number in torch.rand(2000, dtype=torch.float64) * 10.0 ** torch.arange(2000).remainder(40).sub(20)]
+        for sequence, name in enumerate(("a", "b"), 1):
+            self.convert(self.path / "model.pt", self.path / "run" / name, "--extra", json.dumps({"numbers": numbers}))
+            told = json.loads(self.run_words(COMMAND, "inspect", self.path / "run" / name, "--json"))
+            self.assertEqual((told["sequence"], told["extra"]["numbers"]), (sequence, numbers))
+
     def test_numbered_parameters_of_several_groups_need_names(self):
         model = make_model()
         named = dict(model.named_parameters())

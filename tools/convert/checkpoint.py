@@ -1,15 +1,19 @@
 """Tessera's checkpoints, format 2 (checkpoint/FORMAT.md), read and written a tensor at a time."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
+import re
 import secrets
 import struct
 from typing import Callable
 
 import torch
 import xxhash
+
+from . import numbers
 
 BLOCK_BYTES = 1 << 20
 NAMES = {
@@ -81,7 +85,7 @@ def header_of(entries, checksums, identity):
 
 def sum_of_manifest(manifest):
     fields = {name: value for name, value in manifest.items() if name != "checksum"}
-    return xxh3(json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
+    return xxh3(numbers.dumps(fields).encode())
 
 
 def write(target, checkpoint, progress=lambda name: None):
@@ -112,7 +116,7 @@ def write(target, checkpoint, progress=lambda name: None):
             file.write(header_of(entries, checksums, identity))
             file.flush()
             os.fsync(file.fileno())
-        write_manifest(partial, checkpoint, identity)
+        write_manifest(partial, checkpoint, identity, next_sequence(target.parent))
         partial.rename(target)
         sync_folder(target.parent)
     except BaseException:
@@ -122,14 +126,24 @@ def write(target, checkpoint, progress=lambda name: None):
         raise
 
 
-def write_manifest(folder, checkpoint, identity):
+def next_sequence(folder):
+    """One more than the largest among the checkpoints there, so that this one is the newest."""
+    largest = 0
+    for manifest in folder.glob("[!.]*/tessera.json"):
+        with open(manifest, "rb") as file:
+            found = re.search(rb'"format": "tessera-checkpoint".*"sequence": (\d+)', file.read(256), re.DOTALL)
+        largest = max(largest, int(found[1]) if found else 0)
+    return largest + 1
+
+
+def write_manifest(folder, checkpoint, identity, sequence):
     tensors = {}
     for entry in checkpoint.tensors:
         tensors[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "kind": entry.kind,
                                "runs": [[0, 0, 1, 0, torch.Size(entry.shape).numel()]]}
         if entry.aliases:
             tensors[entry.name]["aliases"] = entry.aliases
-    manifest = {"format": "tessera-checkpoint", "version": 2, "sequence": 1, "id": identity, "world_size": 1,
+    manifest = {"format": "tessera-checkpoint", "version": 2, "sequence": sequence, "id": identity, "world_size": 1,
                 "block_bytes": BLOCK_BYTES, "extra": checkpoint.extra, "optimizer": checkpoint.optimizer,
                 "tensors": tensors, "rng": False}
     manifest["checksum"] = sum_of_manifest(manifest)
@@ -147,12 +161,17 @@ def sync_folder(folder):
 
 
 class Reader:
-    """A checkpoint of any number of ranks. `tensor(name)` reads one whole, and verifies it."""
+    """A checkpoint of any number of ranks. `tensor(name)` reads one whole, and verifies it. Nobody removes it meanwhile."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         try:
-            self.manifest = json.loads((self.folder / "tessera.json").read_text(encoding="utf-8"))
+            self.hold = open(self.folder / "tessera.json", "rb")
+            try:  # a shared lock on all of it, as FORMAT.md has it
+                fcntl.fcntl(self.hold, fcntl.F_OFD_SETLK, struct.pack("@hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+            except OSError:
+                pass  # there are no locks on this file system
+            self.manifest = json.loads(self.hold.read().decode())
         except FileNotFoundError:
             raise ConvertError(f"{folder}: is not a checkpoint: it has no tessera.json") from None
         if self.manifest.get("version") != 2:

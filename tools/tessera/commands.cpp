@@ -6,6 +6,7 @@
 
 #include "progress_bar.h"
 #include "tessera/checkpoint/checkpoint.h"
+#include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/manifest.h"
 #include "tessera/checkpoint/offline.h"
@@ -90,6 +91,7 @@ void print_tree(const SavedTensors& saved, bool slices) {
 
 int inspect(const Arguments& arguments) {
   const fs::path path = resolve(arguments.paths[0]);
+  const ReadHold hold(path);
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
   // Where each slice lies is in the ranks' own files.
@@ -123,6 +125,8 @@ int verify(const Arguments& arguments) {
     bytes = bytes_of(read_manifest(path).saved);
     ProgressBar bar("verifying", bytes);
     problems = verify_checkpoint(path, [&](int64_t more) { bar.add(more); });
+  } catch (const StorageUnavailable&) {
+    throw;  // an error, not damage
   } catch (const CheckpointError& error) {
     problems.emplace_back(error.what());
   }
