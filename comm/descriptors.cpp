@@ -34,7 +34,8 @@ void require_descriptors(int64_t needed, const std::string& for_what) {
   limit.rlim_cur = limit.rlim_max == RLIM_INFINITY ? static_cast<rlim_t>(wanted)
                                                    : std::min(static_cast<rlim_t>(wanted), limit.rlim_max);
   if (limit.rlim_cur > before && ::setrlimit(RLIMIT_NOFILE, &limit) == 0 && bounded(limit.rlim_cur) >= wanted) return;
-  throw CommError(c10::str(for_what, ": ", needed, " descriptors of sockets and files are needed, but this process may open ",
+  throw CommError(c10::str(for_what, ": ", needed,
+                           " descriptors of sockets and files are needed, but this process may open ",
                            std::max<int64_t>(bounded(limit.rlim_max) - open_descriptors() - kReserve, 0),
                            " more (hard limit RLIMIT_NOFILE ", bounded(limit.rlim_max), "): raise it (ulimit -Hn)"));
 }

@@ -58,8 +58,8 @@ class Ema : public ModelShards {
   // Whose with_model() this is; null: nobody's.
   static Ema* of(ModelShards& with_model);
 
-  ModelShards& model() const { return model_; }
-  bool is_swapped_in() const { return is_swapped_in_; }
+  ModelShards& model() const { return model_; }          // whose parameters are averaged
+  bool is_swapped_in() const { return is_swapped_in_; }  // while a scope of swap_in() lives
 
   const std::shared_ptr<Communicator>& comm() const override { return model_.comm(); }
   std::vector<NamedShard> named_shards() const override;

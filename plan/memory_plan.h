@@ -38,6 +38,7 @@ struct Machines {
   const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host does not count
   int64_t host_memory_bytes = 0;        // of each host, for offload; 0: not known
 
+  // With fewer ranks than that in all, all of them.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
 };
 
