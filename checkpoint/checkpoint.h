@@ -101,7 +101,7 @@ nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& mo
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
-// What load_newest_checkpoint() has loaded, and which newer ones it could not read: the errors, the newest first.
+// What load_newest_checkpoint() has loaded, and what it passed over: the errors, of unknown age first, then the newest.
 struct LoadedCheckpoint {
   std::filesystem::path path;
   nlohmann::json extra;

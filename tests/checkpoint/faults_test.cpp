@@ -249,6 +249,7 @@ TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
                   save_checkpoint_async(folder / "a", fsdp, {{"step", step}}).wait();
                 comm->barrier();
                 EXPECT_EQ(slow_syncs_of_rank_1, 0);
+                comm->barrier();
               }
               EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 1);
             },

@@ -13,7 +13,7 @@ from typing import Callable
 import torch
 import xxhash
 
-from . import numbers
+from . import json_text
 
 BLOCK_BYTES = 1 << 20
 NAMES = {
@@ -85,7 +85,7 @@ def header_of(entries, checksums, identity):
 
 def sum_of_manifest(manifest):
     fields = {name: value for name, value in manifest.items() if name != "checksum"}
-    return xxh3(numbers.dumps(fields).encode())
+    return xxh3(json_text.dumps(fields).encode())
 
 
 def write(target, checkpoint, progress=lambda name: None):
@@ -182,6 +182,12 @@ class Reader:
         self.slices = {}  # by name: (file, offsets, shape, begin, checksums)
         for path in sorted(self.files.glob("rank-*.safetensors")):
             self.list_file(path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.hold.close()
 
     def list_file(self, path):
         with open(path, "rb") as file:
