@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tessera/exported/graph.h"
+#include "tessera/exported/higher_order_steps.h"
 #include "tessera/exported/steps.h"
 
 namespace tessera {
