@@ -81,7 +81,7 @@ finetune: setup
 	@$(compile) finetune
 	@tools/python.sh examples/finetune/finetune.py prepare out/finetune examples/data/king_james_new_testament.txt
 	@$(BUILD)/examples/finetune --archive out/finetune/model.pt2 --weights out/finetune/initial \
-	  --ids out/finetune/ids.safetensors --out out/finetune $(FINETUNE)
+	  --ids out/finetune/ids.safetensors --characters --prompt 'And Jesus said ' --out out/finetune $(FINETUNE)
 	@tools/python.sh examples/finetune/finetune.py check out/finetune
 
 # One of several saving processes killed at a random moment, 300 times; resumed by another number each time.

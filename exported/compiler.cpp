@@ -87,8 +87,8 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 // The names of one graph.
 struct Compiler::Scope {
   std::map<std::string, int> slots;
+  std::map<int, size_t> state;  // slots of it, of the caller's graphs too
   Graph& graph;
-  bool is_top;
 
   int add(const std::string& name) {
     if (name.empty()) return kNoSlot;
@@ -104,27 +104,28 @@ struct Compiler::Scope {
   }
   // The state that a slot has, if it has one.
   std::optional<size_t> state_of(int slot) const {
-    for (const Graph::State& own : graph.state)
-      if (own.slot == slot) return own.index;
-    return std::nullopt;
+    const auto found = state.find(slot);
+    return found == state.end() ? std::nullopt : std::optional(found->second);
   }
 };
 
 std::shared_ptr<Graph> Compiler::compile(const json& graph) {
-  auto compiled = compile_graph(graph, /*is_top=*/true);
+  auto compiled = compile_graph(graph, options_.state, /*is_top=*/true);
   bind_training_arguments();
   return compiled;
 }
 
-std::shared_ptr<Graph> Compiler::compile_graph(const json& graph, bool is_top) {
+std::shared_ptr<Graph> Compiler::compile_graph(const json& graph, const StateNames& state, bool is_top) {
   auto compiled = std::make_shared<Graph>();
-  Scope scope{{}, *compiled, is_top};
+  Scope scope{{}, {}, *compiled};
   for (const json& input : list_field(graph, "inputs")) {
     const std::string name = name_of_value(input);
     const int slot = scope.add(name);
-    const auto state = is_top ? options_.state.find(name) : options_.state.end();
-    if (state != options_.state.end()) compiled->state.push_back({slot, state->second});
-    compiled->inputs.push_back(state != options_.state.end() ? kNoSlot : slot);
+    const auto own = state.find(name);
+    if (own != state.end()) scope.state[slot] = own->second;
+    const bool is_looked_up = is_top && own != state.end();
+    if (is_looked_up) compiled->state.push_back({slot, own->second});
+    compiled->inputs.push_back(is_looked_up ? kNoSlot : slot);
   }
   std::vector<std::vector<ModuleCall>> calls;
   for (const json& node : list_field(graph, "nodes")) {
@@ -235,13 +236,14 @@ std::unique_ptr<Step> Compiler::compile_operator(const json& node, Scope& scope,
 void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   const auto& schema = step.op().schema();
   const auto& operands = step.operands();
-  if (schema.name() == "aten::add_" && operands[0].kind() == Operand::Kind::kSlot && scope.is_top) {
+  if (schema.name() == "aten::add_" && operands[0].kind() == Operand::Kind::kSlot) {
     const auto state = scope.state_of(operands[0].slots()[0]);
     const auto counter = state ? options_.batch_counters.find(*state) : options_.batch_counters.end();
     if (counter != options_.batch_counters.end()) counters_.push_back({&step, counter->second});
   }
   const auto argument = training_argument(schema);
-  if (!argument || operands[argument->index].kind() != Operand::Kind::kConstant) return;
+  if (!argument) return note_mode(step);
+  if (operands[argument->index].kind() != Operand::Kind::kConstant) return;
   const c10::IValue& value = operands[argument->index].constant();
   // Statistics of the batch in both modes, where there are no running ones.
   if (const auto mean = running_mean_argument(schema);
@@ -250,11 +252,28 @@ void Compiler::note_training_argument(OperatorStep& step, const Scope& scope) {
   const bool trains =
       argument->is_probability ? value.isDouble() && value.toDouble() > 0 : value.isBool() && value.toBool();
   if (argument->is_probability && !trains) return;
-  auto module =
-      std::find_if(trained_.begin(), trained_.end(), [&](const TrainedModule& m) { return m.fqn == step.module(); });
-  if (module == trained_.end()) module = trained_.insert(trained_.end(), {step.module(), false});
-  module->was_training = module->was_training || trains;
-  switched_.push_back({&step, *argument, static_cast<size_t>(module - trained_.begin())});
+  const bool is_dropout = argument->is_probability || schema.name().find("dropout") != std::string::npos;
+  if (const auto& modes = options_.modes; modes && ((is_dropout && trains && modes->always.contains(step.module())) ||
+                                                    modes->pinned.contains(step.module())))
+    return;
+  const size_t module = trained_module(step.module());
+  trained_[module].was_training = trained_[module].was_training || trains;
+  switched_.push_back({&step, *argument, module});
+}
+
+size_t Compiler::trained_module(const std::string& fqn) {
+  const auto own = std::find_if(trained_.begin(), trained_.end(), [&](const TrainedModule& m) { return m.fqn == fqn; });
+  if (own != trained_.end()) return static_cast<size_t>(own - trained_.begin());
+  trained_.push_back({fqn, false, ""});
+  return trained_.size() - 1;
+}
+
+// Operators without an argument for it.
+void Compiler::note_mode(const OperatorStep& step) {
+  const std::string& name = step.op().schema().name();
+  if (evaluates_for_good(step.op().schema()))
+    trained_[trained_module(step.module())].why_fixed = name + " is batch norm of eval() for good";
+  if (step.op().hasTag(at::Tag::nondeterministic_seeded)) random_.emplace(step.module(), name);
 }
 
 void Compiler::bind_training_arguments() {
@@ -268,8 +287,6 @@ void Compiler::bind_training_arguments() {
       counter.step->run_only_in_training(static_cast<size_t>(module - trained_.begin()));
   }
 }
-
-std::vector<Compiler::TrainedModule> Compiler::trained_modules() const { return trained_; }
 
 // ---- higher-order operators ---------------------------------------------------------------------
 
@@ -341,10 +358,25 @@ struct Compiler::CallReader {
   std::shared_ptr<Graph> last_graph;
 
   // Each returns how many there are: results of the graph, operands so far.
-  size_t take_graph() {
-    last_graph = compiler.compile_graph(arguments.next_graph(), false);
+  size_t take_graph() { return take_graph(arguments.next_graph(), {}); }
+  size_t take_graph(const json& graph, const StateNames& state) {
+    last_graph = compiler.compile_graph(graph, state, false);
     call.graphs.push_back(last_graph);
     return last_graph->outputs.size();
+  }
+  // A graph that is given all that is left; it may change state.
+  void take_graph_and_rest(const Scope& scope) {
+    const json& graph = arguments.next_graph();
+    add(arguments.rest(find_slot));
+    const json& inputs = list_field(graph, "inputs");
+    StateNames state;
+    for (size_t i = 0; i < std::min(inputs.size(), call.operands.size()); ++i) {
+      const Operand& given = call.operands[i];
+      const auto own = given.kind() == Operand::Kind::kSlot ? scope.state_of(given.slots()[0]) : std::nullopt;
+      if (own) state[name_of_value(inputs[i])] = *own;
+    }
+    take_graph(graph, state);
+    take_rest();
   }
   size_t take_operands() {
     add(read_arguments(arguments.next_any(), find_slot));
@@ -369,14 +401,12 @@ std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, Highe
       *this, arguments, scope.finder(), {std::move(description.text), std::move(description.module), {}, {}}, nullptr};
   if (name == "wrap_with_set_grad_enabled") {
     const bool mode = bool_of(arguments.next("as_bool"));
-    reader.take_graph();
-    reader.take_rest();
+    reader.take_graph_and_rest(scope);
     return std::make_unique<GradModeStep>(std::move(reader.call), mode);
   }
   if (name == "wrap_with_autocast") {
     const AutocastStep::Mode mode = autocast_mode(arguments);
-    reader.take_graph();
-    reader.take_rest();
+    reader.take_graph_and_rest(scope);
     return std::make_unique<AutocastStep>(std::move(reader.call), mode);
   }
   if (name == "cond") {
@@ -387,8 +417,7 @@ std::unique_ptr<GraphStep> Compiler::compile_call(const std::string& name, Highe
     return std::make_unique<ConditionStep>(std::move(reader.call));
   }
   if (name == "tag_activation_checkpoint" || name == "wrap_activation_checkpoint") {
-    reader.take_graph();
-    reader.take_rest();
+    reader.take_graph_and_rest(scope);
     move_state_into(*reader.last_graph, reader.call.operands, scope);
     return std::make_unique<CheckpointStep>(std::move(reader.call));
   }

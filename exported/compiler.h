@@ -6,11 +6,14 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "tessera/exported/graph.h"
+#include "tessera/exported/higher_order_steps.h"
+#include "tessera/exported/record.h"
 #include "tessera/exported/steps.h"
 
 namespace tessera {
@@ -36,6 +39,7 @@ class Compiler {
     std::map<std::string, size_t> state;           // index in Execution::state by name of the graph's input
     std::map<size_t, std::string> batch_counters;  // by state: the module whose num_batches_tracked it is
     std::string device_type = "cpu";               // for which the archive was made
+    std::optional<ExportRecord::Modes> modes;      // what is known of train() and eval()
     std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are computed again
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}
@@ -47,8 +51,11 @@ class Compiler {
   struct TrainedModule {
     std::string fqn;
     bool was_training;
+    std::string why_fixed;  // it cannot be switched; empty if it can
   };
-  std::vector<TrainedModule> trained_modules() const;
+  const std::vector<TrainedModule>& trained_modules() const { return trained_; }
+  // Modules with operators that draw random numbers in both modes, and one of their operators.
+  const std::map<std::string, std::string>& random_modules() const { return random_; }
 
  private:
   struct Scope;
@@ -59,7 +66,9 @@ class Compiler {
   };
   struct Segment;
 
-  std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, bool is_top);
+  // `state`: which of the graph's inputs are state, by name. A graph within another is given them by its caller.
+  using StateNames = std::map<std::string, size_t>;
+  std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
   std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);
   std::unique_ptr<Step> compile_operator(const nlohmann::json& node, Scope& scope, Description description);
   std::unique_ptr<Step> compile_higher_order(const nlohmann::json& node, const std::string& name, Scope& scope,
@@ -70,6 +79,8 @@ class Compiler {
   AutocastStep::Mode autocast_mode(HigherOrderArguments& arguments) const;
   static void move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope);
   void note_training_argument(OperatorStep& step, const Scope& scope);
+  void note_mode(const OperatorStep& step);
+  size_t trained_module(const std::string& fqn);
   void bind_training_arguments();
   void fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls);
   std::unique_ptr<Step> fold(Graph& graph, const Segment& segment);
@@ -87,6 +98,7 @@ class Compiler {
   };
   std::vector<Counter> counters_;
   std::vector<TrainedModule> trained_;
+  std::map<std::string, std::string> random_;
 };
 
 }  // namespace tessera

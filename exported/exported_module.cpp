@@ -16,6 +16,7 @@
 #include "tessera/exported/compiler.h"
 #include "tessera/exported/fields.h"
 #include "tessera/exported/linear_uses.h"
+#include "tessera/exported/record.h"
 #include "tessera/exported/weights.h"
 
 namespace tessera {
@@ -70,6 +71,14 @@ class ExportedProgram {
     std::string fqn;
     Kind kind;
     at::Tensor tensor;
+    bool is_constant = false;
+  };
+  // A module that is right in the mode in which it was exported, and in no other.
+  struct FixedModule {
+    torch::nn::Module* module;
+    std::string fqn;
+    bool is_training;
+    std::string why;
   };
   enum class OutputKind : uint8_t { kResult, kState, kInput };
   struct Output {
@@ -84,12 +93,17 @@ class ExportedProgram {
   Structure results;
   std::vector<Output> outputs;
   std::vector<torch::nn::Module*> trained_modules;  // in the order of Execution::training
+  std::vector<FixedModule> fixed_modules;
   at::Device device = at::kCPU;
   std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
   std::map<std::string, int> classes;  // number of modules by class
 
   ExportedValue run(const ExportedInputs& given) const;
-  void move_hidden(std::optional<at::Device> to);
+  void move_hidden(at::Device to);
+  void convert_hidden(at::ScalarType to);
+
+ private:
+  void refuse_other_modes() const;
 };
 
 namespace {
@@ -107,7 +121,18 @@ ExportedValue value_of(const c10::IValue& value) {
 
 }  // namespace
 
+void ExportedProgram::refuse_other_modes() const {
+  const auto mode = [](bool is_training) { return std::string(is_training ? "train()" : "eval()"); };
+  for (const FixedModule& own : fixed_modules) {
+    if (own.module->is_training() == own.is_training) continue;
+    const std::string who = own.fqn.empty() ? "the model" : "the module '" + own.fqn + "' (" + own.module->name() + ")";
+    throw std::invalid_argument(who + " is in " + mode(!own.is_training) + ", and was exported in " +
+                                mode(own.is_training) + ", from which it cannot be switched: " + own.why);
+  }
+}
+
 ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
+  refuse_other_modes();
   std::vector<c10::IValue> values = inputs->bind(given, device);
   std::vector<at::Tensor> mutable_inputs(values.size());
   for (const Output& output : outputs)
@@ -140,11 +165,16 @@ ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
   return results.unflatten(leaves);
 }
 
-void ExportedProgram::move_hidden(std::optional<at::Device> to) {
-  if (!to) return;
-  device = *to;
+void ExportedProgram::move_hidden(at::Device to) {
+  device = to;
   for (StateTensor& own : state)
     if (own.kind == Kind::kHidden) own.tensor = own.tensor.to(device);
+}
+
+// Buffers that are not persistent, as Python's Module.to() does; constants are in the code.
+void ExportedProgram::convert_hidden(at::ScalarType to) {
+  for (StateTensor& own : state)
+    if (own.kind == Kind::kHidden && !own.is_constant && own.tensor.is_floating_point()) own.tensor = own.tensor.to(to);
 }
 
 // ---- building -----------------------------------------------------------------------------------
@@ -156,7 +186,10 @@ using Kind = ExportedProgram::Kind;
 class ProgramBuilder {
  public:
   ProgramBuilder(const std::filesystem::path& path, const ExportedOptions& options, torch::nn::Module& root)
-      : archive_(path), options_(options), program_(std::make_unique<ExportedProgram>()) {
+      : archive_(path),
+        record_(ExportRecord::read(archive_)),
+        options_(options),
+        program_(std::make_unique<ExportedProgram>()) {
     modules_[""] = &root;
     program_->device = options.device;
   }
@@ -172,8 +205,7 @@ class ProgramBuilder {
     fill_state();
     compile(graph, graph_module);
     const auto named_tuples = read_named_tuples(graph_module);
-    program_->inputs =
-        std::make_unique<InputSignature>(graph_module, field(program, "range_constraints"), named_tuples);
+    program_->inputs = std::make_unique<InputSignature>(program, named_tuples, record_.positional, options_.unchecked);
     read_results(graph_module, named_tuples);
     set_modes();
     return std::move(program_);
@@ -186,13 +218,28 @@ class ProgramBuilder {
     model_ = models[0].substr(7, models[0].size() - 12);
     json program = parse_archive_json(archive_.member(models[0]), models[0]);
     check_version(program);
+    check_gradients(program);
     return program;
+  }
+
+  // What is decomposed has lost Python's stop-gradients: no_grad() is gone, and detach() has become alias().
+  void check_gradients(const json& program) const {
+    const auto verifiers = program.find("verifiers");
+    if (verifiers == program.end() || !verifiers->is_array()) return;
+    const bool is_decomposed =
+        std::none_of(verifiers->begin(), verifiers->end(), [](const json& verifier) { return verifier == "TRAINING"; });
+    if (is_decomposed && !record_.has_checked_gradients && !options_.unchecked)
+      throw ExportedError(
+          "it is decomposed, which loses torch.no_grad() and detach(): gradients may be others than Python's. Export "
+          "without run_decompositions(), or with tools/export_model.py --decompose, which compares them; "
+          "ExportedOptions::unchecked takes it as it is");
   }
 
   // The archive's tensors, in the order of the graph's inputs.
   void read_state(const json& signature) {
-    auto tensors = read_tensors(archive_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
-    tensors.merge(read_tensors(archive_, "data/constants/" + model_ + "_constants_config.json", "data/constants/"));
+    auto tensors = read_tensors(archive_, record_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
+    tensors.merge(
+        read_tensors(archive_, record_, "data/constants/" + model_ + "_constants_config.json", "data/constants/"));
     for (const json& spec : list_field(signature, "input_specs")) {
       const auto [kind, value] = alternative_of(spec);
       const bool is_parameter = kind == "parameter", is_buffer = kind == "buffer";
@@ -210,7 +257,7 @@ class ProgramBuilder {
                        : is_buffer && bool_field(value, "persistent") ? Kind::kBuffer
                                                                       : Kind::kHidden;
       graph_names_[text_field(object_field(value, "arg"), "name")] = program_->state.size();
-      program_->state.push_back({name, own, {}});
+      program_->state.push_back({name, own, {}, kind == "tensor_constant"});
       tensors_.push_back(found->second);
       if (!is_parameter) tensors_.back().requires_grad = false;
     }
@@ -283,8 +330,21 @@ class ProgramBuilder {
       throw ExportedError("there are no values of " + std::to_string(absent_.size()) + " tensors, such as " + names +
                           ": give ExportedOptions::weights or init");
     }
+    if (!record_.ties && !options_.unchecked) refuse_unknown_ties();
     if (files_ && options_.strict) refuse_unused();
     for (auto& own : program_->state) register_tensor(own);
+  }
+
+  // Tensors without values do not show it by memory that they share.
+  void refuse_unknown_ties() const {
+    for (size_t i = 0; i < tensors_.size(); ++i)
+      for (size_t other = 0; other < i; ++other)
+        if (!tensors_[i].has_values() && !tensors_[other].has_values() && tensors_[i].sizes == tensors_[other].sizes &&
+            tensors_[i].dtype == tensors_[other].dtype)
+          throw ExportedError("it has no values of '" + program_->state[other].fqn + "' and '" +
+                              program_->state[i].fqn +
+                              "', and does not say whether they are tied, as tools/export_model.py does; "
+                              "ExportedOptions::unchecked takes them for two");
   }
 
   void refuse_unused() const {
@@ -380,7 +440,12 @@ class ProgramBuilder {
   // ---- the graph
 
   void compile(const json& graph, const json& graph_module) {
-    Compiler::Options options{options_.operator_namespaces, graph_names_, {}, device_type(graph), {}};
+    Compiler::Options options{.namespaces = options_.operator_namespaces,
+                              .state = graph_names_,
+                              .batch_counters = {},
+                              .device_type = device_type(graph),
+                              .modes = record_.modes,
+                              .is_checkpointed = {}};
     for (size_t i = 0; i < program_->state.size(); ++i) {
       const auto [module, name] = split_name(program_->state[i].fqn);
       if (name == "num_batches_tracked") options.batch_counters[i] = module;
@@ -390,6 +455,7 @@ class ProgramBuilder {
     Compiler compiler(std::move(options));
     program_->graph = compiler.compile(graph);
     trained_ = compiler.trained_modules();
+    random_ = compiler.random_modules();
     for (const auto& trained : trained_) program_->trained_modules.push_back(&module_named(trained.fqn));
     if (program_->graph->inputs.size() != list_field(object_field(graph_module, "signature"), "input_specs").size())
       throw ExportedError("its signature has another number of inputs than its graph");
@@ -407,11 +473,16 @@ class ProgramBuilder {
     return chosen;
   }
 
-  // For which the model was exported: that of any of its tensors.
+  // For which the model was exported: a device that any of its tensors is on, beside a few on the CPU.
   static std::string device_type(const json& graph) {
-    for (const auto& [name, meta] : object_field(graph, "tensor_values").items())
-      return text_field(object_field(meta, "device"), "type");
-    return "cpu";
+    std::string found = "cpu";
+    for (const auto& [name, meta] : object_field(graph, "tensor_values").items()) {
+      const std::string own = text_field(object_field(meta, "device"), "type");
+      if (own == "cpu" || own == "meta" || own == found) continue;
+      if (found != "cpu") throw ExportedError("it was exported for two devices, " + found + " and " + own);
+      found = own;
+    }
+    return found;
   }
 
   void read_results(const json& graph_module, const Structure::FieldNames& named_tuples) {
@@ -465,17 +536,40 @@ class ProgramBuilder {
 
   // As Python's were: outer modules first, since train() goes down.
   void set_modes() {
-    if (trained_.empty()) return;
-    modules_.at("")->train(std::any_of(trained_.begin(), trained_.end(), [](const auto& m) { return m.was_training; }));
+    const auto trains = [](const auto& m) { return m.was_training; };
+    modules_.at("")->train(record_.modes ? record_.modes->training
+                                         : trained_.empty() || std::any_of(trained_.begin(), trained_.end(), trains));
+    if (record_.modes)
+      for (const auto& [fqn, is_training] : record_.modes->pinned)
+        if (const auto own = modules_.find(fqn); own != modules_.end()) own->second->train(is_training);
     auto ordered = trained_;
     auto depth = [](const auto& m) { return m.fqn.empty() ? 0 : 1 + std::count(m.fqn.begin(), m.fqn.end(), '.'); };
     std::stable_sort(ordered.begin(), ordered.end(), [&](const auto& a, const auto& b) { return depth(a) < depth(b); });
     for (const auto& trained : ordered)
       if (modules_.at(trained.fqn)->is_training() != trained.was_training)
         modules_.at(trained.fqn)->train(trained.was_training);
+    fix_modes();
+  }
+
+  void fix_modes() {
+    std::map<std::string, std::string> fixed = record_.modes ? record_.modes->fixed : decltype(record_.modes->fixed)();
+    if (!record_.modes && !options_.unchecked)
+      for (const auto& [fqn, name] : random_)
+        fixed[fqn] =
+            name +
+            " draws numbers in either mode, and nobody has compared that with Python, as tools/export_model.py "
+            "does; ExportedOptions::unchecked takes it as it is";
+    for (const auto& trained : trained_)
+      if (!trained.why_fixed.empty()) fixed.emplace(trained.fqn, trained.why_fixed);
+    for (const auto& [fqn, why] : fixed) {
+      const auto module = modules_.find(fqn);
+      if (module == modules_.end()) throw ExportedError("it has no module '" + fqn + "'");
+      program_->fixed_modules.push_back({module->second, fqn, module->second->is_training(), why});
+    }
   }
 
   const Archive archive_;
+  const ExportRecord record_;
   const ExportedOptions& options_;
   std::unique_ptr<ExportedProgram> program_;
   std::string model_;
@@ -487,6 +581,7 @@ class ProgramBuilder {
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;
   std::vector<Compiler::TrainedModule> trained_;
+  std::map<std::string, std::string> random_;  // an operator by module
 };
 
 }  // namespace
@@ -542,9 +637,13 @@ std::vector<LinearWeight> ExportedModule::linear_weights() {
 void ExportedModule::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
   torch::nn::Module::to(device, dtype, non_blocking);
   program_->move_hidden(device);
+  program_->convert_hidden(dtype);
 }
 
-void ExportedModule::to(torch::Dtype dtype, bool non_blocking) { torch::nn::Module::to(dtype, non_blocking); }
+void ExportedModule::to(torch::Dtype dtype, bool non_blocking) {
+  torch::nn::Module::to(dtype, non_blocking);
+  program_->convert_hidden(dtype);
+}
 
 void ExportedModule::to(torch::Device device, bool non_blocking) {
   torch::nn::Module::to(device, non_blocking);

@@ -46,6 +46,11 @@ struct ExportedOptions {
 
   // Namespaces of operators, beside "aten", that the archive may use: of libraries that this program links.
   std::vector<std::string> operator_namespaces{};
+
+  // true: takes for right what tools/export_model.py would have compared with Python, in archives of others: gradients
+  // of decomposed programs, eval() of models with random operators, ties of tensors without values; and leaves out
+  // guards that cannot be read. Without it such archives, or calls, are refused.
+  bool unchecked = false;
 };
 
 class Graph;
@@ -62,8 +67,9 @@ class ExportedProgram;
 //
 // Modules have their Python class's name as name(). train() and eval() switch dropout and batch norm, of one module or
 // of all; a model begins in the mode in which it was exported. Python's code that did something else in eval() than in
-// train() did so when it was exported, for good. Persistent buffers are buffers(); others, and constants, are not, so
-// that what is saved has the names of Python's state_dict().
+// train() did so when it was exported, for good: forward() in the other mode is refused by the module's name.
+// Persistent buffers are buffers(); others, and constants, are not, so that what is saved has the names of Python's
+// state_dict().
 class ExportedModule : public torch::nn::Module, public HasLinearWeights {
  public:
   // Reads the archive.

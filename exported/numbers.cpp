@@ -138,6 +138,7 @@ constexpr Named kFunctions[] = {
     {"sym_float", 1, &to_real},
     {"_sym_sqrt", 1, &square_root},
     {"sym_sqrt", 1, &square_root},
+    {"sqrt", 1, &square_root},
     {"trunc", 1, &truncate},
     {"floor", 1, &floor_of},
     {"ceil", 1, &ceiling_of},

@@ -79,6 +79,11 @@ std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& sch
   return std::nullopt;
 }
 
+bool evaluates_for_good(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_native_batch_norm_legit_no_training" ||
+         schema.name() == "aten::_batch_norm_no_update";
+}
+
 std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema) {
   const auto index = schema.argumentIndexWithName("running_mean");
   return index ? std::optional(static_cast<size_t>(*index)) : std::nullopt;

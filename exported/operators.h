@@ -23,6 +23,9 @@ struct TrainingArgument {
 // Nothing for operators that do the same in both modes.
 std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema);
 
+// Decomposed batch norm of eval(), which has no argument for the mode.
+bool evaluates_for_good(const c10::FunctionSchema& schema);
+
 // For operators that normalise by batch statistics, training or not, if they have no running ones: where those are.
 std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema);
 

@@ -43,12 +43,11 @@ std::string constant_text(const ExportedValue& value) {
   return value.is_double() ? c10::str(value.to_double()) : value.kind();
 }
 
-// Floating, complex, integers and bools do not stand for each other; widths may differ, as mixed precision has it.
-int dtype_family(at::ScalarType dtype) {
-  return dtype == at::kBool                                 ? 0
-         : at::isIntegralType(dtype, /*includeBool=*/false) ? 1
-         : at::isComplexType(dtype)                         ? 2
-                                                            : 3;
+// Of floating-point and complex numbers widths may differ, as mixed precision has it. Integers are what they are:
+// bytes are masks where longs are indices, and sums of ints overflow.
+bool may_stand_for(at::ScalarType given, at::ScalarType exported) {
+  return given == exported || (at::isFloatingType(given) && at::isFloatingType(exported)) ||
+         (at::isComplexType(given) && at::isComplexType(exported));
 }
 
 }  // namespace
@@ -67,13 +66,16 @@ Expression InputSignature::read_size(const json& size) {
   return expression;
 }
 
-InputSignature::InputSignature(const json& graph_module, const json& range_constraints,
-                               const Structure::FieldNames& named_tuples) {
+InputSignature::InputSignature(const json& program, const Structure::FieldNames& named_tuples,
+                               const std::vector<std::string>& positional, bool may_leave_guards) {
+  const json& graph_module = object_field(program, "graph_module");
   read_leaves(graph_module);
-  read_ranges(range_constraints);
+  read_ranges(field(program, "range_constraints"));
   const json& calls = list_field(graph_module, "module_call_graph");
   if (calls.empty()) throw ExportedError("the module's own call is missing");
-  read_parameters(object_field(calls[0], "signature"), named_tuples);
+  const size_t by_position = read_parameters(object_field(calls[0], "signature"), named_tuples);
+  read_positions(by_position, positional);
+  read_guards(program, may_leave_guards);
 }
 
 void InputSignature::read_leaves(const json& graph_module) {
@@ -117,7 +119,8 @@ void InputSignature::read_ranges(const json& range_constraints) {
     ranges_[symbol] = {bound(range, "min_val"), bound(range, "max_val")};
 }
 
-void InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
+// How many of them were exported by position.
+size_t InputSignature::read_parameters(const json& signature, const Structure::FieldNames& named_tuples) {
   const Structure whole = Structure::parse(text_field(signature, "in_spec"), named_tuples);
   if (whole.children().size() != 2 || whole.children()[0].is_leaf() || whole.children()[0].is_dict() ||
       whole.children()[1].is_leaf())
@@ -140,11 +143,59 @@ void InputSignature::read_parameters(const json& signature, const Structure::Fie
       own.name_leaves(name, labels);
       for (const std::string& label : labels) {
         if (next == leaves_.size()) throw ExportedError("the inputs' structure has more leaves than the graph");
+        leaves_[next].name = label;
         leaves_[next++].label = "input '" + label + "'";
       }
     }
   }
   if (next != leaves_.size()) throw ExportedError("the inputs' structure has fewer leaves than the graph");
+  return whole.children()[0].children().size();
+}
+
+void InputSignature::read_positions(size_t by_position, const std::vector<std::string>& positional) {
+  for (size_t i = 0; i < by_position; ++i) positions_.push_back(i);
+  for (size_t i = by_position; i < positional.size(); ++i) {
+    const auto own = std::find_if(parameters_.begin(), parameters_.end(),
+                                  [&](const Parameter& parameter) { return parameter.name == positional[i]; });
+    if (own == parameters_.end()) throw ExportedError("it has no input '" + positional[i] + "'");
+    positions_.push_back(static_cast<size_t>(own - parameters_.begin()));
+  }
+}
+
+void InputSignature::read_guards(const json& program, bool may_leave_guards) {
+  if (!program.contains("guards_code")) return;
+  for (const json& guard : list_field(program, "guards_code")) {
+    try {
+      guards_.push_back(Guard::parse(text_of(guard), [&](const std::string& label) { return input_labelled(label); }));
+    } catch (const ExportedError& error) {
+      if (!may_leave_guards)
+        throw ExportedError(std::string(error.what()) + "; ExportedOptions::unchecked goes without");
+    }
+  }
+}
+
+// Elements of *args and **kwargs are inputs of their own: "xs[0]" is "xs_0", and "kwargs['mask']" is "mask".
+std::optional<Guard::Input> InputSignature::input_labelled(const std::string& label) const {
+  const size_t open = label.find('['), close = label.find(']');
+  std::vector<std::string> names{label};
+  if (open != std::string::npos && close != std::string::npos && close > open + 1) {
+    const std::string inside = label.substr(open + 1, close - open - 1), rest = label.substr(close + 1);
+    names.push_back(inside.front() == '\'' && inside.size() > 2 ? inside.substr(1, inside.size() - 2) + rest
+                                                                : label.substr(0, open) + "_" + inside + rest);
+  }
+  for (const std::string& name : names)
+    for (size_t i = 0; i < leaves_.size(); ++i) {
+      const Leaf& leaf = leaves_[i];
+      if (leaf.name != name) continue;
+      Guard::Input input{i, {}, {}};
+      if (leaf.is_tensor) input.dimensions = static_cast<int64_t>(leaf.sizes.size());
+      if (leaf.constant && leaf.constant->is_bool()) input.constant = leaf.constant->to_bool();
+      if (leaf.constant && leaf.constant->is_int()) input.constant = leaf.constant->to_int();
+      if (leaf.constant && leaf.constant->is_double()) input.constant = leaf.constant->to_double();
+      if (leaf.constant && !input.constant) return std::nullopt;  // None, or a text
+      return input;
+    }
+  return std::nullopt;
 }
 
 std::vector<std::string> InputSignature::names() const {
@@ -171,6 +222,7 @@ std::string InputSignature::describe() const {
   for (const auto& [symbol, range] : ranges_)
     text += symbol + ": from " + (range.least ? std::to_string(*range.least) : "any") + " to " +
             (range.most ? std::to_string(*range.most) : "any") + "\n";
+  for (const Guard& guard : guards_) text += guard.text() + "\n";
   return text;
 }
 
@@ -263,17 +315,26 @@ class ShapeCheck {
 size_t InputSignature::parameter_named(const std::string& name) const {
   for (size_t i = 0; i < parameters_.size(); ++i)
     if (parameters_[i].name == name) return i;
+  throw std::invalid_argument("there is no input '" + name + "'; the model was exported with " + known_parameters());
+}
+
+std::string InputSignature::known_parameters() const {
   std::string known;
   for (const Parameter& parameter : parameters_) known += (known.empty() ? "'" : ", '") + parameter.name + "'";
-  throw std::invalid_argument("there is no input '" + name + "'; the model was exported with " + known);
+  return known;
 }
 
 std::vector<ExportedValue> InputSignature::gather(const ExportedInputs& inputs) const {
   if (inputs.positional.size() > parameters_.size())
     throw std::invalid_argument(std::to_string(inputs.positional.size()) +
                                 " inputs are given; the model was exported with " + std::to_string(parameters_.size()));
+  if (inputs.positional.size() > positions_.size())
+    throw std::invalid_argument(
+        "input " + std::to_string(positions_.size()) +
+        " is given by position, where the model takes it by name (NamedInputs): it was exported with " +
+        known_parameters() + ", whose order in Python the archive does not have");
   std::vector<const ExportedValue*> given(parameters_.size());
-  for (size_t i = 0; i < inputs.positional.size(); ++i) given[i] = &inputs.positional[i];
+  for (size_t i = 0; i < inputs.positional.size(); ++i) given[positions_[i]] = &inputs.positional[i];
   for (const auto& [name, value] : inputs.named) {
     const ExportedValue*& own = given[parameter_named(name)];
     if (own != nullptr) throw std::invalid_argument("the input '" + name + "' is given twice");
@@ -296,7 +357,7 @@ std::vector<ExportedValue> InputSignature::gather(const ExportedInputs& inputs) 
 
 void InputSignature::check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device,
                                   ShapeCheck& shapes) const {
-  if (dtype_family(tensor.scalar_type()) != dtype_family(leaf.dtype))
+  if (!may_stand_for(tensor.scalar_type(), leaf.dtype))
     throw std::invalid_argument(leaf.label + " is " + c10::toString(tensor.scalar_type()) + ", exported as " +
                                 c10::toString(leaf.dtype));
   if (tensor.device() != device && tensor.dim() > 0)
@@ -335,6 +396,10 @@ std::vector<c10::IValue> InputSignature::bind(const ExportedInputs& inputs, at::
   std::vector<c10::IValue> values;
   for (size_t i = 0; i < leaves.size(); ++i) values.push_back(check_leaf(leaves_[i], leaves[i], device, shapes));
   shapes.finish();
+  for (const Guard& guard : guards_)
+    if (!guard.holds(values))
+      throw std::invalid_argument("the model was exported for inputs with " + guard.text() +
+                                  ": with these Python's code goes another way than the graph");
   return values;
 }
 
@@ -346,7 +411,8 @@ Expression::Symbols InputSignature::chosen_sizes(int64_t batch, int64_t sequence
   const auto choose = [&](int64_t wanted, size_t dim, bool of_integers) {
     if (wanted == 0) return;
     const auto leaf = std::find_if(leaves_.begin(), leaves_.end(), [&](const Leaf& each) {
-      return each.is_tensor && each.sizes.size() > dim && (!of_integers || dtype_family(each.dtype) == 1);
+      return each.is_tensor && each.sizes.size() > dim &&
+             (!of_integers || at::isIntegralType(each.dtype, /*includeBool=*/false));
     });
     if (leaf == leaves_.end())
       throw std::invalid_argument("the model has no input with a dimension " + std::to_string(dim) + " to be " +

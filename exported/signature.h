@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/exported/expression.h"
+#include "tessera/exported/guard.h"
 #include "tessera/exported/structure.h"
 #include "tessera/exported/value.h"
 
@@ -32,13 +33,16 @@ class ShapeCheck;
 // What a model is given: Python's forward(*args, **kwargs), and what was true of each value when it was exported.
 class InputSignature {
  public:
-  // Reads a graph module and the range constraints of its program. Throws ExportedError.
-  InputSignature(const nlohmann::json& graph_module, const nlohmann::json& range_constraints,
-                 const Structure::FieldNames& named_tuples);
+  // Reads an archive's program. Of inputs that were exported by name, `positional` says which Python takes by position,
+  // in which order; of nothing else this is known. `may_leave_guards`: those that cannot be read are left out. Throws
+  // ExportedError.
+  InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
+                 const std::vector<std::string>& positional, bool may_leave_guards);
 
   // The values of the graph's user inputs, in order. Throws std::invalid_argument that names the input: missing, given
   // twice, unknown, of another structure, kind, number of dimensions or size, outside of a range, or another number
-  // than the one that has become part of the graph.
+  // than the one that has become part of the graph; or the guard that does not hold, for inputs with which Python's
+  // code would have gone another way than the graph.
   std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
 
   // Names of forward's parameters, in order.
@@ -47,7 +51,7 @@ class InputSignature {
   // `sequence`, where they are not 0, are the first dimension of the first tensor and the second of the first tensor of
   // integers, and whatever else depends on these. Throws std::invalid_argument for sizes that it was not exported for.
   NamedInputs zeros(int64_t batch, int64_t sequence) const;
-  // "input_ids: Long [s0, s1]", one a line, and the ranges of symbols.
+  // "input_ids: Long [s0, s1]", one a line, the ranges of symbols, and guards.
   std::string describe() const;
 
  private:
@@ -57,6 +61,7 @@ class InputSignature {
     size_t first_leaf, leaf_count;
   };
   struct Leaf {
+    std::string name;   // "past[0]"
     std::string label;  // "input 'past[0]'"
     bool is_tensor = false;
     at::ScalarType dtype = at::kFloat;
@@ -71,16 +76,22 @@ class InputSignature {
   Expression::Symbols chosen_sizes(int64_t batch, int64_t sequence) const;
   void read_leaves(const nlohmann::json& graph_module);
   void read_ranges(const nlohmann::json& range_constraints);
-  void read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
+  size_t read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
+  void read_positions(size_t by_position, const std::vector<std::string>& positional);
+  void read_guards(const nlohmann::json& program, bool may_leave_guards);
+  std::optional<Guard::Input> input_labelled(const std::string& label) const;
   std::vector<ExportedValue> gather(const ExportedInputs& inputs) const;
   size_t parameter_named(const std::string& name) const;
+  std::string known_parameters() const;
   void check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device, ShapeCheck& shapes) const;
   c10::IValue check_leaf(const Leaf& leaf, const ExportedValue& value, at::Device device, ShapeCheck& shapes) const;
   friend class ShapeCheck;
 
   std::vector<Parameter> parameters_;
   std::vector<Leaf> leaves_;
+  std::vector<size_t> positions_;  // of parameters that may be given by position
   std::map<std::string, Range> ranges_;
+  std::vector<Guard> guards_;
   Expression::Symbols exported_with_;  // where the archive tells
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "tessera/exported/higher_order_steps.h"
 #include "tessera/recompute/checkpointed.h"
 
 namespace tessera {

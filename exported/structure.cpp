@@ -33,16 +33,22 @@ class StructureReader {
   }
 
  private:
-  // Of a dictionary or class of results the names are in the context, as a list; of a default dictionary in a list
-  // after its factory. The contexts of other types say nothing that is needed.
+  // Of a dictionary or class of results the names are in the context, as a list; of a default dictionary they are a
+  // field of it; of a dataclass they are the first of two lists, before the names of fields that are None. The contexts
+  // of other types say nothing that is needed.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
-    if (!context.is_string()) return {};
-    const json parsed = json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false);
-    const std::string own = parsed.is_string() ? parsed.get<std::string>() : context.get<std::string>();
+    const json parsed =
+        context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;
+    const std::string own = parsed.is_string()    ? parsed.get<std::string>()
+                            : context.is_string() ? context.get<std::string>()
+                                                  : "";
     for (const std::string& name : {own, type})
       if (const auto found = named_tuples_.find(name); found != named_tuples_.end()) return found->second;
     const json* keys = &parsed;
-    if (parsed.is_array() && !parsed.empty() && parsed.back().is_array()) keys = &parsed.back();
+    const bool is_of_builtins = type.starts_with("builtins.") || type.starts_with("collections.");
+    if (parsed.is_object() && parsed.contains("dict_context")) keys = &parsed["dict_context"];
+    if (!is_of_builtins && parsed.is_array() && parsed.size() == 2 && parsed[0].is_array() && parsed[1].is_array())
+      keys = &parsed[0];
     if (!keys->is_array()) return {};
     std::vector<std::string> names;
     for (const json& key : *keys) names.push_back(key.is_string() ? key.get<std::string>() : key.dump());

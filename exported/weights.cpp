@@ -81,20 +81,17 @@ bool ExportedTensor::is_tied_to(const ExportedTensor& other) const {
          strides == other.strides;
 }
 
-std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const std::string& config,
-                                                   const std::string& folder) {
+std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
+                                                   const std::string& config, const std::string& folder) {
   const json parsed = parse_archive_json(archive.member(config), config);
   std::map<std::string, ExportedTensor> tensors;
   for (const auto& [name, entry] : object_field(parsed, "config").items())
     tensors.emplace(name, read_tensor(archive, name, entry, folder));
-  // Without values there is no memory to be shared: what is tied then is in tessera.json, if tools/export_model.py
-  // wrote the archive.
+  // Without values there is no memory to be shared.
   std::map<std::string, std::string> tied;
-  if (archive.has("extra/tessera.json")) {
-    const json extra = parse_archive_json(archive.member("extra/tessera.json"), "extra/tessera.json");
-    for (const json& names : list_field(extra, "ties"))
-      for (const json& name : names) tied[text_of(name)] = text_of(names.at(0));
-  }
+  if (record.ties)
+    for (const auto& names : *record.ties)
+      for (const std::string& name : names) tied[name] = names.front();
   for (auto& [name, tensor] : tensors) {
     if (tensor.storage.bytes > 0) continue;
     const auto first = tied.find(name);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/exported/archive.h"
+#include "tessera/exported/record.h"
 #include "tessera/flat/deferred.h"
 
 namespace tessera {
@@ -34,8 +35,8 @@ struct ExportedTensor {
 
 // The tensors of an archive by name, as its configuration lists them. Throws ExportedError for what is pickled, lies
 // outside of its storage, or is too large for one.
-std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const std::string& config,
-                                                   const std::string& folder);
+std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
+                                                   const std::string& config, const std::string& folder);
 
 // Where the values of a tensor come from: any part of them, in the order of memory.
 struct WeightSource {

@@ -160,9 +160,11 @@ def named_inputs(model, names):
 
 
 def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
-    """torch.export of the model in train mode: dropout and batch norm can be switched off later, not on."""
+    """torch.export of the model in train or eval mode. What the program does not say, and C++ has to know, is its
+    tessera_record, which save() writes beside it."""
     model.train(train)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), None)
+    positional = positional_names(model, args, kwargs or {})
     with warnings.catch_warnings(), named_inputs(model, kwargs or {}), backward_of_its_own() as found:
         warnings.simplefilter("ignore")
         try:
@@ -173,12 +175,32 @@ def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
             # It cannot prove something about all lengths (that 24 s <= 48 s, say): checked when the graph runs, instead.
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict,
                                           prefer_deferred_runtime_asserts_over_guards=True)
-        if decompose or has_vmap(program):
+        decompose = decompose or has_vmap(program)
+        if decompose:
             program = program.run_decompositions({})
     found |= functions_of(program)
+    if decompose:
+        found.add("run_decompositions() (torch.no_grad and Tensor.detach)")
     if found:
         check_gradients(model, program, args, kwargs or {}, found)
+    program.tessera_record = {"ties": ties(model), "positional": positional, "gradients": bool(found),
+                              "modes": compare_modes(model, program, args, kwargs or {}, train)}
     return program
+
+
+def save(program, path):
+    torch.export.save(program, str(path), extra_files={"tessera.json": json.dumps(program.tessera_record)})
+
+
+def positional_names(model, args, kwargs):
+    """Of the inputs, those that forward() takes by position, in its order: as far as all are there."""
+    names = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        takes = parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if not takes or (len(names) >= len(args) and name not in kwargs):
+            break
+        names.append(name)
+    return names if len(names) >= len(args) else []
 
 
 # ---- what torch.export loses -----------------------------------------------------------------------
@@ -223,54 +245,259 @@ def functions_of(program):
     return {"a torch.autograd.Function" for node in nodes if "autograd.Function" in str(node.meta.get("source_fn_stack"))}
 
 
-def gradients_of(model, args, kwargs):
-    """By name, of the mean squares of all results, with the numbers that one seed draws. Buffers stay what they were."""
+@contextlib.contextmanager
+def kept_buffers(model):
     buffers = {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in model.named_buffers():
+                tensor.copy_(buffers[name])
+
+
+def results_of(model, args, kwargs, seed=0):
+    """The tensors of a call with the numbers that a seed draws. The inputs, and the generator, stay what they were."""
     cloned = lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value
-    real = lambda tensor: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    args, kwargs = torch.utils._pytree.tree_map(cloned, (args, kwargs))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        results = model(*map(cloned, args), **{name: cloned(value) for name, value in kwargs.items()})
-    leaves = [real(leaf) for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        torch.manual_seed(seed)
+        results = model(*args, **kwargs)
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+
+
+def tolerance(dtype):
+    """Of what the same operators compute in another order, relative to the largest element."""
+    return min(16 * torch.finfo(dtype).eps**0.5, 0.1)
+
+
+def gradients_of(model, args, kwargs):
+    """By name, of the mean squares of all results. Buffers stay what they were."""
+    real = lambda tensor: torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    with kept_buffers(model):
+        return _gradients(model, [real(leaf) for leaf in results_of(model, args, kwargs)])
+
+
+def _gradients(model, leaves):
     loss = sum(leaf.float().pow(2).mean() for leaf in leaves if leaf.is_floating_point())
     trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     has_graph = isinstance(loss, torch.Tensor) and loss.requires_grad
     gradients = (torch.autograd.grad(loss, list(trained.values()), allow_unused=True) if has_graph
                  else [None] * len(trained))
-    with torch.no_grad():
-        for name, tensor in model.named_buffers():
-            tensor.copy_(buffers[name])
-    return {name: torch.zeros(()) if gradient is None else real(gradient).double()
+    return {name: torch.zeros(()) if gradient is None
+            else (torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient).double()
             for name, gradient in zip(trained, gradients)}
 
 
+def functional_batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
+    """What C++ does in the place of _native_batch_norm_legit_functional, which has no derivative."""
+    mean, variance = mean.clone(), variance.clone()
+    return (*torch.ops.aten._native_batch_norm_legit(x, weight, bias, mean, variance, training, momentum, eps), mean, variance)
+
+
+def module_of(program):
+    """The program as a module, as C++ runs it; its graphs are its own."""
+    guarded = "check_guards" in inspect.signature(program.module).parameters  # since torch 2.9
+    module = program.module(**({"check_guards": False} if guarded else {}))
+    for name, inner in list(module.named_modules()):  # which program.module() shares with the program
+        if name and isinstance(inner, torch.fx.GraphModule):
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, torch.fx.GraphModule(inner, copy.deepcopy(inner.graph)))
+    for graph in graphs_of(module):
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
+                node.target = functional_batch_norm
+        graph.recompile()
+    return module
+
+
+def graphs_of(module):
+    return [inner for inner in module.modules() if isinstance(inner, torch.fx.GraphModule)]
+
+
 def check_gradients(model, program, args, kwargs, found):
-    expected, got = gradients_of(model, args, kwargs), gradients_of(program.module(), args, kwargs)
+    expected, got = gradients_of(model, args, kwargs), gradients_of(module_of(program), args, kwargs)
     for name, gradient in expected.items():
         difference = (gradient - got[name]).abs().max().item()
-        scale, eps = gradient.abs().max().item(), torch.finfo(model.get_parameter(name).dtype).eps
-        if not difference <= 16 * eps**0.5 * scale + 1e-6:
+        scale = gradient.abs().max().item()
+        if not difference <= tolerance(model.get_parameter(name).dtype) * scale + 1e-6:
             raise ValueError(
                 f"the gradient of '{name}' would be another: it differs by {difference:.3g}, of values up to {scale:.3g}. "
                 f"The model uses {', '.join(sorted(found))}, whose backward torch.export does not keep. Write forward with "
-                "operators that have the derivative: a straight-through estimator as x + (f(x) - x).detach(), say.")
+                "operators that have the derivative: a straight-through estimator as x + (f(x) - x).detach(), say; and "
+                "leave out --decompose and torch.vmap, which asks for it, where there are stop-gradients.")
+
+
+# ---- train() and eval() ------------------------------------------------------------------------------
+
+
+def is_random(function, args=(), kwargs=None):
+    """Whether a call of an operator draws numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
+        return False
+    value = lambda name: argument_of(function, args, kwargs or {}, name)
+    return value("dropout_p") != 0 and value("train") is not False and value("training") is not False and value("p") != 0
+
+
+def argument_of(function, args, kwargs, name):
+    for i, argument in enumerate(function._schema.arguments):
+        if argument.name == name:
+            return kwargs[name] if name in kwargs else args[i] if i < len(args) else argument.default_value
+    return None
+
+
+@contextlib.contextmanager
+def random_modules(model):
+    """The set of modules that draw numbers while it lasts, not counting those that they call."""
+    found, calls, states = set(), [], []  # of the generator, since the model's own call began
+
+    def note(change):
+        if torch.compiler.is_compiling():  # a branch of torch.cond
+            return
+        state = torch.get_rng_state()
+        if calls and not torch.equal(state, states[-1]):
+            found.add(calls[-1])
+        states[:] = [state]
+        change()
+
+    hooks = [hook for name, module in model.named_modules() for hook in (
+        module.register_forward_pre_hook(lambda *_, own=name: note(lambda: calls.append(own)), prepend=True),
+        module.register_forward_hook(lambda *_: note(calls.pop)))]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def module_path(node):
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0].split("@")[0].removeprefix("L['self'].") if stack else ""
+
+
+SWITCHED = ("train", "training", "use_input_stats")  # arguments, as exported/operators.cpp knows them
+
+
+def switched_arguments(node):
+    """The argument of a node that C++ switches: its place, and whether it is a probability."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name in SWITCHED or (argument.name == "dropout_p" and "scaled_dot_product" in str(node.target)):
+            yield i, argument.name
+
+
+def pinned_modules(model, train):
+    """Those that a train() of the model's own leaves in one mode, batch norm that is frozen, say; and in which."""
+    modes = []
+    for mode in (not train, train):
+        model.train(mode)
+        modes.append({name: module.training for name, module in model.named_modules()})
+    return {name: mode for name, mode in modes[1].items() if modes[0][name] == mode}
+
+
+def switch(module, train, always, pinned):
+    """train() or eval() of the C++ module, done to the graphs. Returns the modules with random operators beside that."""
+    others = set()
+    for graph in graphs_of(module):
+        for node in graph.graph.nodes:
+            own, is_switched = module_path(node), False
+            if own in pinned:
+                continue
+            functional = node.target is functional_batch_norm
+            for i, name in [(5, "training")] if functional else switched_arguments(node):
+                is_switched = True
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+                no_statistics = not functional and argument_of(node.target, node.args, node.kwargs, "running_mean") is None and (
+                    any(argument.name == "running_mean" for argument in node.target._schema.arguments))
+                is_kept = no_statistics or (own in always and (name == "dropout_p" or "dropout" in str(node.target)))
+                if value is None or is_kept or (name == "dropout_p" and train):
+                    continue
+                new = 0.0 if name == "dropout_p" else train
+                if i < len(node.args):
+                    node.update_arg(i, new)
+                else:
+                    node.update_kwarg(name, new)
+            if node.op == "call_function" and not is_switched and is_random(node.target, node.args, node.kwargs):
+                others.add(own)
+        graph.recompile()
+    return others
+
+
+def same_results(got, expected):
+    if len(got) != len(expected):
+        return False
+    for a, b in zip(got, expected):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        if not a.is_floating_point() and not a.is_complex():
+            if not torch.equal(a, b):
+                return False
+            continue
+        scale = b.abs().max().item() if b.numel() else 0.0
+        if not torch.allclose(a, b, rtol=0, atol=tolerance(a.dtype) * scale + 1e-6, equal_nan=True):
+            return False
+    return True
+
+
+def compare_modes(model, program, args, kwargs, train):
+    """Whether C++ gets the results of the model's other mode by switching dropout and batch norm, and of which modules
+    it does not. Nothing of models without values."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        return None
+    other, pinned = not train, pinned_modules(model, train)
+
+    def call(module, seed=0):
+        with kept_buffers(module):
+            return [leaf.clone() for leaf in results_of(module, args, kwargs, seed)]
+
+    model.train(other)
+    fixed, always = {}, set()
+    try:
+        with torch.no_grad():
+            with random_modules(model) as drawn:
+                call(model)
+            switched = module_of(program)
+            dropouts = {module_path(node) for graph in graphs_of(switched) for node in graph.graph.nodes
+                        if list(switched_arguments(node)) and "batch_norm" not in str(node.target)}
+            always = drawn & dropouts if train else set()
+            others = switch(switched, other, always, pinned)
+            seeds = (0, 1) if others or drawn else (0,)
+            same = all(same_results(call(switched, seed), call(model, seed)) for seed in seeds)
+    except Exception as error:  # noqa: BLE001: whatever a model does in the mode that was not asked for
+        same, fixed = True, {"": f"it fails there in Python: {type(error).__name__}: {str(error)[:200]}"}
+    finally:
+        model.train(train)
+    if not same and train:
+        fixed = {name: "it draws random numbers, which Python's module does not in eval()" for name in sorted(others - drawn)}
+    elif not same:
+        fixed = {name: "it does not draw the random numbers that Python's module draws in train()" for name in sorted(drawn - dropouts)}
+    if not same and not fixed:
+        fixed = {"": f"Python's module computes something else in {'train' if other else 'eval'}()"}
+    if fixed:
+        print(f"export_model.py: {'train' if other else 'eval'}() of the archive is refused, for "
+              + ", ".join(f"'{name}': {why}" if name else why for name, why in list(fixed.items())[:5])
+              + f"; export {'without' if other else 'with'} --eval for it", file=sys.stderr)
+    return {"training": train, "always": sorted(always), "pinned": pinned, "fixed": fixed}
 
 
 # ---- archives ----------------------------------------------------------------------------------------
 
 
 def ties(model):
-    """Names of one tensor, for archives without values, which show it by shared memory otherwise."""
+    """Names of one tensor: archives without values do not show it by shared memory."""
     names = {}
     for name, tensor in list(model.named_parameters(remove_duplicate=False)) + list(
             model.named_buffers(remove_duplicate=False)):
         names.setdefault(tensor, []).append(name)
-    return {"tessera.json": json.dumps({"ties": [own for own in names.values() if len(own) > 1]})}
+    return [own for own in names.values() if len(own) > 1]
 
 
 def without_weights(program):
-    """The values of parameters and persistent buffers are left out: C++ reads them from elsewhere."""
+    """The values of parameters and persistent buffers are left out, but for adapters: C++ reads them from elsewhere."""
     for name, tensor in program.state_dict.items():
+        if ".lora_" in name:
+            continue
         meta = torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
         program.state_dict[name] = torch.nn.Parameter(meta, tensor.requires_grad) if isinstance(
             tensor, torch.nn.Parameter) else meta
@@ -314,7 +541,9 @@ def main():
                      strict=arguments.strict)
     if arguments.no_weights:
         program = without_weights(program)
-    torch.export.save(program, arguments.archive, extra_files=ties(model))
+    save(program, arguments.archive)
+    if arguments.lora:  # for PeftModel.from_pretrained(), beside the adapters that C++ saves
+        model.peft_config["default"].save_pretrained(os.path.dirname(os.path.abspath(arguments.archive)))
     numel = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"{arguments.archive}: {type(model).__name__}, {numel:,} parameters, {trained:,} of them trained")

@@ -28,7 +28,7 @@ def prepare(out, text):
     inputs = {name: torch.randint(3, 128, (2, 16)) for name in ("input_ids", "labels")}  # two tensors, not one twice
     inputs["attention_mask"] = torch.ones(2, 16, dtype=torch.long)
     program = export_model.export(model, inputs, {name: {0: batch, 1: length} for name in inputs})
-    torch.export.save(export_model.without_weights(program), str(out / "model.pt2"), extra_files=export_model.ties(model))
+    export_model.save(export_model.without_weights(program), out / "model.pt2")
     ids = torch.tensor(list(text.read_text("ascii", "ignore").encode()), dtype=torch.long).clamp(max=127)
     save_file({"ids": ids}, out / "ids.safetensors")
     print(f"{out}/model.pt2: {sum(p.numel() for p in model.parameters()):,} parameters, {len(ids):,} characters of text")

@@ -4,14 +4,17 @@
 //   finetune --archive out/model.pt2 --weights out/initial --ids out/ids.safetensors --out out --stage 3 --ranks 2
 //
 // --ids is one long text, of which each step draws windows; --rows are examples of their own, padded and cut
-// (tools/tokenize_text.py), taken in order.
+// (tools/tokenize_text.py), taken in order. Adapters (tools/export_model.py --lora) train beside a base whose weights
+// are those of the model without them, and are saved as peft reads them, beside the whole.
 
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <algorithm>
 #include <boost/program_options.hpp>
 #include <cstdio>
 #include <filesystem>
 #include <iostream>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -26,7 +29,8 @@ namespace fs = std::filesystem;
 using Comm = std::shared_ptr<tessera::Communicator>;
 
 struct Options {
-  std::string archive, weights, ids, rows, out, resume;
+  std::string archive, weights, ids, rows, out, resume, prompt;
+  bool are_characters = false;
   std::vector<std::string> classes{"LlamaDecoderLayer"};
   int stage = 3, ranks = 2;
   int64_t steps = 200, batch = 4, length = 64, sample = 120, checkpoint_every = 0, log_every = 20;
@@ -40,17 +44,21 @@ at::Tensor read_tensor(const std::string& file, const std::string& name) {
   return tessera::SliceReader(saved).read(name, tessera::whole_box(found->second.shape));
 }
 
-tessera::NamedInputs as_inputs(const at::Tensor& ids) {
-  return {{"input_ids", ids}, {"attention_mask", torch::ones_like(ids)}, {"labels", ids}};
+tessera::NamedInputs as_inputs(const at::Tensor& ids, at::Device device) {
+  const at::Tensor own = ids.to(device);
+  return {{"input_ids", own}, {"attention_mask", torch::ones_like(own)}, {"labels", own}};
 }
 
 // What a rank is given in a step.
 class Batches {
  public:
-  explicit Batches(const Options& options) : options_(options) {
+  Batches(const Options& options, at::Device device) : options_(options), device_(device) {
     if (options.ids.empty() == options.rows.empty()) throw std::invalid_argument("give --ids or --rows, one of both");
     if (!options.ids.empty()) {
       ids_ = read_tensor(options.ids, "ids");
+      if (options.are_characters && ids_.max().item<int64_t>() > 127)
+        throw std::invalid_argument(options.ids + " has the id " + std::to_string(ids_.max().item<int64_t>()) +
+                                    ", and --characters says that all are ASCII");
       return;
     }
     for (const char* name : {"input_ids", "attention_mask", "labels"})
@@ -61,11 +69,11 @@ class Batches {
 
   tessera::NamedInputs at_step(int64_t step, int rank, int ranks) const {
     const int64_t turn = step * ranks + rank;
-    if (rows_.empty()) return as_inputs(windows(static_cast<uint64_t>(turn)));
+    if (rows_.empty()) return as_inputs(windows(static_cast<uint64_t>(turn)), device_);
     const int64_t count = rows_.front().second.size(0);
     const at::Tensor chosen = torch::arange(turn * options_.batch, (turn + 1) * options_.batch).remainder(count);
     tessera::NamedInputs inputs;
-    for (const auto& [name, values] : rows_) inputs.add(name, values.index_select(0, chosen));
+    for (const auto& [name, values] : rows_) inputs.add(name, values.index_select(0, chosen).to(device_));
     return inputs;
   }
   // A line to compare models by.
@@ -82,19 +90,20 @@ class Batches {
   }
 
   const Options& options_;
+  const at::Device device_;
   at::Tensor ids_;
   std::vector<std::pair<std::string, at::Tensor>> rows_;
 };
 
 // Every rank computes, since parameters may be sharded; the most likely of a few, drawn alike everywhere.
 template <class Model>
-std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Options& options) {
+std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Options& options, at::Device device) {
   const at::NoGradGuard no_grad;
   auto generator = at::make_generator<at::CPUGeneratorImpl>(3);
   while (static_cast<int64_t>(text.size()) < options.sample) {
     const auto count = std::min<int64_t>(options.length, static_cast<int64_t>(text.size()));
     const at::Tensor ids = torch::tensor(std::vector<int64_t>(text.end() - count, text.end())).unsqueeze(0);
-    const at::Tensor logits = model(as_inputs(ids))["logits"].tensor().select(1, count - 1);
+    const at::Tensor logits = model(as_inputs(ids, device))["logits"].tensor().select(1, count - 1).cpu();
     const auto [values, tokens] = logits.topk(8);
     const at::Tensor chosen = torch::multinomial(values.softmax(-1), 1, false, generator);
     text.push_back(tokens.gather(1, chosen).template item<int64_t>());
@@ -102,36 +111,82 @@ std::vector<int64_t> continued(Model& model, std::vector<int64_t> text, const Op
   return text;
 }
 
-// The ids of --ids are characters; those of --rows a tokenizer's, which tools/tokenize_text.py --decode reads.
+// After the prompt, or the beginning of the text. As text if ids are characters; those of a tokenizer are printed, for
+// tools/tokenize_text.py --decode.
 template <class Model>
-void print_sample(Model& model, const Batches& batches, const Options& options, bool prints) {
-  const std::string prompt = "And Jesus said ";
+void print_sample(Model& model, const Batches& batches, const Options& options, const Comm& comm) {
   const at::Tensor line = batches.line().flatten();
-  std::vector<int64_t> text(prompt.begin(), prompt.end());
-  if (options.ids.empty())
-    text.assign(line.const_data_ptr<int64_t>(), line.const_data_ptr<int64_t>() + line.numel() / 2);
-  text = continued(model, std::move(text), options);
-  if (!prints) return;
-  if (!options.ids.empty())
+  std::vector<int64_t> text(options.prompt.begin(), options.prompt.end());
+  if (text.empty())
+    text.assign(line.const_data_ptr<int64_t>(), line.const_data_ptr<int64_t>() + (line.numel() + 1) / 2);
+  text = continued(model, std::move(text), options, comm->device());
+  if (comm->rank() != 0) return;
+  if (options.are_characters)
     return static_cast<void>(std::printf("%s\n", std::string(text.begin(), text.end()).c_str()));
   for (const int64_t id : text) std::printf("%lld ", static_cast<long long>(id));
   std::printf("\n");
 }
 
+// ---- adapters of peft ---------------------------------------------------------------------------
+
+constexpr const char* kPeft = "base_model.model.";
+
+void erase_part(std::string& name, const std::string& part) {
+  if (const size_t at = name.find(part); at != std::string::npos) name.erase(at, part.size());
+}
+
+// What a model without adapters calls a weight: "base_model.model.lm_head.base_layer.weight" is "lm_head.weight".
+std::string name_in_base(std::string name) {
+  if (name.starts_with(kPeft)) name.erase(0, std::string(kPeft).size());
+  erase_part(name, ".base_layer");
+  return name;
+}
+
+tessera::ExportedOptions load_options(const Options& options, const Comm& comm) {
+  tessera::ExportedOptions load{.device = comm->device(), .weights = options.weights};
+  if (options.weights.empty()) return load;
+  const auto saved = tessera::find_full_tensors(options.weights).tensors;
+  const bool are_of_base =
+      std::none_of(saved.begin(), saved.end(), [](const auto& tensor) { return tensor.first.starts_with(kPeft); });
+  if (are_of_base) load.weight_name = name_in_base;
+  return load;
+}
+
+// Of the whole model in `folder`: adapters alone under the names that PeftModel.from_pretrained() reads.
+void write_adapters(const fs::path& folder, const fs::path& archive) {
+  const tessera::SavedTensors saved = tessera::find_full_tensors(folder / "model.safetensors");
+  std::vector<tessera::FullTensor> adapters;
+  std::map<std::string, std::string> own_names;
+  for (const auto& [own, tensor] : saved.tensors) {
+    if (own.find(".lora_") == std::string::npos) continue;
+    std::string name = own;
+    erase_part(name, ".default");
+    adapters.push_back({name, tensor.dtype, tensor.shape, {}});
+    own_names[name] = own;
+  }
+  if (adapters.empty()) return;
+  tessera::SliceReader reader(saved);
+  tessera::write_full(folder / "adapter_model.safetensors", adapters, [&](const tessera::FullTensor& tensor) {
+    return reader.read(own_names.at(tensor.name), tessera::whole_box(tensor.shape));
+  });
+  const fs::path config = archive.parent_path() / "adapter_config.json";  // by tools/export_model.py
+  if (fs::exists(config)) fs::copy_file(config, folder / config.filename(), fs::copy_options::overwrite_existing);
+}
+
 // For comparing with Python: what the trained model says about a line of the text.
 template <class Model>
-void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, bool writes) {
+void write_logits(Model& model, const at::Tensor& ids, const fs::path& file, const Comm& comm) {
   const at::NoGradGuard no_grad;
-  const at::Tensor logits = model(as_inputs(ids))["logits"].tensor().contiguous();
-  if (!writes) return;
+  const at::Tensor logits = model(as_inputs(ids, comm->device()))["logits"].tensor().contiguous().cpu();
+  if (comm->rank() != 0) return;
   tessera::write_full(
       file, {{"ids", at::kLong, ids.sizes().vec(), {}}, {"logits", at::kFloat, logits.sizes().vec(), {}}},
       [&](const tessera::FullTensor& tensor) { return tensor.name == "ids" ? ids.contiguous() : logits; });
 }
 
 void train(const Options& options, const Comm& comm) {
-  const Batches batches(options);
-  auto build = [&] { return tessera::load_exported(options.archive, {.weights = options.weights}); };
+  const Batches batches(options, comm->device());
+  auto build = [&] { return tessera::load_exported(options.archive, load_options(options, comm)); };
   const auto module = options.stage == 3 ? tessera::deferred(build) : build();
   tessera::ZeroOptions zero{.stage = options.stage};
   zero.fsdp.auto_wrap = tessera::wrap_classes(options.classes);
@@ -155,12 +210,14 @@ void train(const Options& options, const Comm& comm) {
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
   }
 
-  module->eval();
-  print_sample(model, batches, options, comm->rank() == 0);
-  if (comm->rank() == 0) fs::create_directories(fs::path(options.out) / "trained");
+  const fs::path trained = fs::path(options.out) / "trained";
+  if (comm->rank() == 0) fs::create_directories(trained);
   comm->barrier();
-  tessera::save_full(fs::path(options.out) / "trained/model.safetensors", model);
-  write_logits(model, batches.line(), fs::path(options.out) / "logits.safetensors", comm->rank() == 0);
+  tessera::save_full(trained / "model.safetensors", model);
+  if (comm->rank() == 0) write_adapters(trained, options.archive);
+  module->eval();
+  print_sample(model, batches, options, comm);
+  write_logits(model, batches.line(), fs::path(options.out) / "logits.safetensors", comm);
 }
 
 }  // namespace
@@ -170,7 +227,7 @@ int main(int argc, char** argv) {
   po::options_description described("Options");
   described.add_options()("help", "this text")                                                      //
       ("archive", po::value(&options.archive)->required(), "of tools/export_model.py")              //
-      ("weights", po::value(&options.weights), "safetensors; the archive's own, if not given")      //
+      ("weights", po::value(&options.weights), "safetensors, of the base; default: the archive's")  //
       ("ids", po::value(&options.ids), "a safetensors file with a text's 'ids'; or --rows")         //
       ("rows", po::value(&options.rows), "one with 'input_ids', 'attention_mask' and 'labels'")     //
       ("out", po::value(&options.out)->required(), "where results go")                              //
@@ -181,7 +238,9 @@ int main(int argc, char** argv) {
       ("steps", po::value(&options.steps), "")("batch", po::value(&options.batch), "of each rank")  //
       ("length", po::value(&options.length), "of a window")("lr", po::value(&options.lr), "")       //
       ("weight-decay", po::value(&options.weight_decay), "0 makes AdamW Adam")                      //
-      ("sample", po::value(&options.sample), "characters to write at the end")                      //
+      ("sample", po::value(&options.sample), "how many ids to write at the end")                    //
+      ("characters", po::bool_switch(&options.are_characters), "the ids are ASCII: writes text")    //
+      ("prompt", po::value(&options.prompt), "what the sample goes on from, with --characters")     //
       ("log-every", po::value(&options.log_every), "steps: prints the loss")                        //
       ("checkpoint-every", po::value(&options.checkpoint_every), "steps; 0: never");
   try {
@@ -189,6 +248,8 @@ int main(int argc, char** argv) {
     po::store(po::parse_command_line(argc, argv, described), values);
     if (values.contains("help")) return std::cout << described, 0;
     po::notify(values);
+    if (!options.prompt.empty() && !options.are_characters)
+      throw std::invalid_argument("--prompt is text, and only with --characters it is known what its ids are");
     if (options.log_every < 1)
       throw std::invalid_argument("--log-every is " + std::to_string(options.log_every) + ", expected 1 or more");
     if (!tessera::launched() && options.ranks > 1) return tessera::spawn_local(options.ranks, argc, argv);

@@ -122,6 +122,62 @@ TEST(Archive, UnknownThingsAreNamedWithNodeAndLine) {
   expect_contains(object.error(), "'as_custom_obj'");
 }
 
+// What tools/export_model.py has compared with Python, nobody has in archives of others.
+TEST(Archive, WhatNobodyHasCheckedIsRefused) {
+  Changed decomposed("norms_decomposed");
+  EXPECT_EQ(decomposed.error(), "");
+  const auto without_record = [](const std::string& name) {
+    Changed archive(name);
+    EXPECT_EQ(archive.members.erase(archive.folder + "extra/tessera.json"), 1u);
+    return archive;
+  };
+  expect_contains(without_record("norms_decomposed").error(), "it is decomposed, which loses torch.no_grad()");
+  EXPECT_EQ(without_record("norms").error(), "");
+  Changed of_default_table("norms");
+  of_default_table.program["verifiers"] = {"ATEN"};
+  expect_contains(of_default_table.error(), "it is decomposed");
+
+  const TemporaryFolder temporary;
+  const auto model_of = [&](const std::string& name, bool unchecked) {
+    const std::string zip = zip_of(without_record(name).members);
+    return load_exported(
+        temporary.write(name + ".pt2", zip),
+        {.init = [](const std::string&, at::Tensor& tensor) { tensor.zero_(); }, .unchecked = unchecked});
+  };
+  EXPECT_NE(model_of("norms_decomposed", true), nullptr);
+  // Ties without memory, order without positions, modes with numbers that are drawn.
+  expect_contains(error_of<ExportedError>([&] { model_of("decoder_meta", false); }), "whether they are tied");
+  auto untied = model_of("decoder_meta", true);
+  const at::Tensor ids = at::zeros({2, 3}, at::kLong);
+  EXPECT_EQ(error_of<std::invalid_argument>([&] { untied->forward(NamedInputs{{"ids", ids}, {"labels", ids}}); }), "");
+  expect_contains(error_of<std::invalid_argument>([&] { untied->forward(ids, ids); }),
+                  "input 0 is given by position, where the model takes it by name");
+  const NamedInputs x = Expected("random").inputs();
+  auto random = model_of("random", false);
+  random->forward(x);
+  random->eval();
+  expect_contains(error_of<std::invalid_argument>([&] { random->forward(x); }), "draws numbers in either mode");
+  random = model_of("random", true);
+  random->eval();
+  random->forward(x);
+}
+
+TEST(Archive, GuardsThatCannotBeReadAreNamed) {
+  const auto with = [](const char* guard) {
+    Changed archive("guarded");
+    archive.program["guards_code"] = {guard};
+    return archive.error();
+  };
+  for (const char* guard :
+       {"L['x'].size()[0] > L['y']['rows'].size()[0]", "not (L['x'].size()[1]**2 < 7 or False)",
+        "1 < L['x'].stride()[0] <= 4 and L['x'].storage_offset() == 0", "min(3, 4.5, 2) // -2 == -1",
+        "round(2.5) == (5 >> 1) - +0 | 0 & 1", "torch.sym_float(3) / 2 != 1"})
+    EXPECT_EQ(with(guard), "") << guard;
+  for (const char* guard : {"", "1 +", "(1", "L['z'].size()[0] > 1", "L['x'].size()[2] > 1", "L['x'] > 1",
+                            "L['x'].dtype == 1", "f(1)", "1 if 2 else 3", "L['x", "L['x'].size()[-1] > 0", "min()"})
+    expect_contains(with(guard), "'" + std::string(guard) + "', cannot be read");
+}
+
 TEST(Archive, NothingIsUnpickled) {
   Changed pickled("adapted");
   auto& text = pickled.members.at(pickled.folder + "data/weights/model_weights_config.json");
@@ -227,6 +283,32 @@ void change(json& tree, std::mt19937_64& random) {
   }
 }
 
+// Mostly of the graph; or of what tensors are like, of ranges and guards, or of what tools/export_model.py has written.
+void change_part(Changed& archive, std::mt19937_64& random) {
+  const auto change_member = [&](const std::string& name) {
+    std::string& text = archive.members.at(archive.folder + name);
+    json tree = json::parse(text);
+    change(tree, random);
+    text = tree.dump();
+  };
+  switch (random() % 8) {
+    case 0:
+      return change_member("data/weights/model_weights_config.json");
+    case 1:
+      return change_member("extra/tessera.json");
+    case 2: {
+      json others = archive.program;
+      others.erase("graph_module");
+      change(others, random);
+      others["graph_module"] = std::move(archive.program["graph_module"]);
+      archive.program = std::move(others);
+      return;
+    }
+    default:
+      change(archive.program["graph_module"], random);
+  }
+}
+
 // A graph is refused by an error of its own when it is loaded, or runs, or an operator throws. For some hundreds of
 // changes, or as many seconds as `make fuzz` says.
 TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
@@ -242,9 +324,10 @@ TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
     // Where to look if the process crashes (TESSERA_FUZZ_SEED begins there); thousands a second are tried.
     if (text != nullptr && (tried % 1024 == 0 || seed_text != nullptr)) std::cout << "from seed " << seed << std::endl;
     std::mt19937_64 random(seed);
-    const std::string name = std::array{"control", "decoder", "norms", "energy", "recurrent"}[random() % 5];
+    const std::string name =
+        std::array{"control", "decoder", "norms", "energy", "recurrent", "guarded", "random"}[random() % 7];
     Changed changed(name);
-    for (uint64_t changes = 1 + random() % 3; changes > 0; --changes) change(changed.program["graph_module"], random);
+    for (uint64_t changes = 1 + random() % 3; changes > 0; --changes) change_part(changed, random);
     changed.members[changed.folder + "models/model.json"] = changed.program.dump();
     const TemporaryFolder temporary;
     ++tried;

@@ -43,7 +43,14 @@ class Expected {
   }
   NamedInputs inputs() const {
     NamedInputs inputs;
-    for (const auto& [name, tensor] : with("input.")) inputs.add(name, tensor.clone());
+    std::map<std::string, ExportedValue::Named> dictionaries;
+    for (const auto& [name, tensor] : with("input.")) {
+      const size_t dot = name.find('.');
+      if (dot == std::string::npos) inputs.add(name, tensor.clone());
+      if (dot != std::string::npos)
+        dictionaries[name.substr(0, dot)].emplace_back(name.substr(dot + 1), tensor.clone());
+    }
+    for (auto& [name, elements] : dictionaries) inputs.add(name, ExportedValue::dict(std::move(elements)));
     return inputs;
   }
 

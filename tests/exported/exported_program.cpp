@@ -1,11 +1,13 @@
 // The C++ side of the comparisons of archives with Python: runs one, and writes what came out.
 //
 //   exported_program ARCHIVE INPUTS.safetensors RESULTS.safetensors [ranks=N] [steps=K] [classes=A,B] [checkpointed=A]
-//                    [weights=PATH] [eval]
+//                    [weights=PATH] [stage=S] [forces=INPUT] [eval]
 //
 // INPUTS has "input.<name>" for each input that is a tensor. RESULTS gets, of the first step, "output.<leaf>", "loss"
 // and "grad.<fqn>", and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, the outputs alone. With ranks,
-// all of them get the same batch, so that the results are those of one process.
+// all of them get the same batch, so that the results are those of one process. With a stage of ZeRO, 0 to 3, the
+// losses alone, of steps of SGD with a rate of 1e-2. With forces, the loss is that of the gradients of the outputs' sum
+// with regard to the input, beside the outputs'.
 
 #include <torch/torch.h>
 
@@ -26,7 +28,9 @@ using Tensors = std::map<std::string, at::Tensor>;
 
 struct Settings {
   std::string archive, inputs, results;
-  int ranks = 0;  // 0: no wrapper
+  int ranks = 0;   // 0: no wrapper
+  int stage = -1;  // -1: FSDP, and gradients too
+  std::string forces;
   int steps = 1;
   std::vector<std::string> classes;
   std::vector<std::string> checkpointed;
@@ -54,6 +58,10 @@ Settings read_settings(const std::vector<std::string>& words) {
       settings.classes = split(value);
     } else if (key == "checkpointed") {
       settings.checkpointed = split(value);
+    } else if (key == "stage") {
+      settings.stage = std::stoi(value);
+    } else if (key == "forces") {
+      settings.forces = value;
     } else if (key == "weights") {
       settings.weights = value;
     } else if (key == "eval") {
@@ -96,6 +104,27 @@ at::Tensor loss_of(const tessera::ExportedValue& outputs) {
   return loss;
 }
 
+tessera::NamedInputs named_inputs(const Tensors& inputs, const std::string& differentiated) {
+  tessera::NamedInputs named;
+  for (const auto& [name, tensor] : inputs)
+    if (name.starts_with("input."))
+      named.add(name.substr(6), tensor.clone().set_requires_grad(name.substr(6) == differentiated));
+  return named;
+}
+
+at::Tensor loss_of(const tessera::ExportedValue& outputs, const tessera::NamedInputs& inputs,
+                   const std::string& differentiated) {
+  const at::Tensor loss = loss_of(outputs);
+  if (differentiated.empty()) return loss;
+  for (const auto& [name, value] : inputs.inputs())
+    if (name == differentiated)
+      return loss + torch::autograd::grad({outputs.tensor().sum()}, {value.tensor()}, {}, std::nullopt,
+                                          /*create_graph=*/true)[0]
+                        .pow(2)
+                        .mean();
+  throw std::invalid_argument("there is no input " + differentiated);
+}
+
 template <class Net>
 Tensors run(Net& net, const Settings& settings, const Tensors& inputs, std::vector<at::Tensor> parameters,
             const std::function<Tensors()>& gradients) {
@@ -103,9 +132,7 @@ Tensors run(Net& net, const Settings& settings, const Tensors& inputs, std::vect
   std::unique_ptr<torch::optim::AdamW> optimizer;
   if (!settings.eval) optimizer = std::make_unique<torch::optim::AdamW>(parameters, 1e-3);
   for (int step = 0; step < settings.steps; ++step) {
-    tessera::NamedInputs named;
-    for (const auto& [name, tensor] : inputs)
-      if (name.starts_with("input.")) named.add(name.substr(6), tensor.clone());
+    const tessera::NamedInputs named = named_inputs(inputs, settings.forces);
     torch::manual_seed(5);
     const at::AutoGradMode grad(!settings.eval);
     const tessera::ExportedValue outputs = net.forward(named);
@@ -116,7 +143,7 @@ Tensors run(Net& net, const Settings& settings, const Tensors& inputs, std::vect
         if (leaves[i].is_tensor()) results["output." + std::to_string(i)] = leaves[i].tensor().detach().clone();
     }
     if (settings.eval) return results;
-    const at::Tensor loss = loss_of(outputs);
+    const at::Tensor loss = loss_of(outputs, named, settings.forces);
     results["loss." + std::to_string(step)] = loss.detach().to(at::kFloat).clone();
     optimizer->zero_grad();
     loss.backward();
@@ -171,6 +198,24 @@ void run_sharded(const Settings& settings, const Tensors& inputs) {
   });
 }
 
+void run_stage(const Settings& settings, const Tensors& inputs) {
+  tessera::run_ranks(settings.ranks, [&](std::shared_ptr<tessera::Communicator> comm) {
+    tessera::ZeroOptions options{.stage = settings.stage};
+    options.fsdp.auto_wrap = tessera::wrap_by_size(100);
+    auto model = tessera::zero(load(settings), torch::optim::SGDOptions(1e-2), comm, options);
+    Tensors results;
+    for (int step = 0; step < settings.steps; ++step) {
+      const tessera::NamedInputs named = named_inputs(inputs, settings.forces);
+      const at::Tensor loss = loss_of(model(named), named, settings.forces);
+      results["loss." + std::to_string(step)] = loss.detach().clone();
+      loss.backward();
+      model.step();
+      model.zero_grad();
+    }
+    if (comm->rank() == 0) write_tensors(settings.results, results);
+  });
+}
+
 void run_alone(const Settings& settings, const Tensors& inputs) {
   auto model = load(settings);
   write_tensors(settings.results, run(*model, settings, inputs, once(model->parameters()), [&] {
@@ -188,7 +233,9 @@ int main(int argc, char** argv) {
   try {
     const Settings settings = read_settings({argv + 1, argv + argc});
     const Tensors inputs = read_tensors_of(settings.inputs);
-    settings.ranks > 0 ? run_sharded(settings, inputs) : run_alone(settings, inputs);
+    settings.ranks == 0  ? run_alone(settings, inputs)
+    : settings.stage < 0 ? run_sharded(settings, inputs)
+                         : run_stage(settings, inputs);
     return 0;
   } catch (const std::exception& error) {
     const std::string text = error.what();

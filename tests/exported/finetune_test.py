@@ -77,8 +77,34 @@ class Finetune(unittest.TestCase):
 
         model.load_state_dict(trained)
         ours = load_file(self.folder / "lora/logits.safetensors")
+        same = dict(rtol=1e-4, atol=1e-5)
         with torch.no_grad():
-            torch.testing.assert_close(model.eval()(ours["ids"]).logits, ours["logits"], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(model.eval()(ours["ids"]).logits, ours["logits"], **same)
+
+        # peft opens the adapters beside a base of its own.
+        import peft
+
+        torch.manual_seed(7)
+        base = export_model.from_config(transformers.AutoModelForCausalLM, config)
+        base.save_pretrained(self.folder / "base")
+        opened = peft.PeftModel.from_pretrained(base, str(self.folder / "lora/trained"))
+        with torch.no_grad():
+            torch.testing.assert_close(opened.eval()(ours["ids"]).logits, ours["logits"], **same)
+
+        # A base in the folder that save_pretrained() has written, under the names that it had without adapters.
+        self.export("--lora", "4", "--no-weights", model=str(self.folder / "base"), settings={})
+        losses, trained = self.train("folder", "--weights", self.folder / "base", "--ranks", "2", "--steps", "20", "--lr", "1e-2")
+        self.assertLess(float(losses[20]), float(losses[1]))
+        torch.manual_seed(7)
+        fresh = export_model.from_config(transformers.AutoModelForCausalLM, config)
+        opened = peft.PeftModel.from_pretrained(fresh, str(self.folder / "folder/trained"))
+        ours = load_file(self.folder / "folder/logits.safetensors")
+        with torch.no_grad():
+            torch.testing.assert_close(opened.eval()(ours["ids"]).logits, ours["logits"], **same)
+        # And goes on from what it has saved, under peft's names.
+        again, _ = self.train("again", "--weights", self.folder / "folder/trained/model.safetensors", "--ranks", "1",
+                              "--steps", "1", "--lr", "1e-9")
+        self.assertLess(float(again[1]), float(losses[1]))
 
     def tokenized(self):
         """Examples of different lengths, by a tokenizer as one of the hub's."""

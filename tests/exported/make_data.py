@@ -8,7 +8,10 @@ Archives are written again without what nobody reads, so that they stay small.
 and the newest one whose archives are read, each in an environment of its own (torch==2.9.1 safetensors).
 """
 
+import collections
+import dataclasses
 import json
+import math
 import pathlib
 import sys
 import zipfile
@@ -23,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
-from export_model import export, ties, without_weights  # noqa: E402
+from export_model import export, save, without_weights  # noqa: E402
 
 DATA = ROOT / "tests/exported/data"
 OF_VERSION = ("decoder", "norms", "control")
@@ -152,6 +155,57 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+@dataclasses.dataclass
+class Parts:
+    """Results of a class, of which one is None."""
+
+    total: torch.Tensor
+    unused: torch.Tensor | None
+    rows: dict
+
+
+torch.export.register_dataclass(Parts, serialized_type_name="make_data.Parts")
+
+
+class Guarded(nn.Module):
+    """Branches on sizes, which leave nothing in the graph, and results in structures of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        z = self.a(x).sum() * 2 if x.shape[0] > y["rows"].shape[0] else self.b(x).sum()
+        if math.ceil(x.shape[0] / 2) + 1 < max(y["rows"].shape[0], 9) and not x.shape[0] % 7 == 0:
+            z = z + self.b(y["rows"]).mean()
+        rows = collections.defaultdict(list)
+        rows["b"].append(self.b(x))
+        rows["a"].append(z * 3)
+        return Parts(total=z, unused=None, rows=rows)
+
+
+class DropPath(nn.Module):
+    def forward(self, x):
+        if not self.training:
+            return x
+        return x * (torch.rand(x.shape[0], 1) + 0.75).floor() / 0.75
+
+
+class Random(nn.Module):
+    """What train() and eval() cannot switch, or should not: a dropout by hand, one that is always on; and batch norm in
+    graphs within the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.into, self.norm, self.path, self.noise = nn.Linear(4, 6), nn.BatchNorm1d(6), DropPath(), nn.Identity()
+        self.noise.forward = lambda x: F.dropout(x, 0.5)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            y = self.norm(self.into(x))
+        return self.noise(self.path(y))
+
+
 def loss_of(outputs):
     """The model's own, or the mean squares of all that may have gradients."""
     if isinstance(outputs, dict) and "loss" in outputs:
@@ -163,6 +217,8 @@ def loss_of(outputs):
 def expectations(model, inputs, training=True):
     """What the model does with the inputs: see above."""
     tensors = {f"input.{name}": value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    tensors |= {f"input.{name}.{key}": tensor.clone() for name, value in inputs.items() if isinstance(value, dict)
+                for key, tensor in value.items()}
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.train(training)
     model.zero_grad()
@@ -234,7 +290,7 @@ def make(name, model, inputs, shapes, *, weights=True, training=True, **options)
         save_file({n: t.contiguous().clone() for n, t in model.state_dict().items()}, DATA / f"{name}_weights.safetensors")
         program = without_weights(program)
     path = DATA / f"{name}.pt2"
-    torch.export.save(program, str(path), extra_files=ties(model))
+    save(program, path)
     shrink(path)
     save_file(tensors, DATA / f"{name}.safetensors")
     print(f"{path.name}: {path.stat().st_size:,} bytes")
@@ -263,6 +319,11 @@ def main():
     make("energy", Energy(), {"positions": torch.randn(3, 4, 2)}, {"positions": {0: batch}})
     make("adapted", Adapted(), {"x": torch.randn(3, 6)}, {"x": {0: batch}})
     make("adapted_bf16", Adapted().to(torch.bfloat16), {"x": torch.randn(3, 6).to(torch.bfloat16)}, {"x": {0: batch}})
+    torch.manual_seed(3)
+    make("norms_eval_decomposed", norms, images, shapes, training=False, decompose=True)
+    auto = {0: torch.export.Dim.AUTO}
+    make("guarded", Guarded(), {"y": {"rows": torch.randn(3, 4)}, "x": torch.randn(5, 4)}, {"y": {"rows": auto}, "x": auto})
+    make("random", Random(), {"x": torch.randn(6, 4)}, {"x": {0: batch}})
     make("recurrent", Recurrent(), {"x": torch.randn(3, 4)}, {"x": {0: batch}})
 
 

@@ -56,6 +56,8 @@ TEST_P(Archives, EvaluateAsPythonDoes) {
   auto model = load(name);
   model->eval();
   const at::NoGradGuard no_grad;
+  if (name == "random")
+    return expect_contains(error_of<std::invalid_argument>([&] { model->forward(expected.inputs()); }), "'path'");
   std::map<std::string, at::Tensor> before;
   for (const auto& buffer : model->named_buffers()) before[buffer.key()] = buffer.value().clone();
   for (int times = 0; times < 2; ++times) {
@@ -71,7 +73,8 @@ TEST_P(Archives, EvaluateAsPythonDoes) {
 
 INSTANTIATE_TEST_SUITE_P(All, Archives,
                          testing::Values("decoder", "decoder_meta", "norms", "norms_decomposed", "norms_eval",
-                                         "control", "recurrent", "energy", "adapted"),
+                                         "norms_eval_decomposed", "control", "recurrent", "energy", "adapted",
+                                         "guarded", "random"),
                          [](const auto& param) { return std::string(param.param); });
 
 // The oldest and the newest torch whose archives are read.
@@ -116,6 +119,7 @@ TEST(ExportedModule, TakesInputsByPositionAndByName) {
   expect_contains(refused(ids, NamedInputs{{"ids", ids}, {"labels", labels}}), "'ids' is given twice");
   expect_contains(refused(ids, labels, labels), "3 inputs are given");
   expect_contains(refused(ids, labels.to(at::kFloat)), "input 'labels' is Float, exported as Long");
+  expect_contains(refused(ids.to(at::kByte), labels), "input 'ids' is Byte, exported as Long");
   expect_contains(refused(ids, labels[0]), "input 'labels' has 1 dimensions, exported with 2");
   expect_contains(refused(ids, 3), "input 'labels' is an integer, exported as a tensor");
   expect_contains(refused(ids, std::nullopt), "input 'labels' is None, exported as a tensor");
@@ -148,9 +152,9 @@ TEST(ExportedModule, SwitchesModesByModule) {
   model->forward(x);
   EXPECT_TRUE(at::equal(mean, buffer("frozen.running_mean")));
   EXPECT_EQ(buffer("norm.num_batches_tracked").item<int64_t>(), count.item<int64_t>() + 1);
-  model->train();  // all of them, as Module.train() does
+  model->train();  // the model has a train() of its own in Python, which leaves it
   model->forward(x);
-  EXPECT_FALSE(at::equal(mean, buffer("frozen.running_mean")));
+  EXPECT_TRUE(at::equal(mean, buffer("frozen.running_mean")));
   model->eval();
   const at::Tensor before = buffer("norm.running_mean");
   model->forward(x);
@@ -163,6 +167,61 @@ TEST(ExportedModule, SwitchesModesByModule) {
   const at::Tensor own = evaluated->named_buffers()["norm.running_mean"].clone();
   evaluated->forward(x);
   EXPECT_FALSE(at::equal(own, evaluated->named_buffers()["norm.running_mean"]));
+}
+
+// Python's eval() does not draw where the graph does; nor does its dropout end that is always on.
+TEST(ExportedModule, ModesThatCannotBeSwitchedAreRefused) {
+  auto model = load("random");
+  const at::Tensor x = Expected("random").at("input.x");
+  const auto error = [&] { return error_of<std::invalid_argument>([&] { model->forward(x); }); };
+  EXPECT_EQ(error(), "");
+  model->eval();
+  expect_contains(error(), "the module 'path' (__main__.DropPath) is in eval(), and was exported in train()");
+  model->named_modules()["path"]->train();
+  const at::Tensor count = model->named_buffers()["norm.num_batches_tracked"].clone();
+  const at::Tensor mean = model->named_buffers()["norm.running_mean"].clone();
+  EXPECT_GT((model->forward(x).tensor() == 0).sum().item<int64_t>(), 0);  // `noise`
+  EXPECT_TRUE(at::equal(mean, model->named_buffers()["norm.running_mean"]));
+  EXPECT_TRUE(at::equal(count, model->named_buffers()["norm.num_batches_tracked"]));
+
+  // Batch norm of eval() that is decomposed.
+  auto evaluated = load("norms_eval_decomposed");
+  EXPECT_FALSE(evaluated->is_training());
+  evaluated->train();
+  expect_contains(error_of<std::invalid_argument>([&] { evaluated->forward(Expected("norms").at("input.x")); }),
+                  "is in train(), and was exported in eval(), from which it cannot be switched");
+}
+
+// Python's code has chosen by sizes, of which the graph has no trace.
+TEST(ExportedModule, InputsForWhichPythonChoosesOtherwiseAreRefused) {
+  auto model = load("guarded");
+  const auto forward = [&](int64_t x, int64_t rows) {
+    const auto y = ExportedValue::dict({{"rows", at::ones({rows, 4})}});
+    return model->forward(at::ones({x, 4}), y);  // as Python's forward() takes them; they were exported the other way
+  };
+  const auto error = [&](int64_t x, int64_t rows) {
+    return error_of<std::invalid_argument>([&] { forward(x, rows); });
+  };
+  EXPECT_EQ(error(6, 3), "");
+  EXPECT_EQ(error(3, 2), "");
+  expect_contains(error(3, 4), "exported for inputs with L['x'].size()[0] > L['y']['rows'].size()[0]");
+  expect_contains(error(7, 4), "% 7) != 0");
+  expect_contains(error(20, 9), "math.ceil");
+  // Results of a class, and of a dictionary with defaults, have their names.
+  const ExportedValue parts = forward(5, 3);
+  EXPECT_EQ(parts.items().size(), 2u);
+  EXPECT_TRUE(at::allclose(parts["total"].tensor() * 3, parts["rows"]["a"][0].tensor()));
+  EXPECT_EQ(parts["rows"]["b"][0].tensor().sizes(), (std::vector<int64_t>{5, 3}));
+}
+
+TEST(ExportedModule, ConvertsBuffersThatAreNotSaved) {
+  auto model = load("norms_eval");
+  model->to(at::kDouble);  // its offset too, or the sum would be of two dtypes
+  const at::NoGradGuard no_grad;
+  const Expected expected("norms_eval");
+  const at::Tensor y = model->forward(expected.at("input.x").to(at::kDouble))["y"].tensor();
+  EXPECT_EQ(y.scalar_type(), at::kDouble);
+  EXPECT_TRUE(at::allclose(y, expected.at("eval.0").to(at::kDouble), 1e-4, 1e-5));
 }
 
 // Values are freed when they are no longer needed: evaluating takes the memory of the widest point.

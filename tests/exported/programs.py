@@ -309,10 +309,265 @@ class Algebra(nn.Module):
                 (y * share.unsqueeze(-1)).sum(1), torch.sparse.mm(torch.eye(4).to_sparse(), a), x.cumsum(0))
 
 
+class Norms(nn.Module):
+    """Norms of weights by the older functions, whose buffers forward changes while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.normed, self.spectral = nn.utils.weight_norm(nn.Linear(5, 6)), nn.utils.spectral_norm(nn.Linear(6, 6))
+        self.iterated = parametrizations.spectral_norm(nn.Linear(6, 4), n_power_iterations=2)
+        self.last = nn.Sequential(nn.RMSNorm(4), nn.GLU(), nn.Mish(), nn.Hardswish(), nn.PReLU(), nn.Softplus(), nn.CELU())
+
+    def inputs(self):
+        return {"x": torch.randn(3, 5)}
+
+    def forward(self, x):
+        return self.last(self.iterated(self.spectral(self.normed(x))))
+
+
+class Nested(nn.Module):
+    """Dictionaries of modules in dictionaries, one module under two names and called in a loop, a buffer that each call
+    changes, inputs that are numbers."""
+
+    shapes = {"x": {0: BATCH}, "mask": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleDict({key: nn.ModuleDict({"into": nn.Linear(4, 4)}) for key in "ab"})
+        self.shared = self.experts["a"]["into"]
+        self.register_buffer("seen", torch.zeros(3))
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(4) * i) for i in range(1, 4)])
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4), "mask": torch.tensor([[True, False, True, True]] * 3)}
+
+    def forward(self, x, mask):
+        for i, scale in enumerate(self.scales):
+            x = self.experts["b"]["into"](self.shared(x) * scale).masked_fill(~mask, 0.5).tanh()
+            self.seen[i] += x.detach().abs().mean()
+        return {"x": x, "any": mask.any(-1), "picked": torch.where(mask & (x > 0), x, -x)}
+
+
+class Complex(nn.Module):
+    """Parameters that are complex numbers."""
+
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.phase = nn.Parameter(torch.randn(4, 4, dtype=torch.cfloat)), nn.Parameter(torch.randn(4))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        z = (x + 0j) @ self.weight * torch.polar(torch.ones(4), self.phase)
+        z = z / (1 + z.abs()) + z.conj() * 0.1
+        return z.real, z.imag.cos(), z.angle() * 0.01, torch.fft.fft2(z).abs()
+
+
+class Rays(nn.Module):
+    """Volume rendering: encodings, cumulative products, samples that are drawn while it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(18, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    def inputs(self):
+        return {"origins": torch.randn(5, 3), "directions": F.normalize(torch.randn(5, 3), dim=-1)}
+
+    def forward(self, origins, directions):
+        depth = torch.linspace(0.5, 2.0, 6).expand(5, 6)
+        points = origins[:, None] + directions[:, None] * depth[..., None]
+        encoded = torch.cat([torch.sin(points * 2**i) if j == 0 else torch.cos(points * 2**i) for i in range(3) for j in range(2)], -1)
+        color, density = self.field(encoded).split([3, 1], -1)
+        alpha = 1 - torch.exp(-F.softplus(density[..., 0]) * 0.3)
+        through = torch.cumprod(torch.cat([torch.ones(5, 1), 1 - alpha + 1e-10], -1), -1)[:, :-1]
+        return (color.sigmoid() * (alpha * through)[..., None]).sum(1), (alpha * through * depth).sum(1)
+
+
+class Ode(nn.Module):
+    """Steps of Runge-Kutta through one network, with a time."""
+
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 3)}
+
+    def forward(self, x):
+        def f(t, y):
+            return self.net(torch.cat([y, y.new_full((y.shape[0], 1), t)], -1))
+
+        for i in range(3):
+            t, h = i / 3, 1 / 3
+            a = f(t, x)
+            b = f(t + h / 2, x + h / 2 * a)
+            c = f(t + h / 2, x + h / 2 * b)
+            x = x + h / 6 * (a + 2 * b + 2 * c + f(t + h, x + h * c))
+        return x
+
+
+class Hyper(nn.Module):
+    """Weights that a network makes, one for each example: grouped convolution, batched products."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights, self.embed, self.rows = nn.Linear(4, 2 * 3 * 9), nn.Embedding(5, 4), nn.Bilinear(4, 4, 6)
+
+    def inputs(self):
+        return {"x": torch.randn(2, 3, 8, 8), "task": torch.tensor([1, 4])}
+
+    def forward(self, x, task):
+        e = self.embed(task)
+        w = self.weights(e).view(4, 3, 3, 3)
+        y = F.conv2d(x.reshape(1, 6, 8, 8), w, groups=2, padding=1).view(2, 2, 8, 8)
+        return y, torch.einsum("nchw,nc->nhw", y, self.rows(e, e)[:, :2]), F.fold(F.unfold(y, 3, padding=1), (8, 8), 3, padding=1)
+
+
+class FlowOfDensity(nn.Module):
+    """A normalizing flow, and splines by bins."""
+
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.nets = nn.ModuleList([nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(3)])
+        self.heights = nn.Parameter(torch.rand(6))
+        self.register_buffer("knots", torch.linspace(-3, 3, 6))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        log = x.new_zeros(x.shape[0])
+        for net in self.nets:
+            a, b = x.chunk(2, -1)
+            scale, shift = net(a).chunk(2, -1)
+            x, log = torch.cat([b * scale.tanh().exp() + shift, a], -1), log + scale.tanh().sum(-1)
+        bins = torch.bucketize(x.detach().clamp(-2.9, 2.9), self.knots).clamp(1, 5)
+        left, right = self.heights.cumsum(0)[bins - 1], self.heights.cumsum(0)[bins]
+        return torch.lerp(left, right, 0.3).sum(-1), -0.5 * x.pow(2).sum(-1) + log, torch.searchsorted(self.knots, x)
+
+
+class Crf(nn.Module):
+    """Sums over all paths, by a loop over time, and the best of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.emit, self.move = nn.LSTM(4, 5, bidirectional=True, batch_first=True, proj_size=3), nn.Parameter(torch.randn(6, 6))
+
+    def inputs(self):
+        return {"x": torch.randn(2, 5, 4), "tags": torch.randint(0, 6, (2, 5)), "mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]).bool()}
+
+    def forward(self, x, tags, mask):
+        emitted, _ = self.emit(x)
+        alpha, best, back = emitted[:, 0], emitted[:, 0], []
+        for t in range(1, x.shape[1]):
+            new = torch.logsumexp(alpha[:, :, None] + self.move + emitted[:, t, None], 1)
+            alpha = torch.where(mask[:, t, None], new, alpha)
+            best, index = (best[:, :, None] + self.move).max(1)
+            best, back = best + emitted[:, t], back + [index]
+        score = emitted.gather(2, tags[..., None])[..., 0] + F.pad(self.move[tags[:, :-1], tags[:, 1:]], (1, 0))
+        return {"loss": (alpha.logsumexp(-1) - (score * mask).sum(-1)).mean(), "path": torch.stack(back), "last": best.argmax(-1)}
+
+
+class Speech(nn.Module):
+    """Losses at each time. (torch.export takes neither ctc_loss nor gaussian_nll_loss.)"""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def inputs(self):
+        return {"x": torch.randn(2, 4, 9), "labels": torch.randint(1, 6, (2, 9))}
+
+    def forward(self, x, labels):
+        z = self.fc(self.conv(x).transpose(1, 2))
+        log = z.log_softmax(-1)
+        return {"loss": F.nll_loss(log.transpose(1, 2), labels, ignore_index=2) +
+                F.soft_margin_loss(z[..., 0], x[:, 0].sign()) + F.smooth_l1_loss(z[..., 2], x[:, 1]) +
+                F.multilabel_soft_margin_loss(z[:, 0], (x[:, 0, :6] > 0).float()) + F.margin_ranking_loss(z[0, :, 0], z[1, :, 0], x[0, 0].sign())}
+
+
+class While(nn.Module):
+    """A loop that torch.while_loop runs, and a branch in it; without gradients through it, as it has none in 2.11."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def inputs(self):
+        return {"x": torch.randn(3, 4)}
+
+    def forward(self, x):
+        from torch._higher_order_ops.while_loop import while_loop
+
+        with torch.no_grad():
+            count, y = while_loop(lambda i, v: i < 4, lambda i, v: (i + 1, v * 0.5 + i), (torch.tensor(0), x))
+        y = torch.cond(count > 3, lambda v: v.sin(), lambda v: v.cos(), (y,))
+        return self.fc(y) + x, count
+
+
+class Capsules(nn.Module):
+    """Routing by agreement, with detached logits; queues of features as momentum encoders have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.votes = nn.Linear(8, 12), nn.Parameter(torch.randn(3, 5, 4, 4) * 0.3)
+        self.register_buffer("queue", F.normalize(torch.randn(6, 4), dim=-1))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def inputs(self):
+        return {"x": torch.randn(2, 8)}
+
+    def forward(self, x):
+        u = self.first(x).view(2, 3, 4)
+        votes = torch.einsum("bip,ijpq->bijq", u, self.votes)
+        logits = votes.new_zeros(2, 3, 5)
+        for _ in range(3):
+            s = (logits.softmax(2).unsqueeze(-1) * votes).sum(1)
+            v = s * s.norm(dim=-1, keepdim=True) / (1 + s.pow(2).sum(-1, keepdim=True))
+            logits = logits + (votes.detach() * v.detach().unsqueeze(1)).sum(-1)
+        keys = F.normalize(v[:, 0], dim=-1)
+        similar = keys @ self.queue.clone().detach().t()
+        with torch.no_grad():
+            self.queue.index_copy_(0, (self.at + torch.arange(2)) % 6, keys)
+            self.at.add_(2).remainder_(6)
+        return v.norm(dim=-1), similar
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is its encoder transposed, contrastive losses, sorting, differentiable ranking."""
+
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.temperature = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+
+    def inputs(self):
+        return {"x": torch.randn(4, 6)}
+
+    def forward(self, x):
+        z = self.encode(x)
+        n = F.normalize(z, dim=-1)
+        similar = n @ n.t() / self.temperature.exp()
+        similar = similar.masked_fill(torch.eye(x.shape[0], dtype=torch.bool), float("-inf"))
+        ordered, index = z.sort(0, descending=True)
+        return (F.linear(z, self.encode.weight.t()), similar.softmax(-1), ordered * index, torch.logcumsumexp(z, 0),
+                torch.median(z, 0).values, z.var(0, unbiased=False), torch.cummax(z, 0).values, z.prod(-1), torch.atan2(z, z + 2))
+
+
 PROGRAMS = {"transformer": Seq2Seq, "cross_attention": CrossAttention, "recurrent": Recurrent, "volumes": Volumes,
             "images": Images, "bags": Bags, "parametrized": Parametrized, "fourier": Fourier,
             "graph_attention": GraphAttention, "flow": Flow, "quantizer": Quantizer, "in_place": InPlace,
-            "lengths": Lengths, "losses": Losses, "algebra": Algebra}
+            "lengths": Lengths, "losses": Losses, "algebra": Algebra, "norms": Norms, "nested": Nested, "complex": Complex,
+            "rays": Rays, "ode": Ode, "hyper": Hyper, "density": FlowOfDensity, "crf": Crf, "speech": Speech, "while": While,
+            "capsules": Capsules, "tied": Tied}
 
 
 # ---- what torch.export would change, and is refused for it -------------------------------------------

@@ -4,6 +4,9 @@
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
+#ifdef TESSERA_HAS_ACCELERATOR
+#include "tests/support/accelerator/ranks.h"
+#endif
 
 namespace tessera::exported_test {
 namespace {
@@ -226,7 +229,7 @@ TEST(ExportedWrappers, GraphsOf16BitTrainParametersOf32) {
   });
 }
 
-TEST(ExportedWrappers, SecondOrderThroughInputsGoesThroughShards) {
+TEST(ExportedWrappers, SecondOrderThroughInputsGoesThroughEveryWrapper) {
   const Expected expected("energy");
   auto penalty = [&](auto& net) {
     at::Tensor positions = expected.at("input.positions").clone().set_requires_grad(true);
@@ -235,22 +238,58 @@ TEST(ExportedWrappers, SecondOrderThroughInputsGoesThroughShards) {
         torch::autograd::grad({energy.sum()}, {positions}, {}, std::nullopt, /*create_graph=*/true)[0];
     return energy.mean() + forces.pow(2).mean();
   };
-  for (const int world : {2, 3})
+  for (const auto& [world, stage] : {std::pair(2, 3), {3, 3}, {2, 0}, {3, 2}})
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       const Model reference = load("energy");
-      FullyShardedDataParallel fsdp(load("energy"), comm, {.auto_wrap = wrap_classes({"Linear"})});
-      torch::optim::AdamW sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
+      ZeroOptions options{.stage = stage};
+      options.fsdp.auto_wrap = wrap_classes({"Linear"});
+      auto wrapped = zero(load("energy"), torch::optim::AdamWOptions(1e-2), comm, options);
+      torch::optim::AdamW whole(unique_parameters(*reference), 1e-2);
       for (int step = 0; step < kSteps; ++step) {
-        sharded.zero_grad();
+        wrapped.zero_grad();
         whole.zero_grad();
-        penalty(fsdp).backward();
+        penalty(wrapped).backward();
         reference_backward(reference, world, [&](int) { return penalty(reference); });
-        sharded.step();
+        wrapped.step();
         whole.step();
       }
-      expect_same_parameters(fsdp, *reference, "second order");
+      expect_same_parameters(wrapped, *reference, "second order, stage " + std::to_string(stage));
     });
 }
+
+#ifdef TESSERA_HAS_ACCELERATOR
+// What the archive has on the CPU, its constants and the tensors that its graph makes too, is on the communicator's
+// device.
+TEST(ExportedWrappers, TrainsOnTheDeviceOfTheCommunicator) {
+  const accelerator::Simulation simulation;
+  accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
+    const Model reference = load("decoder_meta");
+    const auto build = [&] { return load("decoder_meta", {.device = comm->device()}); };
+    FullyShardedDataParallel fsdp(deferred(build), comm, {.auto_wrap = wrap_classes({"Block"})});
+    torch::optim::AdamW sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
+    for (int step = 0; step < kSteps; ++step) {
+      const NamedInputs inputs = batch("decoder_meta", 0, step);
+      NamedInputs moved;
+      for (const auto& [name, value] : inputs.inputs()) moved.add(name, value.tensor().to(comm->device()));
+      const at::Tensor loss = loss_of(fsdp(moved)), expected = loss_of(reference->forward(inputs));
+      EXPECT_EQ(loss.device(), comm->device());
+      EXPECT_NEAR(loss.item<float>(), expected.item<float>(), 1e-5) << step;
+      sharded.zero_grad();
+      whole.zero_grad();
+      loss.backward();
+      expected.backward();
+      sharded.step();
+      whole.step();
+    }
+    if (comm->rank() == 0)
+      expect_contains(error_of<std::invalid_argument>([&] {
+                        reference->forward(at::zeros({2, 3}, at::TensorOptions(comm->device()).dtype(at::kLong)), 1);
+                      }),
+                      "expected the model's device, cpu");
+  });
+  EXPECT_TRUE(accelerator::Simulation::findings().empty()) << accelerator::Simulation::findings()[0];
+}
+#endif
 
 TEST(ExportedWrappers, CheckpointsAndFullFilesHavePythonsNames) {
   const TemporaryFolder folder;

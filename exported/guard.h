@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+// What was true of the inputs when Python's code chose one way, of which the graph has no trace: an expression of
+// Python over sizes, strides and numbers of inputs.
+//
+//   L['x'].size()[0] > L['y'].size()[0]        (L['d']['ids'].size()[1] % 4) == 0
+class Guard {
+ public:
+  // An input that a guard names ("x", "d['ids']", "xs[0]"), as the number of its value among those of a call.
+  struct Input {
+    size_t index = 0;
+    std::optional<int64_t> dimensions;   // of a tensor
+    std::optional<c10::IValue> constant;  // of a number that has become part of the graph
+  };
+  using FindInput = std::function<std::optional<Input>(const std::string& label)>;
+
+  // Throws ExportedError for what it cannot read, and for an input that there is not.
+  static Guard parse(const std::string& text, const FindInput& find_input);
+
+  bool holds(const std::vector<c10::IValue>& inputs) const;
+  const std::string& text() const { return text_; }
+
+ private:
+  enum class Kind : uint8_t { kConstant, kNumber, kSize, kStride, kOffset, kCall, kAnd, kOr, kNot };
+  struct Node {
+    Kind kind = Kind::kConstant;
+    c10::IValue constant;
+    size_t input = 0;
+    int64_t dimension = 0;
+    c10::IValue (*function)(const std::vector<c10::IValue>& arguments) = nullptr;
+    std::vector<Node> operands;
+  };
+  class Parser;
+  static c10::IValue evaluate(const Node& node, const std::vector<c10::IValue>& inputs);
+
+  Guard(std::string text, Node node) : text_(std::move(text)), node_(std::move(node)) {}
+  std::string text_;
+  Node node_;
+};
+
+}  // namespace tessera
