@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <stdexcept>
 #include <utility>
 
@@ -65,7 +66,7 @@ DiskPager::DiskPager(DiskPagerOptions options)
 DiskPager::~DiskPager() {
   std::lock_guard lock(mutex_);
   for (Entry& entry : entries_) {
-    entry.page->detach();
+    if (entry.page) entry.page->detach();
     if (entry.transfer.valid()) entry.transfer.wait();
   }
 }
@@ -80,11 +81,64 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
     throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
                              " bytes in memory when it is used, and the buffers of the disk tier hold " +
                              std::to_string(options_.buffer_bytes) + " (DiskPagerOptions::buffer_bytes)");
-  entry.offset = file_.extend(entry.bytes);
-  entry.page = std::make_unique<Page>(this, static_cast<int>(entries_.size()), name, at::kCPU);
+  entry.offset = claim(entry.bytes);
+  if (vacant_.empty()) {
+    vacant_.push_back(static_cast<int>(entries_.size()));
+    entries_.emplace_back();
+  }
+  const int id = vacant_.back();
+  entry.page = std::make_unique<Page>(this, id, name, at::kCPU);
   entry.page->set_writable(true);
-  entries_.push_back(std::move(entry));
-  return entries_.back().page->view(dtype, sizes, strides, 0);
+  vacant_.pop_back();
+  at::Tensor tensor = entry.page->view(dtype, sizes, strides, 0);
+  entry.storage.emplace(tensor.storage().getWeakStorageImpl());
+  entries_[id] = std::move(entry);
+  return tensor;
+}
+
+// The first place that is large enough, else more of the file.
+int64_t DiskPager::claim(int64_t bytes) {
+  reclaim();
+  const auto place = std::ranges::find_if(free_bytes_, [&](const auto& free) { return free.second >= bytes; });
+  if (place == free_bytes_.end()) return file_.extend(bytes);
+  const auto [offset, free] = *place;
+  free_bytes_.erase(place);
+  if (free > bytes) free_bytes_.emplace(offset + bytes, free - bytes);
+  return offset;
+}
+
+// Forgets tensors that nobody has any more.
+void DiskPager::reclaim() {
+  const auto is_gone = [](const Entry* entry) {
+    return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
+  };
+  if (std::ranges::none_of(entries_, [&](const Entry& entry) { return is_gone(&entry); })) return;
+  for (std::list<Entry*>* entries : {&recent_, &reading_, &writing_}) std::erase_if(*entries, is_gone);
+  for (auto& [thread, entries] : in_use_) std::erase_if(entries, is_gone);
+  if (is_gone(last_loaded_)) last_loaded_ = nullptr;
+  for (Entry& entry : entries_)
+    if (is_gone(entry.next)) entry.next = nullptr;
+  for (size_t id = 0; id < entries_.size(); ++id) {
+    Entry& entry = entries_[id];
+    if (!is_gone(&entry)) continue;
+    if (entry.transfer.valid()) entry.transfer.wait();
+    free_space(entry.offset, entry.bytes);
+    entry = Entry();
+    vacant_.push_back(static_cast<int>(id));
+  }
+}
+
+void DiskPager::free_space(int64_t offset, int64_t bytes) {
+  auto next = free_bytes_.lower_bound(offset);
+  if (next != free_bytes_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    next = free_bytes_.erase(next);
+  }
+  if (next != free_bytes_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
+    std::prev(next)->second += bytes;
+  } else {
+    free_bytes_.emplace(offset, bytes);
+  }
 }
 
 DiskPager* DiskPager::of(const at::Tensor& tensor) {

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -39,7 +40,8 @@ struct DiskPagerOptions {
 // The tensors that were not used for longest go when room is needed, those that changed by a write that nobody waits
 // for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
 // tensors as any others; code that takes pointers holds them first. Data exist in one file without a name, which claims
-// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing.
+// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing. The space of
+// tensors that are gone is taken first.
 //
 // Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
 class DiskPager : public Pager {
@@ -81,7 +83,7 @@ class DiskPager : public Pager {
   // Starts to read the data, if there is room for them; returns at once.
   void read_ahead(const at::Tensor& tensor);
 
-  int64_t disk_bytes() const;    // claimed
+  int64_t disk_bytes() const;    // claimed: of all tensors at the time when they were most
   int64_t buffer_bytes() const;  // host memory in use now
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // moved so far
@@ -94,7 +96,8 @@ class DiskPager : public Pager {
  private:
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
-    std::unique_ptr<Page> page;
+    std::unique_ptr<Page> page;                           // null: its tensor is gone, and the place is free
+    std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  // the page's; its tensor and views hold it, too
     int64_t offset = 0;
     int64_t bytes = 0;    // whole blocks
     bool is_zero = true;  // never written: the disk has nothing yet
@@ -108,6 +111,9 @@ class DiskPager : public Pager {
     Entry* next = nullptr;  // what was loaded after it the last time
   };
 
+  int64_t claim(int64_t bytes);
+  void reclaim();
+  void free_space(int64_t offset, int64_t bytes);
   Entry& entry_of(const at::Tensor& tensor);
   void require_resident(Entry& entry);
   void make_resident(Entry& entry);
@@ -128,6 +134,8 @@ class DiskPager : public Pager {
   File file_;
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // by their page's id; they stay where they are
+  std::vector<int> vacant_;                                      // of them, those without a page
+  std::map<int64_t, int64_t> free_bytes_;                        // of the file, by offset; no two are neighbours
   std::list<Entry*> recent_;                                     // resident, the latest last
   std::list<Entry*> reading_;                                    // ahead, and not used yet; the oldest first
   std::list<Entry*> writing_;                                    // the oldest first

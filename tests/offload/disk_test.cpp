@@ -165,6 +165,38 @@ TEST(DiskPager, WritesOnlyWhatChanged) {
   EXPECT_EQ(pager.written_bytes(), written);
 }
 
+// What gone tensors had, in whatever state they went: together, and in parts.
+TEST(DiskPager, SpaceOfTensorsThatAreGoneIsTakenAgain) {
+  const Folder folder;
+  DiskPager pager({.directory = folder.path(), .buffer_bytes = 4 * 8192, .read_ahead = 2, .threads = 2});
+  std::vector<at::Tensor> tensors;
+  const auto make = [&](int64_t blocks) { return pager.make({blocks * 1024}, {1}, at::kFloat, "a tensor"); };
+  for (int i = 0; i < 9; ++i) tensors.push_back(make(1).fill_(i));
+  const int64_t claimed = pager.disk_bytes();
+  for (int round = 0; round < 20; ++round) {
+    for (const size_t i : {3U, 4U, 7U}) tensors[i].reset();
+    const at::Tensor two = make(2);
+    tensors[7] = make(1);
+    EXPECT_EQ(two.abs().sum().item<float>(), 0) << "nothing of what was there";
+    EXPECT_EQ(tensors[7].abs().sum().item<float>(), 0);
+    two.fill_(100 + round);
+    tensors[7].fill_(7);
+    EXPECT_EQ(two.sum().item<float>(), 2048.0F * static_cast<float>(100 + round));
+    EXPECT_EQ(pager.disk_bytes(), claimed) << round;
+    for (const size_t i : {0U, 1U, 2U, 5U, 6U, 7U, 8U})
+      EXPECT_TRUE(torch::equal(tensors[i], torch::full({1024}, static_cast<double>(i)))) << i;
+  }
+  {
+    const auto held = pager.hold(tensors[0], /*writes=*/true);
+    tensors[0].reset();
+    make(1).fill_(1);  // not in the place of what is held
+    EXPECT_TRUE(torch::equal(held.values(), torch::zeros({1024})));
+  }
+  EXPECT_EQ(pager.disk_bytes(), claimed);
+  make(3);
+  EXPECT_EQ(pager.disk_bytes(), claimed + 3 * 4096);
+}
+
 TEST(DiskPager, LimitsAreNamedAndHoldsEnd) {
   const Folder folder;
   at::Tensor outlives;
