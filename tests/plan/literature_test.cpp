@@ -107,8 +107,9 @@ PlannedTraining plan(const DecoderOptions& model, const TrainingChoice& choice, 
 }
 double bytes_of(const PlannedTraining& planned) { return static_cast<double>(planned.peak.tensors()); }
 
-// torchtitan's Llama 3.1 8B under FSDP2: fp32 parameters, computed in bfloat16, AdamW, two sequences of 8,192 tokens a GPU
-// (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; those that are compiled or in float8 make other tensors).
+// torchtitan's Llama 3.1 8B under FSDP2: fp32 parameters, computed in bfloat16, AdamW, two sequences of 8,192 tokens a
+// GPU (benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3; those that are compiled or in float8 make other
+// tensors).
 constexpr TrainingChoice kTitan{.stage = 3, .bf16 = true}, kTitanFull{.stage = 3, .bf16 = true, .checkpointed = true};
 constexpr double kTitan8Gpus = 82.4, kTitan128Gpus = 67.0;  // GiB, "FSDP"
 
@@ -126,8 +127,8 @@ TEST(Literature, TorchtitanMemoryOf8B) {
   EXPECT_NEAR(least - least_of_128, kTitan8Gpus - kTitan128Gpus, 0.1 * (kTitan8Gpus - kTitan128Gpus));
 }
 
-// docs/performance.md of torchtitan (2024), all checkpointed: Llama 3 70B trains on 64 A100 of 80 GB at batch size 1, 405B
-// on 128 H100 of 94 GB at batch size 2 does not with FSDP2 alone.
+// docs/performance.md of torchtitan (2024), all checkpointed: Llama 3 70B trains on 64 A100 of 80 GB at batch size 1,
+// 405B on 128 H100 of 94 GB at batch size 2 does not with FSDP2 alone.
 TEST(Literature, TorchtitanWhatFitsAndWhatDoesNot) {
   EXPECT_LT(bytes_of(plan(llama(80, 8192, 64, 28672, 8192, 1), kTitanFull, {.ranks = 64})), 80 * kGB);
   EXPECT_GT(bytes_of(plan(llama(126, 16384, 128, 53248, 8192, 2), kTitanFull, {.ranks = 128})), 94 * kGB);
@@ -156,8 +157,9 @@ TEST(Literature, ZeroInfinityModelScaleOfANode) {
   EXPECT_FALSE(fits(gpt(50, 8192, 64, 1024, 1), device, 1));
 }
 
-// Zhao et al., "PyTorch FSDP" (VLDB 2023): GPT-175B on A100, 8 to a host of 2 Tbit/s: 173 TFLOP/s a GPU at batch size 1 and
-// 186 at 2, the same from 128 to 512 GPUs. What is taken from elsewhere is the speed of products and of memory alone.
+// Zhao et al., "PyTorch FSDP" (VLDB 2023): GPT-175B on A100, 8 to a host of 2 Tbit/s: 173 TFLOP/s a GPU at batch size 1
+// and 186 at 2, the same from 128 to 512 GPUs. What is taken from elsewhere is the speed of products and of memory
+// alone.
 TEST(Literature, FsdpPaperScalesLinearly) {
   MachineSpeed speed;
   speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(250e12);
@@ -167,7 +169,8 @@ TEST(Literature, FsdpPaperScalesLinearly) {
   speed.between_hosts = {.latency_s = 20e-6, .bytes_per_s = 2e12 / 8 / 8};
   speed.ranks_per_host = 8;
   const auto tflops = [&](int ranks, int batch) {
-    const PlannedTraining planned = plan(gpt(96, 12288, 96, 2048, batch), kTitanFull, {.ranks = ranks, .speed = &speed});
+    const PlannedTraining planned =
+        plan(gpt(96, 12288, 96, 2048, batch), kTitanFull, {.ranks = ranks, .speed = &speed});
     return static_cast<double>(planned.flop) / planned.time->total_s / 1e12;
   };
   constexpr double kPaper = 186.0 / 173;
