@@ -1,9 +1,15 @@
 // How far are predicted steps from measured ones? Calibrates this machine, trains small models under DDP, OSS + SDP and
 // FSDP, each in fp32 on ranks that are threads, then predicts the same constructor and step from a dry run.
 //
-//   plan_time [--ranks 2] [--steps 20] [--quick] [--operators]
+//   plan_time [--ranks 2] [--steps 20] [--rounds 3] [--quick] [--operators]
+//   plan_time --speed speed.json --link 1Gbit [--latency 50us] --json     # by a launcher: a rank a host
+//   (plan_hosts.py) plan_time --scale                                                     # 70 billion parameters on
+//   65,536 ranks
 //
-// The ratio is predicted by measured (median of the slowest rank): 1 is exact, below 1 too fast.
+// Calibration and training take turns, so that a machine that gets slower is so for both: in each round what is
+// predicted goes by that round's calibration. The ratio is predicted by measured (median of the slowest rank), the
+// median of the rounds: 1 is exact, below 1 too fast.
+#include <sys/resource.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -13,6 +19,7 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -23,6 +30,8 @@
 #include "tessera/plan/calibrate.h"
 #include "tessera/plan/decoder.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/machine_speed.h"
+#include "tessera/plan/planned_model.h"
 #include "tessera/plan/step_time.h"
 #include "tessera/tessera.h"
 
@@ -34,8 +43,12 @@ using Clock = std::chrono::steady_clock;
 struct Options {
   int ranks = 2;
   int steps = 20;
+  int rounds = 3;
   bool quick = false;
   bool operators = false;
+  bool json = false;
+  bool scale = false;
+  std::string speed, link, latency;
 };
 
 struct Case {
@@ -72,25 +85,30 @@ void train(const Case& each, Model& model) {
   model.step();
 }
 
+// On every rank; of the slowest.
+Measured measure_on(const std::shared_ptr<Communicator>& comm, const Case& each, const Options& options) {
+  at::set_num_threads(1);
+  auto model = make_model(each, comm);
+  for (int i = 0; i < 3; ++i) train(each, model);
+  const double waited_s = comm->traffic().wait_s;
+  std::vector<double> seconds;
+  for (int i = 0; i < options.steps; ++i) {
+    const auto begin = Clock::now();
+    train(each, model);
+    seconds.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+  seconds.push_back((comm->traffic().wait_s - waited_s) / options.steps);
+  const at::Tensor slowest = torch::tensor(seconds, at::kDouble);
+  comm->all_reduce(slowest, ReduceOp::kMax, "seconds").wait();
+  const at::Tensor steps = slowest.narrow(0, 0, options.steps);
+  return {steps.median().item<double>(), steps.min().item<double>(), slowest[options.steps].item<double>()};
+}
+
 Measured measure(const Case& each, const Options& options) {
   Measured result;
   run_ranks(options.ranks, [&](const std::shared_ptr<Communicator>& comm) {
-    at::set_num_threads(1);
-    auto model = make_model(each, comm);
-    for (int i = 0; i < 3; ++i) train(each, model);
-    const double waited_s = comm->traffic().wait_s;
-    std::vector<double> seconds;
-    for (int i = 0; i < options.steps; ++i) {
-      const auto begin = Clock::now();
-      train(each, model);
-      seconds.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
-    }
-    seconds.push_back((comm->traffic().wait_s - waited_s) / options.steps);
-    const at::Tensor slowest = torch::tensor(seconds, at::kDouble);
-    comm->all_reduce(slowest, ReduceOp::kMax, "seconds").wait();
-    if (comm->rank() != 0) return;
-    const at::Tensor steps = slowest.narrow(0, 0, options.steps);
-    result = {steps.median().item<double>(), steps.min().item<double>(), slowest[options.steps].item<double>()};
+    const Measured measured = measure_on(comm, each, options);
+    if (comm->rank() == 0) result = measured;
   });
   return result;
 }
@@ -144,54 +162,131 @@ std::vector<Case> cases() {
 
 Options options_of(int argc, char** argv) {
   Options options;
+  const std::map<std::string, bool*> switches = {{"--quick", &options.quick},
+                                                 {"--operators", &options.operators},
+                                                 {"--json", &options.json},
+                                                 {"--scale", &options.scale}};
+  const std::map<std::string, int*> numbers = {
+      {"--ranks", &options.ranks}, {"--steps", &options.steps}, {"--rounds", &options.rounds}};
+  const std::map<std::string, std::string*> texts = {
+      {"--speed", &options.speed}, {"--link", &options.link}, {"--latency", &options.latency}};
   for (int i = 1; i < argc; ++i) {
     const std::string flag = argv[i];
-    if (flag == "--quick") {
-      options.quick = true;
-    } else if (flag == "--operators") {
-      options.operators = true;
-    } else if ((flag == "--ranks" || flag == "--steps") && i + 1 < argc && std::atoi(argv[i + 1]) > 0) {
-      (flag == "--ranks" ? options.ranks : options.steps) = std::atoi(argv[++i]);
+    if (const auto one = switches.find(flag); one != switches.end()) {
+      *one->second = true;
+    } else if (const auto number = numbers.find(flag);
+               number != numbers.end() && i + 1 < argc && std::atoi(argv[i + 1]) > 0) {
+      *number->second = std::atoi(argv[++i]);
+    } else if (const auto text = texts.find(flag); text != texts.end() && i + 1 < argc) {
+      *text->second = argv[++i];
     } else {
-      throw std::invalid_argument("'" + flag + "', expected --ranks N, --steps N, --quick or --operators");
+      throw std::invalid_argument(
+          "'" + flag +
+          "', expected --ranks N, --steps N, --rounds N, --quick, --operators, --json, --scale, "
+          "--speed FILE, --link RATE or --latency TIME");
     }
   }
   return options;
 }
 
-void run(const Options& options) {
-  double load = 0;
-  if (::getloadavg(&load, 1) != 1) load = -1;
-  std::printf("%u processors, load %.2f before; %d ranks, %d steps\n", std::thread::hardware_concurrency(), load,
-              options.ranks, options.steps);
-  const MachineSpeed speed = calibrate({.ranks = options.ranks, .quick = options.quick});
-  std::printf("an operator %.1f us; link %.0f us, %.2f GB/s, reduced %.2f; %.0f %% of compute lost meanwhile\n\n",
+double median_of(std::vector<double> values) {
+  std::ranges::nth_element(values, values.begin() + std::ssize(values) / 2);
+  return values[values.size() / 2];
+}
+
+void print_speed(const MachineSpeed& speed) {
+  std::printf("an operator %.1f us; link %.0f us, %.2f GB/s, reduced %.2f; %.0f %% of compute lost meanwhile\n",
               speed.operator_s * 1e6, speed.within_host.latency_s * 1e6, speed.within_host.bytes_per_s * 1e-9,
               speed.within_host.reduced_bytes_per_s * 1e-9, speed.lost_to_communication * 100);
-  // Dry runs come last: the first of them puts its allocator before libtorch's.
-  std::vector<Measured> measured;
-  for (const Case& each : cases()) measured.push_back(measure(each, options));
-  std::printf("measured ms    least  waiting  predicted  exposed   ratio  of\n");
+}
+
+// Ranks are threads of this process, which calibrates and trains in turn.
+void run(const Options& options) {
+  if (options.json || !options.speed.empty() || !options.link.empty() || !options.latency.empty())
+    throw std::invalid_argument("--json, --speed, --link and --latency are for ranks that a launcher starts");
+  double load = 0;
+  if (::getloadavg(&load, 1) != 1) load = -1;
+  std::printf("%u processors, load %.2f before; %d ranks, %d steps, %d rounds\n", std::thread::hardware_concurrency(),
+              load, options.ranks, options.steps, options.rounds);
+  const std::vector<Case> all = cases();
+  std::vector<std::vector<double>> ratios(all.size()), measured_s(all.size()), predicted_s(all.size());
+  for (int round = 0; round < options.rounds; ++round) {
+    const MachineSpeed speed = calibrate({.ranks = options.ranks, .quick = options.quick});
+    print_speed(speed);
+    for (size_t i = 0; i < all.size(); ++i) {
+      const double median_s = measure(all[i], options).median_s;
+      const double total_s = predict(all[i], options, speed).total_s;
+      measured_s[i].push_back(median_s), predicted_s[i].push_back(total_s), ratios[i].push_back(total_s / median_s);
+      if (options.operators && round + 1 == options.rounds) print_operators(all[i], options, speed);
+    }
+  }
+  std::printf("\nmeasured ms  predicted   ratio   from    to  of\n");
   std::vector<double> errors;
-  for (size_t i = 0; i < measured.size(); ++i) {
-    const Case each = cases()[i];
-    const StepTime time = predict(each, options, speed);
-    const double ratio = time.total_s / measured[i].median_s;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const double ratio = median_of(ratios[i]);
     errors.push_back(std::abs(ratio - 1) * 100);
-    std::printf("%11.2f %8.2f %8.2f %10.2f %8.2f %7.2f  %s, %s\n", measured[i].median_s * 1e3,
-                measured[i].least_s * 1e3, measured[i].wait_s * 1e3, time.total_s * 1e3, time.exposed_s * 1e3, ratio,
-                name_of_stage(each.stage), each.name.c_str());
-    if (options.operators) print_operators(each, options, speed);
+    std::printf("%11.2f %10.2f %7.2f %6.2f %5.2f  %s, %s\n", median_of(measured_s[i]) * 1e3,
+                median_of(predicted_s[i]) * 1e3, ratio, *std::ranges::min_element(ratios[i]),
+                *std::ranges::max_element(ratios[i]), name_of_stage(all[i].stage), all[i].name.c_str());
   }
   std::ranges::sort(errors);
   std::printf("\nerror: median %.0f %%, worst %.0f %%\n", errors[errors.size() / 2], errors.back());
+}
+
+// A rank of a launcher's, alone on its host.
+void run_launched(const Options& options) {
+  if (options.speed.empty() || options.link.empty())
+    throw std::invalid_argument("ranks that a launcher has started need --speed and --link");
+  const auto comm = init();
+  MachineSpeed speed = read_speed(options.speed);
+  speed.ranks_per_host = 1;
+  speed.between_hosts.bytes_per_s = bytes_per_s_of_text(options.link);
+  if (!options.latency.empty()) speed.between_hosts.latency_s = seconds_of_text(options.latency);
+  nlohmann::json result;
+  std::vector<Measured> measured;  // before the first dry run, whose allocator stays
+  for (const Case& each : cases()) measured.push_back(measure_on(comm, each, options));
+  if (comm->rank() != 0) return;
+  Options of_world = options;
+  of_world.ranks = comm->size();
+  for (size_t i = 0; i < measured.size(); ++i) {
+    const Case each = cases()[i];
+    const StepTime time = predict(each, of_world, speed);
+    result["cases"].push_back({{"model", each.name},
+                               {"stage", name_of_stage(each.stage)},
+                               {"measured_ms", measured[i].median_s * 1e3},
+                               {"wait_ms", measured[i].wait_s * 1e3},
+                               {"predicted_ms", time.total_s * 1e3},
+                               {"exposed_ms", time.exposed_s * 1e3},
+                               {"ratio", time.total_s / measured[i].median_s}});
+  }
+  std::printf("%s\n", result.dump().c_str());
+}
+
+// What planning itself takes: one dry run of a rank.
+void run_scale() {
+  const auto model = planned_decoder(
+      decoder_of("llama:layers=80,width=8192,heads=64,kv_heads=8,mlp=28672,vocab=128256,sequence=8192"));
+  const auto begin = Clock::now();
+  const RunRecord record = model->run({.stage = 3, .bf16 = true}, 65536, 17).record;
+  const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  std::printf("70 billion parameters on 65536 ranks: %.1f s, %zu operators, this process took %.0f MiB at most\n",
+              seconds, record.operators.size(), static_cast<double>(usage.ru_maxrss) / 1024);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    run(options_of(argc, argv));
+    const Options options = options_of(argc, argv);
+    if (options.scale) {
+      run_scale();
+    } else if (launched()) {
+      run_launched(options);
+    } else {
+      run(options);
+    }
     return 0;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "plan_time: %s\n", error.what());

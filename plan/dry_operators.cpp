@@ -44,7 +44,8 @@ struct Traits {
   bool has_meta_kernel = false;
   bool is_mutable = false;
   bool has_flop = false;
-  std::vector<bool> writes;  // by argument
+  bool may_transpose = false;  // made of others, which compute by pointer if it is transposed
+  std::vector<bool> writes;    // by argument
 };
 
 bool is_written(const c10::Argument& argument) {
@@ -80,6 +81,7 @@ Traits describe(const c10::OperatorHandle& op) {
   traits.name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
   traits.has_meta_kernel = op.hasKernelForDispatchKey(c10::DispatchKey::Meta);
   traits.has_flop = has_flop(traits.name);
+  traits.may_transpose = traits.name == "aten::_convolution";
   bool is_view = false;
   for (const c10::Argument& result : schema.returns())
     is_view = is_view || (result.alias_info() != nullptr && !is_written(result));
@@ -149,7 +151,15 @@ std::vector<c10::IValue> meta_arguments(at::ArrayRef<c10::IValue> arguments) {
 
 at::Tensor without_values(const at::Tensor& meta, Recorder& recorder) {
   if (!meta.defined()) return meta;
-  at::Tensor tensor = at::detail::empty_strided_cpu(meta.sizes(), meta.strides(), meta.scalar_type());
+  at::Tensor tensor;
+  const size_t bytes = meta.storage().nbytes();
+  if (bytes > at::detail::computeStorageNbytes(meta.sizes(), meta.strides(), meta.element_size())) {
+    // The kernel has made it smaller, in the memory that it had.
+    tensor = at::detail::empty_cpu({static_cast<int64_t>(bytes / meta.element_size())}, meta.scalar_type());
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes(), meta.strides());
+  } else {
+    tensor = at::detail::empty_strided_cpu(meta.sizes(), meta.strides(), meta.scalar_type());
+  }
   recorder.make_void(tensor);
   return tensor;
 }
@@ -336,12 +346,17 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   const Traits& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
   bool any_void = false, all_cpu = true;
-  for_each_tensor(torch::jit::last(*stack, count), [&](const at::Tensor& tensor, size_t) {
+  const auto given = torch::jit::last(*stack, count);
+  for_each_tensor(given, [&](const at::Tensor& tensor, size_t i) {
     all_cpu = all_cpu && tensor.device().is_cpu();
     any_void = any_void || (!recorder->has_data() && Recorder::is_void(tensor));
     if (Page* page = page_of(tensor)) recorder->set_unit(page->name());
+    if (given[i].isTensor()) recorder->set_module_of(tensor);  // not of all of an optimizer's
   });
-  if (traits.how == How::kThrough || !all_cpu) return op.redispatchBoxed(below, stack);
+  constexpr size_t kTransposed = 6;  // argument of aten::_convolution
+  const bool computes =
+      traits.how != How::kThrough || (traits.may_transpose && torch::jit::peek(*stack, kTransposed, count).toBool());
+  if (!computes || !all_cpu) return op.redispatchBoxed(below, stack);
 
   c10::impl::ExcludeDispatchKeyGuard inside(kRecordingKey);
   if (any_void && traits.how == How::kShape)

@@ -6,6 +6,8 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tessera/memory/without_data.h"
 #include "tessera/plan/counting_communicator.h"
@@ -88,6 +90,12 @@ RunScope::RunScope(std::shared_ptr<Communicator> comm, int steps)
 RunScope::~RunScope() = default;
 
 void RunScope::end_step() { recorder_->end_step(); }
+
+void RunScope::name_parameters(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& item : module.named_parameters()) parameters.emplace_back(item.key(), item.value());
+  recorder_->name_parameters(parameters);
+}
 
 RunRecord RunScope::finish() { return recorder_->finish(); }
 

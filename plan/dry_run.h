@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
 
 #include <memory>
 #include <optional>
@@ -36,7 +37,8 @@ class RunScope {
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
   int steps() const { return steps_; }  // that many times
   void end_step();                      // after the constructor, and after each step
-  RunRecord finish();                   // while the model is there
+  void name_parameters(const torch::nn::Module& module);
+  RunRecord finish();  // while the model is there
 
  private:
   struct Without;
@@ -49,10 +51,26 @@ class RunScope {
   std::unique_ptr<Recording> recording_;
 };
 
+// The module in what make_model() has returned: what a wrapper has, what a pointer points to, or a module's holder.
+// Null for anything else; operators are then in no module.
+template <class Model>
+const torch::nn::Module* module_in(Model& model) {
+  if constexpr (requires { static_cast<const torch::nn::Module&>(*model.module()); }) {
+    return &static_cast<const torch::nn::Module&>(*model.module());
+  } else if constexpr (requires { static_cast<const torch::nn::Module&>(*model->module()); }) {
+    return &static_cast<const torch::nn::Module&>(*model->module());
+  } else if constexpr (requires { static_cast<const torch::nn::Module&>(*model); }) {
+    return &static_cast<const torch::nn::Module&>(*model);
+  } else {
+    return nullptr;
+  }
+}
+
 // The constructor and the steps within a scope, and what they took.
 template <class MakeModel, class Step>
 RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   auto model = make_model(scope.comm());
+  if (const torch::nn::Module* module = module_in(model)) scope.name_parameters(*module);
   scope.end_step();
   for (int i = 0; i < scope.steps(); ++i) {
     step(model);

@@ -13,8 +13,9 @@ at::Tensor at_index(const Arguments& arguments, size_t index) { return arguments
 // The product of two matrices, or of as many pairs: 2 for each multiplication that is added up.
 int64_t product(const at::Tensor& a, const at::Tensor& b) { return 2 * a.numel() * b.size(-1); }
 
-int64_t flop_of_convolution(const at::Tensor& output, const at::Tensor& weight) {
-  return 2 * output.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
+// Each element of the output, or of a transposed convolution's input, is multiplied with what a row of weights has.
+int64_t flop_of_convolution(const at::Tensor& rows, const at::Tensor& weight) {
+  return 2 * rows.numel() * (weight.numel() / std::max<int64_t>(weight.size(0), 1));
 }
 
 int64_t flop_of_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
@@ -24,7 +25,8 @@ int64_t flop_of_attention(const at::Tensor& query, const at::Tensor& key, const 
 
 int64_t flop_of_convolution_backward(const Arguments& a) {
   const auto wanted = a[10].toBoolList();
-  const int64_t each = flop_of_convolution(at_index(a, 0), at_index(a, 2));
+  const bool is_transposed = a[7].toBool();
+  const int64_t each = flop_of_convolution(at_index(a, is_transposed ? 1 : 0), at_index(a, 2));
   return (wanted.get(0) ? each : 0) + (wanted.get(1) ? each : 0);
 }
 
@@ -42,6 +44,8 @@ const std::unordered_map<std::string, FlopRule> kFlopRules = {
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
     {"aten::slow_conv_dilated2d",
      [](const Arguments& a, const Tensors& made) { return flop_of_convolution(made.at(0), at_index(a, 1)); }},
+    {"aten::_convolution",  // if it is transposed
+     [](const Arguments& a, const Tensors&) { return flop_of_convolution(at_index(a, 0), at_index(a, 1)); }},
     {"aten::convolution_backward", [](const Arguments& a, const Tensors&) { return flop_of_convolution_backward(a); }},
     {"aten::_scaled_dot_product_flash_attention_for_cpu",
      [](const Arguments& a, const Tensors&) {

@@ -1,7 +1,10 @@
 #include "tessera/plan/recorder.h"
 
+#include <ATen/SequenceNumber.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
 #include <sys/mman.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -114,6 +117,7 @@ std::shared_ptr<Recorder> Recorder::make(bool with_data) {
   require_residency();  // which makes a tensor, once in a process
   std::shared_ptr<Recorder> recorder(new Recorder(with_data));
   recorder->set_unit("");
+  recorder->record_.modules.emplace_back();
   return recorder;
 }
 
@@ -132,12 +136,54 @@ void Recorder::set_unit(const std::string& name) {
   unit_ = entry->second;
 }
 
+void Recorder::name_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters) {
+  named_.clear();
+  std::map<std::string, int> numbers = {{"", 0}};
+  for (const auto& [fqn, tensor] : parameters) {
+    if (!tensor.defined() || !tensor.has_storage()) continue;
+    const size_t dot = fqn.rfind('.');
+    const std::string module = dot == std::string::npos ? "" : fqn.substr(0, dot);
+    const auto [entry, is_new] = numbers.try_emplace(module, static_cast<int>(record_.modules.size()));
+    if (is_new) record_.modules.push_back(module);
+    const auto element_bytes = static_cast<int64_t>(tensor.element_size());
+    const int64_t begin = tensor.storage_offset() * element_bytes;
+    named_[tensor.storage().unsafeGetStorageImpl()].push_back(
+        {begin, begin + tensor.numel() * element_bytes, entry->second});
+  }
+  for (auto& [storage, all] : named_) std::ranges::sort(all, {}, &NamedParameter::begin);
+}
+
+void Recorder::set_module_of(const at::Tensor& tensor) {
+  if (named_.empty() || !tensor.has_storage()) return;
+  const auto storage = named_.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  if (storage == named_.end()) return;
+  const int64_t at = tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  auto after = std::ranges::upper_bound(storage->second, at, {}, &NamedParameter::begin);
+  if (after == storage->second.begin()) return;
+  --after;
+  if (at < after->end) module_ = after->module;
+}
+
+int Recorder::module_now() {
+  const auto node = torch::autograd::get_current_node();
+  // In forward the node of what is called has the number before the next one. What is computed again for backward is
+  // called within a node, and makes some.
+  if (!node || c10::GradMode::is_enabled()) {
+    const uint64_t next = at::sequence_number::peek();
+    if (c10::GradMode::is_enabled() && next > 0) module_of_node_.try_emplace(next - 1, module_);
+    return module_;
+  }
+  const auto found = module_of_node_.find(node->sequence_nr());
+  return found == module_of_node_.end() ? module_ : found->second;
+}
+
 void Recorder::begin_operator(std::string name) {
+  const int module = module_now();
   std::lock_guard lock(mutex_);
   const bool now = in_backward();
   if (now && !was_in_backward_) backwards_.push_back(static_cast<int64_t>(events_.size()));
   was_in_backward_ = now;
-  record_.operators.push_back({std::move(name), unit_, step_, now});
+  record_.operators.push_back({std::move(name), unit_, module, step_, now});
   inside_operator_ = true;
 }
 
@@ -175,6 +221,8 @@ void Recorder::end_step() {
   std::lock_guard lock(mutex_);
   steps_ends_.push_back(static_cast<int64_t>(events_.size()));
   was_in_backward_ = false;
+  module_ = 0;
+  module_of_node_.clear();
   ++step_;
 }
 

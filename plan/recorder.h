@@ -8,6 +8,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/plan/run_record.h"
@@ -43,8 +44,13 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // Whether what the thread does now is a communicator's, which is not recorded.
   static bool is_paused() { return MemoryKindScope::current() == MemoryKind::kTransport; }
 
+  // Whose parameters are called how, from now on. A parameter is known by its place in memory's owner, as views of it
+  // and, of a sharded one, those of its page are.
+  void name_parameters(const std::vector<std::pair<std::string, at::Tensor>>& parameters);
+
   // By the operators' fallback.
   void set_unit(const std::string& name);
+  void set_module_of(const at::Tensor& tensor);  // if it is a named parameter, or a view of one
   void begin_operator(std::string name);
   void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds);
   void read_value(const std::string& operation);
@@ -80,6 +86,11 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     size_t operators;  // called before
   };
   void decide_kinds();
+  int module_now();  // of the operator that begins
+  struct NamedParameter {
+    int64_t begin, end;  // in bytes of the storage
+    int module;
+  };
 
   const bool has_data_;
   std::mutex mutex_;  // blocks are freed by any thread
@@ -89,7 +100,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::vector<int64_t> steps_ends_;  // events
   std::map<std::string, int> unit_numbers_;
   RunRecord record_;
+  std::map<const void*, std::vector<NamedParameter>> named_;  // by storage, by begin
+  std::map<uint64_t, int> module_of_node_;                    // by autograd's sequence number
   int unit_ = 0;
+  int module_ = 0;
   int step_ = 0;
   bool was_in_backward_ = false;
   bool inside_operator_ = false;

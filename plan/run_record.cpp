@@ -20,7 +20,8 @@ std::string RunRecord::peak_place() const {
   if (operators.empty()) return "";
   const RecordedOperator& at = operators[peak_at];
   return (at.step == 0 ? "the " : "") + name_of_step(at.step) + (at.in_backward ? ", in backward" : "") + ", at " +
-         at.name + (at.unit == 0 ? "" : " of " + units[static_cast<size_t>(at.unit)]);
+         at.name + (at.unit == 0 ? "" : " of " + units[static_cast<size_t>(at.unit)]) +
+         (at.module == 0 ? "" : ", in " + modules[static_cast<size_t>(at.module)]);
 }
 
 int64_t RunRecord::collective_bytes(int step) const {

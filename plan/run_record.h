@@ -32,8 +32,11 @@ struct BytesByKind {
 
 // An operator that was called, below autograd, and what lives once it has returned.
 struct RecordedOperator {
-  std::string name;          // "aten::addmm"
-  int unit = 0;              // of RunRecord::units: that of the parameters used last
+  std::string name;  // "aten::addmm"
+  int unit = 0;      // of RunRecord::units: that of the parameters used last
+  // Of RunRecord::modules: that of the parameter used last or, in backward, where the operator was called whose
+  // gradient this is of.
+  int module = 0;
   int step = 0;              // 0: the constructor; 1: the first step
   bool in_backward = false;  // what is computed again for backward is in it
   int64_t flop = 0;          // multiplications and additions of a matrix product, a convolution or attention; else 0
@@ -76,6 +79,8 @@ struct RecordedCollective {
 // optimizer's, and what the constructor leaves a parameter or buffer.
 struct RunRecord {
   std::vector<std::string> units;  // names; the first is "" for what comes before any parameter is used
+  // Dotted names of submodules; the first is "" for what is in none, or in a model whose parameters nobody has named.
+  std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
   BytesByKind peak;     // when the sum of tensors() was largest
@@ -90,7 +95,7 @@ struct RunRecord {
 
   // peak.tensors()
   int64_t peak_bytes() const { return peak.tensors(); }
-  // Where the peak is: "step 2, in backward, at aten::mm of unit 'blocks.3'"; "" without operators.
+  // Where the peak is: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; "" without operators.
   std::string peak_place() const;
   // Of the full tensors of a step's collectives.
   int64_t collective_bytes(int step) const;

@@ -1,6 +1,8 @@
 #include "tessera/plan/shape_rules.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -127,12 +129,32 @@ Tensors attention_backward(const MetaArguments& a) {
   return results;
 }
 
+// The sum is made in the memory of what it is of, which stays.
+Tensors loss(const MetaArguments& a, size_t reduction) {
+  const Sizes shape = at::infer_size(tensor(a, 0).sizes(), tensor(a, 1).sizes());
+  const at::Tensor each = of(shape, tensor(a, 0));
+  return {a[reduction].toInt() == at::Reduction::None ? each : each.resize_(at::IntArrayRef{})};
+}
+
 Tensors convolution(const at::Tensor& input, const at::Tensor& weight, const Sizes& padding, const Sizes& stride,
                     const Sizes& dilation) {
   Sizes shape{input.size(0), weight.size(0)};
   for (int64_t i = 2; i < input.dim(); ++i) {
     const auto at = [&](const Sizes& list) { return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)]; };
     shape.push_back((input.size(i) + 2 * at(padding) - at(dilation) * (weight.size(i) - 1) - 1) / at(stride) + 1);
+  }
+  return {at::empty(shape, input.options(), input.suggest_memory_format())};
+}
+// Others are made of operators that have a rule.
+Tensors transposed_convolution(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
+  Sizes shape{input.size(0), weight.size(1) * a[8].toInt()};
+  for (int64_t i = 2; i < input.dim(); ++i) {
+    const auto at = [&](size_t argument) {
+      const Sizes list = sizes(a, argument);
+      return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)];
+    };
+    shape.push_back((input.size(i) - 1) * at(3) - 2 * at(4) + at(5) * (weight.size(i) - 1) + at(7) + 1);
   }
   return {at::empty(shape, input.options(), input.suggest_memory_format())};
 }
@@ -242,6 +264,11 @@ const ShapeRule* shape_rule_of(const std::string& name) {
        [](const MetaArguments& a) {
          return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), sizes(a, 6));
        }},
+      {"aten::mse_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+      {"aten::smooth_l1_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+      {"aten::soft_margin_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+      {"aten::binary_cross_entropy", [](const MetaArguments& a) { return loss(a, 3); }},
+      {"aten::_convolution", transposed_convolution},
       {"aten::convolution_backward", convolution_backward},
       {"aten::_adaptive_avg_pool2d", adaptive_pool},
       {"aten::_adaptive_avg_pool3d", adaptive_pool},

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/plan/compare_measured.h"
 #include "tessera/plan/time_lanes.h"
 
 namespace tessera {
@@ -44,6 +45,10 @@ h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 .25rem; overflow-wrap: an
 #legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 13px system-ui, sans-serif; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+td, th { text-align: right; padding: .15rem .8rem .15rem 0; font-weight: 400; }
+td:first-child, th:first-child { text-align: left; }
+.large { color: var(--red); }
 pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x: auto; font-size: 12.5px; }
 #told { position: fixed; pointer-events: none; display: none; background: var(--paper); border: 1px solid var(--line);
   border-radius: .5rem; padding: .5rem .7rem; font-size: 13px; max-width: 26rem; box-shadow: 0 3px 14px #0003;
@@ -57,8 +62,12 @@ pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x:
 <div class="facts" id="facts"></div>
 <div id="legend"></div>
 <svg id="picture" viewBox="0 0 1180 560" role="img" aria-label="bytes by kind over the operators of a run"></svg>
+<div id="compared" hidden></div>
 <h2 id="time" hidden></h2>
 <svg id="gantt" viewBox="0 0 1180 10" role="img" aria-label="predicted time of a step: compute by unit, collectives"></svg>
+<h2 id="measured-time" hidden></h2>
+<svg id="measured-gantt" viewBox="0 0 1180 10" role="img" aria-label="a measured step: compute by unit, waits, collectives"></svg>
+<table id="differences" hidden></table>
 <pre id="notes"></pre>
 <div id="told"></div>
 <script type="application/json" id="data">TIMELINE_DATA</script>
@@ -102,7 +111,7 @@ for (const [value, name] of [[bytes(data.peak.total), "at the peak"],
   html(fact, "span", name).className = "faint";
 }
 const totals = data.points.map(point => point.bytes.reduce((sum, n) => sum + n, 0));
-const highest = Math.max(data.peak.total, ...totals);
+const highest = Math.max(data.peak.total, data.measured ? data.measured.peak : 0, ...totals);
 const top_ = data.memory && data.memory < 4 * highest ? Math.max(highest, data.memory) * 1.05 : highest * 1.08;
 const x = at => box.left + (box.right - box.left) * at / Math.max(1, data.operators - 1);
 const y = n => box.bottom - (box.bottom - box.top) * n / top_;
@@ -148,6 +157,23 @@ const peakX = x(data.peak.at);
 svg("circle", { cx: peakX, cy: y(data.peak.total), r: 4.5, fill: "var(--red)" });
 svg("text", { id: "peak", x: peakX + (peakX > 900 ? -9 : 9), y: y(data.peak.total) - 7,
   "text-anchor": peakX > 900 ? "end" : "start", style: "fill: var(--ink); font-weight: 600" }, bytes(data.peak.total));
+// A run with data: its bytes as a line, and red where they are not those of the prediction.
+if (data.measured) {
+  const measured = data.measured, differ = measured.differences, compared = byId("compared");
+  svg("polyline", { id: "measured", points: measured.points.map(p => x(p.at).toFixed(1) + "," + y(p.bytes).toFixed(1)).join(" "),
+    fill: "none", stroke: "var(--ink)", "stroke-width": 1.2 });
+  for (const one of differ) {
+    const made = svg("rect", { class: "differs", x: x(one.begin), y: box.top, width: Math.max(2, x(one.end) - x(one.begin)),
+      height: box.bottom - box.top, fill: "var(--red)", "fill-opacity": 0.22 });
+    svg("title", {}, "after " + one.name + ": " + one.text, made);
+  }
+  compared.hidden = false;
+  compared.textContent = "Measured (the line): " + bytes(measured.peak) + " at the peak, predicted " + bytes(data.peak.total) +
+    (measured.other_at >= 0 ? "; from operator " + measured.other_at + " on it called others" : "") +
+    (differ.length ? "; red: other bytes, first after operator " + differ[0].begin + ", " + differ[0].name + ": " + differ[0].text
+      : "; the same bytes of each kind after each operator" + (measured.other_at >= 0 ? " before" : "")) + ".";
+  if (differ.length || measured.other_at >= 0) compared.className = "large";
+}
 // Collectives, a line for each operation.
 const lanes = [...new Set(data.collectives.map(one => one.operation))];
 lanes.forEach((operation, lane) => {
@@ -183,7 +209,8 @@ byId("picture").addEventListener("pointermove", event => {
   } else {
     const one = nearest(data.points, at);
     cursor.setAttribute("x1", x(one.at)), cursor.setAttribute("x2", x(one.at));
-    text = data.names[one.name] + (one.unit ? "\n" + data.units[one.unit] : "") + (one.backward ? "\nin backward" : "")
+    text = data.names[one.name] + (one.unit ? "\n" + data.units[one.unit] : "") +
+      (one.module ? "\nin " + data.modules[one.module] : "") + (one.backward ? "\nin backward" : "")
       + "\n" + bytes(one.bytes.reduce((sum, n) => sum + n, 0)) + " in all";
     data.kinds.forEach((kind, i) => { if (one.bytes[i]) text += "\n" + kind + " " + bytes(one.bytes[i]); });
   }
@@ -196,32 +223,57 @@ byId("picture").addEventListener("pointermove", event => {
 });
 function hide() { byId("told").style.display = "none"; cursor.setAttribute("visibility", "hidden"); }
 byId("picture").addEventListener("pointerleave", hide);
-// A step by its predicted time, a line for each lane; the browser tells what is under the pointer.
-if (data.time) {
-  const ms = n => n.toFixed(n === 0 ? 0 : n < 1 ? 4 : n < 100 ? 2 : 0) + " ms", gantt = byId("gantt");
-  const from = Math.min(0, ...data.time.lanes.flatMap(lane => lane.intervals.map(one => one.begin_ms)));
-  const until = Math.max(1e-6, data.time.total_ms, ...data.time.lanes.flatMap(lane => lane.intervals.map(one => one.end_ms)));
+// A step over milliseconds, a line for each lane; the browser tells what is under the pointer.
+const ms = n => n.toFixed(n === 0 ? 0 : n < 1 ? 4 : n < 100 ? 2 : 0) + " ms";
+const steps = [data.time, data.measured_time].filter(one => one);
+const ends = key => steps.flatMap(one => one.lanes.flatMap(lane => lane.intervals.map(each => each[key])));
+const from = Math.min(0, ...ends("begin_ms"));
+const until = Math.max(1e-6, ...steps.map(one => one.total_ms), ...ends("end_ms"));
+const large = new Set(data.measured_time ? data.measured_time.differences.filter(one => one.is_large).map(one => one.name) : []);
+function drawStep(gantt, time) {
   const across = at => box.left + (box.right - box.left) * (at - from) / (until - from);
-  byId("time").hidden = false;
-  byId("time").textContent = "A step by predicted time: " + ms(data.time.total_ms) + ", of which " +
-    ms(data.time.exposed_ms) + " wait for collectives";
-  const bottom = 12 + 46 * data.time.lanes.length;
+  const bottom = 12 + 46 * time.lanes.length;
   gantt.setAttribute("viewBox", "0 0 1180 " + (bottom + 28));
   for (let i = 0; i <= 5; ++i) {
     const at = from + (until - from) * i / 5;
     svg("line", { x1: across(at), x2: across(at), y1: 4, y2: bottom, stroke: "var(--line)" }, undefined, gantt);
     svg("text", { x: across(at), y: bottom + 18, "text-anchor": i === 5 ? "end" : "middle" }, ms(at), gantt);
   }
-  data.time.lanes.forEach((lane, line) => {
+  time.lanes.forEach((lane, line) => {
     svg("text", { x: box.left - 8, y: 12 + 46 * line + 23, "text-anchor": "end", style: "font-size: 11px" }, lane.lane, gantt);
     for (const one of lane.intervals) {
-      const made = svg("rect", { x: across(one.begin_ms), y: 12 + 46 * line, height: 34, stroke: "var(--paper)",
-        "stroke-width": 0.5, width: Math.max(0.6, across(one.end_ms) - across(one.begin_ms)),
-        fill: !one.operators ? colors[4] : one.backward ? colors[5] : colors[2] }, undefined, gantt);
-      svg("title", {}, one.name + (one.operators ? ", " + one.operators + " operators" : "") +
+      const differs = lane.lane === "waits" ? large.has("waits")
+        : large.has(one.name) || large.has(one.name + (one.backward ? ", in backward" : ""));
+      const made = svg("rect", { x: across(one.begin_ms), y: 12 + 46 * line, height: 34,
+        stroke: differs ? "var(--red)" : "var(--paper)", "stroke-width": differs ? 1.6 : 0.5,
+        width: Math.max(0.6, across(one.end_ms) - across(one.begin_ms)),
+        fill: lane.lane === "waits" ? colors[0] : !one.operators ? colors[4] : one.backward ? colors[5] : colors[2] },
+        undefined, gantt);
+      svg("title", {}, one.name + (one.operators > 1 ? ", " + one.operators + " operators" : "") +
         (one.backward ? ", in backward" : "") + "\n" + ms(one.end_ms - one.begin_ms) + " from " + ms(one.begin_ms), made);
     }
   });
+}
+if (data.time) {
+  byId("time").hidden = false;
+  byId("time").textContent = "A step by predicted time: " + ms(data.time.total_ms) + ", of which " +
+    ms(data.time.exposed_ms) + " wait for collectives";
+  drawStep(byId("gantt"), data.time);
+}
+if (data.measured_time) {
+  const time = data.measured_time, off = (data.time.total_ms / time.total_ms - 1) * 100;
+  byId("measured-time").hidden = byId("differences").hidden = false;
+  byId("measured-time").textContent = "Measured, the median of " + time.steps + " steps: " + ms(time.total_ms) + ", of which " +
+    ms(time.wait_ms) + " waits; predicted " + (off < 0 ? "" : "+") + off.toFixed(0) + " %";
+  drawStep(byId("measured-gantt"), time);
+  const row = (name, cells, className) => {
+    const made = html(byId("differences"), "tr");
+    for (const cell of cells) html(made, name, cell);
+    made.className = className;
+  };
+  row("th", ["what differs most", "predicted", "measured"], "faint");
+  for (const one of time.differences)
+    row("td", [one.name, ms(one.predicted_ms), ms(one.measured_ms)], one.is_large ? "large" : "");
 }
 </script>
 </body>
@@ -301,13 +353,15 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   std::map<std::string, size_t> names;
   json points = json::array(), kind_names = json::array();
   for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
-  for (const size_t at : points_of(record)) {
+  const std::vector<size_t> drawn = points_of(record);
+  for (const size_t at : drawn) {
     const RecordedOperator& one = record.operators[at];
     json bytes = json::array();
     for (const size_t kind : kinds) bytes.push_back(live_at(record, at).bytes[kind]);
     points.push_back({{"at", at},
                       {"name", names.emplace(one.name, names.size()).first->second},
                       {"unit", one.unit},
+                      {"module", one.module},
                       {"backward", one.in_backward},
                       {"bytes", std::move(bytes)}});
   }
@@ -320,8 +374,14 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
     time = {{"total_ms", text.time->total_s * 1e3},
             {"exposed_ms", text.time->exposed_s * 1e3},
             {"lanes", lanes_of(*text.time)}};
+  json measured, measured_time;  // null: there are none
+  if (text.measured != nullptr) measured = measured_memory_of(record, *text.measured, drawn);
+  if (text.time != nullptr && text.measured_time != nullptr)
+    measured_time = measured_time_of(*text.time, *text.measured_time);
   const json data = {{"title", text.title},
                      {"time", time},
+                     {"measured", measured},
+                     {"measured_time", measured_time},
                      {"options", text.options},
                      {"colors", kinds},
                      {"notes", text.notes},
@@ -329,6 +389,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"operators", record.operators.size()},
                      {"tflop", tflop},
                      {"units", record.units},
+                     {"modules", record.modules},
                      {"names", all_names},
                      {"kinds", kind_names},
                      {"peak", peak_of(record, kinds)},

@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
+#include <fstream>
 
 #include "tests/plan/page.h"
 #include "tests/support/built.h"
@@ -102,6 +103,44 @@ TEST(PlanCommand, SaysTheTimeOfAStep) {
   expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB"}).second, "lacks bytes a second");
   expect_contains(with({"--flops", "1e12", "--memory-bandwidth", "1GB", "--link", "1GB", "--host-link", "2GB"}).second,
                   "all 4 ranks are on one host of 8");
+}
+
+// A run's trace beside the line of the table that was run.
+TEST(PlanCommand, DrawsAMeasuredStepBesideThePredictedOne) {
+  const TemporaryFolder folder;
+  const std::string page = (folder / "page.html").string(), trace = (folder / "trace.json").string();
+  {
+    std::ofstream stream(trace);
+    stream << R"([{"name":"tessera_trace","ph":"i","pid":0,"tid":0,"args":{"rank":0}})" << "\n";
+    for (int step = 0; step < 3; ++step)
+      for (const char* category : {"compute", "optimizer"})
+        stream << R"(,{"name":"unit 'blocks.0'","cat":")" << category << R"(","ph":"X","pid":0,"tid":0,"ts":)"
+               << 1000 * step + (category[0] == 'o' ? 600 : 0) << R"(,"dur":300})" << "\n";
+  }
+  const auto with = [&](std::vector<std::string> more) {
+    std::vector<std::string> all = {"--model",
+                                    "gpt:layers=2,width=64,heads=2,vocab=100,sequence=16",
+                                    "--gpus",
+                                    "2",
+                                    "--memory",
+                                    "64MiB",
+                                    "--flops",
+                                    "1e12",
+                                    "--memory-bandwidth",
+                                    "10GB",
+                                    "--link",
+                                    "8Gbit"};
+    all.insert(all.end(), more.begin(), more.end());
+    return plan(all);
+  };
+  const auto [code, text] = with({"--html", page, "--draw", "8", "--measured", trace});
+  EXPECT_EQ(code, 0) << text;
+  const json data = data_of_page(file_bytes(page));
+  expect_contains(data["options"], ".stage = 3");
+  EXPECT_NEAR(data["measured_time"]["total_ms"].get<double>(), 1, 1e-6);
+  EXPECT_EQ(data["measured_time"]["steps"], 2);
+  expect_contains(with({"--measured", trace}).second, "--html is missing");
+  expect_contains(with({"--html", page, "--draw", "21"}).second, "--draw is 21, expected a line of the table, 1 to 20");
 }
 
 // Hosts are of eight ranks for bytes and for times, unless it is said otherwise.

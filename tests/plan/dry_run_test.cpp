@@ -16,7 +16,7 @@ constexpr int64_t kBatch = 6;
 // What is trained and how.
 struct Case {
   std::string name;
-  std::string model;  // "mlp", "conv", "gpt", "checkpointed gpt"
+  std::string model;  // "mlp", "conv", "gpt", "checkpointed gpt", "recipe"
   int world;
   ZeroOptions zero{};
   bool accumulates = false;  // two backwards, the first under no_sync()
@@ -35,6 +35,7 @@ void train(const Case& each, Model& model) {
   const int64_t targets = each.model.ends_with("gpt") ? kBatch * 24 : kBatch;
   const int64_t classes = each.model.ends_with("gpt") ? 301 : 11;
   auto loss = [&] {
+    if (each.model == "recipe") return torch::mse_loss(model(torch::randn({20, 50})), torch::randn({20, 50}));
     return torch::cross_entropy_loss(model(input_of(each.model)), torch::randint(classes, {targets}));
   };
   if (each.evaluates) {
@@ -62,6 +63,15 @@ auto with_model(const Case& each, Run run) {
       return zero(seeded(1, make), torch::optim::AdamWOptions(1e-3), std::move(comm), each.zero);
     });
   };
+  if (each.model == "recipe")  // examples/zero_recipe, narrower
+    return run([&each](std::shared_ptr<Communicator> comm) {
+      const auto make = [] {
+        torch::nn::Sequential model;
+        for (int layer = 0; layer < 20; ++layer) model->push_back(torch::nn::Linear(50, 50));
+        return model;
+      };
+      return zero(seeded(1, make), torch::optim::AdamOptions(0.01), std::move(comm), each.zero);
+    });
   if (each.model == "mlp") return wrap([] { return Mlp(); });
   if (each.model == "conv") return wrap([] { return ConvNet(); });
   return wrap([checkpoints = each.model == "checkpointed gpt"] { return Gpt(checkpoints); });
@@ -87,6 +97,7 @@ void expect_same(const RunRecord& dry, const RunRecord& real, const std::string&
     ASSERT_EQ(a.bytes, b.bytes) << at;
     ASSERT_EQ(a.dtype, b.dtype) << at;
     ASSERT_EQ(dry.units[a.unit], real.units[b.unit]) << at;
+    ASSERT_EQ(dry.modules[a.module], real.modules[b.module]) << at;
   }
   EXPECT_EQ(dry.operators.size(), real.operators.size()) << where;
   EXPECT_EQ(difference(dry.peak, real.peak), "") << where << ", at the peak";
@@ -179,6 +190,11 @@ std::vector<Case> cases() {
   }
   add("accumulating", "conv", 3, fsdp({})).accumulates = true;
   add("without clipping", "mlp", 5, stage(1)).clips = false;
+  for (const int number : {0, 1, 2, 3}) {
+    ZeroOptions options{.stage = number};
+    options.fsdp.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+    add("stage " + std::to_string(number), "recipe", 2, options).clips = false;
+  }
   return all;
 }
 
@@ -214,6 +230,32 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
       expect_as_said(each, dry, said[static_cast<size_t>(rank)], of_rank);
       if (::testing::Test::HasFailure()) return;
     }
+  }
+}
+
+// As torch.utils.flop_counter counts them: each input element with what a row of weights has.
+TEST(DryRun, CountsTransposedConvolutions) {
+  for (const int groups : {1, 2}) {
+    struct NetImpl : torch::nn::Module {
+      explicit NetImpl(int groups)
+          : up(torch::nn::ConvTranspose2dOptions(4, 6, 3).stride(2).groups(groups).bias(false)) {
+        register_module("up", up);
+      }
+      at::Tensor forward(const at::Tensor& x) { return up(x); }
+      torch::nn::ConvTranspose2d up;
+    };
+    const RunRecord record = dry_run(
+        [&](std::shared_ptr<Communicator> comm) {
+          return zero(std::make_shared<NetImpl>(groups), torch::optim::AdamWOptions(1e-3), std::move(comm),
+                      {.stage = 3});
+        },
+        [&](auto& model) {
+          model.optimizer().zero_grad();
+          model(torch::zeros({2, 4, 5, 7}).requires_grad_()).sum().backward();
+          model.step();
+        });
+    const int64_t forward = 2 * (2 * 4 * 5 * 7) * (6 / groups * 3 * 3);
+    EXPECT_EQ(record.flop, 3 * forward) << groups << " groups\n" << record.summary();
   }
 }
 

@@ -55,6 +55,63 @@ TEST(PlanScale, AnyRankOfAnyWorld) {
   expect_contains(part.summary(), "reduce-scatter");
 }
 
+// No memory beyond metadata: what it takes in time says bench/plan_time --scale.
+TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
+  const auto model = planned_decoder(
+      decoder_of("llama:layers=80,width=8192,heads=64,kv_heads=8,mlp=28672,vocab=128256,sequence=8192"));
+  const auto most_kib = [] {
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_maxrss;
+  };
+  const int64_t before = most_kib();
+  const RunRecord record = model->run({.stage = 3, .bf16 = true, .checkpointed = true}, 65536, 17).record;
+  EXPECT_GT(record.most[MemoryKind::kGathered], int64_t{3} << 30);
+  EXPECT_LT(record.end[MemoryKind::kParameters], 5 << 20);
+  EXPECT_LT(most_kib() - before, 256 << 10);
+}
+
+// Which submodule an operator is of: that of the parameter used last, and for a gradient that of what it is of.
+TEST(PlanRecord, NamesTheModuleOfEachOperator) {
+  for (const int stage : {0, 3}) {
+    for (const bool bf16 : {false, true}) {
+      FsdpOptions options{.auto_wrap = wrap_modules<BlockImpl>()};
+      if (bf16) options.mixed_precision.param_dtype = at::kBFloat16;
+      const RunRecord record = dry_run(
+          [&](std::shared_ptr<Communicator> comm) {
+            return zero(Gpt(), torch::optim::AdamWOptions(1e-3), std::move(comm), {.stage = stage, .fsdp = options});
+          },
+          [](auto& model) {
+            model.optimizer().zero_grad();
+            const auto tokens = torch::zeros({2, 24}, at::kLong);
+            torch::cross_entropy_loss(model(tokens), tokens.flatten()).backward();
+            model.step();
+          },
+          {.world_size = 2});
+      const auto modules_of = [&](const std::string& name, bool in_backward) {
+        std::vector<std::string> modules;
+        for (const RecordedOperator& op : record.operators)
+          if (op.step == 2 && op.in_backward == in_backward && op.name == name)
+            modules.push_back(record.modules[static_cast<size_t>(op.module)]);
+        return modules;
+      };
+      const std::vector<std::string> forward = {"blocks.0.up", "blocks.1.up", "blocks.2.up"};
+      EXPECT_EQ(modules_of("aten::gelu", false), forward) << "stage " << stage;
+      EXPECT_EQ(modules_of("aten::gelu_backward", true), std::vector<std::string>(forward.rbegin(), forward.rend()))
+          << "stage " << stage;
+      for (const std::string& module : modules_of("aten::native_layer_norm", false)) EXPECT_NE(module, "");
+      const auto first = std::ranges::find_if(record.operators,
+                                              [](const RecordedOperator& op) { return op.step == 2 && op.flop > 0; });
+      ASSERT_NE(first, record.operators.end());
+      EXPECT_EQ(record.modules[static_cast<size_t>(first->module)], "blocks.0.qkv") << "stage " << stage;
+    }
+  }
+  const RunRecord record = dry_gpt(2, 0);
+  ASSERT_NE(record.operators[record.peak_at].module, 0);
+  expect_contains(record.peak_place(),
+                  ", in " + record.modules[static_cast<size_t>(record.operators[record.peak_at].module)]);
+}
+
 // 2 for each multiplication that is added up: 6 a parameter and token for the matrices, attention beside.
 TEST(PlanFlop, OfAStepByFormula) {
   const RunRecord record = dry_gpt(1, 0);
@@ -167,6 +224,28 @@ TEST(PlanPage, HoldsWhatTheRecordHasAsText) {
   ASSERT_NE(peak, points.end());
   EXPECT_EQ((*peak)["bytes"], (std::vector<int>{77, 700}));
   EXPECT_NO_THROW(data_of_page(timeline_page({}, {})));
+}
+
+// A real run beside a predicted one: its bytes over the same operators, and red where they are others.
+TEST(PlanPage, MarksWhereAMeasuredRunDiffers) {
+  const RunRecord predicted = dry_gpt(2, 0);
+  const auto measured_of = [&](const RunRecord& real) {
+    return data_of_page(timeline_page(predicted, {.measured = &real}))["measured"];
+  };
+  const auto same = measured_of(predicted);
+  EXPECT_EQ(same["differences"].size(), 0U);
+  EXPECT_EQ(same["other_at"], -1);
+  EXPECT_EQ(same["peak"], predicted.peak_bytes());
+  RunRecord real = predicted;
+  for (size_t at = 100; at < 120; ++at) real.operators[at].live[MemoryKind::kActivations] += 12;
+  const auto other = measured_of(real);
+  ASSERT_EQ(other["differences"].size(), 1U);
+  EXPECT_EQ(other["differences"][0]["begin"], 100);
+  EXPECT_EQ(other["differences"][0]["end"], 119);
+  expect_contains(other["differences"][0]["text"], "activations ");
+  expect_contains(other["differences"][0]["text"], std::to_string(real.operators[100].live[MemoryKind::kActivations]));
+  real.operators[150].name = "aten::another";
+  EXPECT_EQ(measured_of(real)["other_at"], 150);
 }
 
 TEST(PlanModels, FromTextAndHuggingFace) {

@@ -1,13 +1,19 @@
 // Seconds of steps that were written by hand, so that they are known; and of real ones, as far as they are.
+#include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <utility>
 
 #include "tessera/plan/machine_speed.h"
+#include "tessera/plan/measured_step.h"
 #include "tessera/plan/step_time.h"
 #include "tessera/plan/time_lanes.h"
+#include "tessera/plan/timeline_page.h"
 #include "tests/plan/models.h"
+#include "tests/plan/page.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_time_test {
@@ -262,6 +268,79 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   EXPECT_DOUBLE_EQ(seconds_of_text("10us"), 10e-6);
   expect_contains(error_of<std::invalid_argument>([] { bytes_per_s_of_text("400Gb"); }), "400Gb");
   expect_contains(error_of<std::invalid_argument>([] { seconds_of_text("-1s"); }), "-1s");
+}
+
+// A file of TESSERA_TRACE with steps of so many microseconds each, of which half is a unit's compute.
+void write_trace(const std::filesystem::path& file, const std::vector<int>& steps_us, int64_t pid = 0) {
+  std::ofstream stream(file, std::ios::app);
+  if (stream.tellp() == 0) stream << R"([{"name":"tessera_trace","ph":"i","pid":0,"tid":0,"args":{"rank":0}})" << "\n";
+  int64_t at = 1000000;
+  const auto span = [&](const char* category, const char* name, const char* operation, int64_t begin, int64_t us) {
+    stream << R"(,{"name":")" << name << R"(","cat":")" << category << R"(","ph":"X","pid":)" << pid
+           << R"(,"tid":0,"ts":)" << begin << R"(,"dur":)" << us << R"(,"args":{"operation":")" << operation
+           << "\"}}\n";
+  };
+  for (const int us : steps_us) {
+    span("compute", "unit 'a'", "forward", at, us / 4);
+    span("gather", "unit 'a'", "all-gather", at, us / 8);
+    span("wait", "unit 'a'", "all-gather", at, us / 16);
+    span("compute", "unit 'a'", "backward", at + us / 4, us / 4);
+    span("optimizer", "AdamW", "", at + us / 2, us / 2);
+    span("optimizer", "within", "", at + us / 2, us / 4);
+    at += us;
+  }
+}
+
+TEST(MeasuredStep, IsTheMedianOfATrace) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "trace.json";
+  write_trace(file, {16000, 16000, 16000, 16000});
+  constexpr int64_t kSecondRun = 1000000;
+  write_trace(file, {64000, 1600, 3200, 4800}, kSecondRun);
+  const MeasuredStep step = measured_step(file, 0);
+  EXPECT_EQ(step.steps, 3);
+  EXPECT_NEAR(step.total_s, 3.2e-3, 1e-9);
+  EXPECT_NEAR(step.wait_s, 0.2e-3, 1e-9);
+  ASSERT_EQ(step.intervals.size(), 5U);  // the optimizer once
+  EXPECT_EQ(step.intervals.back().name, "optimizer");
+  EXPECT_NEAR(step.intervals.back().begin_s, 1.6e-3, 1e-9);
+  const auto refused = [&](const std::filesystem::path& path, int rank) {
+    return error_of<std::invalid_argument>([&] { measured_step(path, rank); });
+  };
+  expect_contains(refused(file, 1), "has 0 steps of rank 1");
+  expect_contains(refused(folder.path() / "none.json", 0), "none.json cannot be read");
+  std::ofstream(folder.path() / "other.json") << "{}\n";
+  expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
+}
+
+// Compute without the waits in it, unit by unit, and the largest difference first.
+TEST(MeasuredStep, IsComparedByName) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "trace.json";
+  write_trace(file, {1600, 1600, 1600});
+  StepTime predicted{.total_s = 1e-3, .compute_s = 0.9e-3, .exposed_s = 0.1e-3};
+  predicted.intervals = {{"aten::mm", Lane::kCompute, 0, 0.3e-3, "unit 'a'", false},
+                         {"aten::mm", Lane::kCompute, 0.3e-3, 0.7e-3, "unit 'a'", true},
+                         {"aten::_fused_adamw_", Lane::kCompute, 0.7e-3, 0.9e-3, "unit 'a'", false},
+                         {"all-gather of unit 'a'", Lane::kWithinHost, 0, 0.2e-3}};
+  const MeasuredStep measured = measured_step(file, 0);
+  const auto data = data_of_page(timeline_page({}, {.time = &predicted, .measured_time = &measured}))["measured_time"];
+  std::map<std::string, std::pair<double, double>> times;
+  for (const auto& one : data["differences"])
+    times[one["name"]] = {one["predicted_ms"].get<double>(), one["measured_ms"].get<double>()};
+  const auto expect = [&](const std::string& name, double predicted_ms, double measured_ms) {
+    ASSERT_TRUE(times.contains(name)) << name;
+    EXPECT_NEAR(times[name].first, predicted_ms, 1e-6) << name;
+    EXPECT_NEAR(times[name].second, measured_ms, 1e-6) << name;
+  };
+  expect("unit 'a'", 0.3, 0.4 - 0.1);
+  expect("unit 'a', in backward", 0.4, 0.4);
+  expect("optimizer", 0.2, 0.8);
+  expect("all-gather of unit 'a'", 0.2, 0.2);
+  expect("waits", 0.1, 0.1);
+  EXPECT_EQ(data["differences"][0]["name"], "optimizer");
+  EXPECT_TRUE(data["differences"][0]["is_large"].get<bool>());
+  EXPECT_FALSE(data["differences"][1]["is_large"].get<bool>());
 }
 
 RunRecord dry_gpt(int prefetch, int world, HybridSharding hybrid = {}) {

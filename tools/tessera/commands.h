@@ -39,6 +39,8 @@ struct Arguments {
   std::string host_memory;     // plan: of each host; "": not known
   bool search = false;         // plan: further options
   std::string html;            // plan: the file of a page
+  int draw = 0;                // plan: which line of the table is drawn; 0: the recommended one
+  std::string measured;        // plan: a trace of a real run, drawn beside it
   SpeedArguments speed;        // plan
   std::filesystem::path out;   // calibrate
   int threads = 1;             // calibrate: of each rank

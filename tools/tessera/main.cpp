@@ -52,8 +52,9 @@ const std::vector<Command>& commands() {
        "what each stage and option takes of every rank's memory, which fit, and the options to take; with a speed, the "
        "time of a step",
        0,
-       {"model", "gpus", "memory", "sequence", "batch", "html", "speed", "flops", "flops-fp32", "memory-bandwidth",
-        "operator-time", "link", "latency", "host-link", "host-latency", "ranks-per-host", "host-memory", "search"},
+       {"model",        "gpus",           "memory",           "sequence",      "batch",    "html",    "speed",
+        "flops",        "flops-fp32",     "memory-bandwidth", "operator-time", "link",     "latency", "host-link",
+        "host-latency", "ranks-per-host", "host-memory",      "draw",          "measured", "search"},
        plan},
       {"calibrate",
        "-o speed.json [--ranks N] [--threads N] [--quick]",
@@ -181,6 +182,10 @@ int run(int argc, char** argv) {
       "plan: of each host, as 1.5TB, for offload; without: not known");
   add("search", po::bool_switch(&arguments.search), "plan: tries units, hybrid sharding, prefetching and offload, too");
   add("html", po::value(&arguments.html), "plan: a page with the memory of a step, operator by operator");
+  add("draw", po::value(&arguments.draw),
+      "plan: the line of the table that the page is of, from 1; without: the recommended");
+  add("measured", po::value(&arguments.measured),
+      "plan: a file of TESSERA_TRACE of a run of that line, drawn beside it");
   add_speed_options(options, arguments);
   add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;

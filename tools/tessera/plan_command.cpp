@@ -76,12 +76,19 @@ void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTr
           const std::string& notes) {
   const RunRecord record = model.run(plan.choice, machines.ranks, plan.rank).record;
   const std::optional<StepTime> time = planned_time(record, plan.choice, machines);
+  std::optional<MeasuredStep> measured;
+  if (!arguments.measured.empty()) {
+    if (!time)
+      throw std::invalid_argument("--measured needs the time of the line that is drawn, which is not predicted");
+    measured = measured_step(arguments.measured, plan.rank);
+  }
   write_page(arguments.html,
              timeline_page(record, {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
                                     .options = plan.options,
                                     .notes = notes,
                                     .memory_bytes = machines.memory_bytes,
-                                    .time = time ? &*time : nullptr}));
+                                    .time = time ? &*time : nullptr,
+                                    .measured_time = measured ? &*measured : nullptr}));
 }
 
 }  // namespace
@@ -106,8 +113,13 @@ int plan(const Arguments& arguments) {
     for (const TrainingChoice& choice : training_choices()) plans.push_back(plan_training(*model, choice, machines));
   }
   notes += plan_text(plans, machines);
+  if (arguments.html.empty() && (arguments.draw != 0 || !arguments.measured.empty()))
+    throw std::invalid_argument("--draw and --measured are of the page: --html is missing");
+  if (arguments.draw < 0 || arguments.draw > std::ssize(plans))
+    throw std::invalid_argument("--draw is " + std::to_string(arguments.draw) +
+                                ", expected a line of the table, 1 to " + std::to_string(plans.size()));
   // Also where none fits: then it is the one that takes least.
-  const int first = by_preference(plans, machines).front();
+  const int first = arguments.draw > 0 ? arguments.draw - 1 : by_preference(plans, machines).front();
   if (!arguments.html.empty()) draw(arguments, *model, plans[static_cast<size_t>(first)], machines, notes);
   if (!arguments.json) {
     std::printf("%s", notes.c_str());
