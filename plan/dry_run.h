@@ -35,10 +35,10 @@ class RunScope {
 
   // What the model is to be made with, and how often to step.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  int steps() const { return steps_; }  // that many times
-  void end_step();                      // after the constructor, and after each step
-  void name_parameters(const torch::nn::Module& module);
-  RunRecord finish();  // while the model is there
+  int steps() const { return steps_; }                    // that many times
+  void end_step();                                        // after the constructor, and after each step
+  void name_parameters(const torch::nn::Module& module);  // for the record
+  RunRecord finish();                                     // while the model is there
 
  private:
   struct Without;
