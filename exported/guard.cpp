@@ -242,7 +242,7 @@ class Guard::Parser {
         const std::string word(next_word());
         text_.remove_prefix(word.size());
         word == "size" || word == "stride" || word == "storage_offset" ? void(method = word)
-                                                                         : void(label += "['" + word + "']");
+                                                                       : void(label += "['" + word + "']");
       } else {
         break;
       }

@@ -18,7 +18,7 @@ class Guard {
   // An input that a guard names ("x", "d['ids']", "xs[0]"), as the number of its value among those of a call.
   struct Input {
     size_t index = 0;
-    std::optional<int64_t> dimensions;   // of a tensor
+    std::optional<int64_t> dimensions;    // of a tensor
     std::optional<c10::IValue> constant;  // of a number that has become part of the graph
   };
   using FindInput = std::function<std::optional<Input>(const std::string& label)>;
