@@ -38,7 +38,7 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
 // memory of its own while this one lives. Undefined where it cannot: on a device, or in memory that is not just an
 // allocator's. For tensors whose memory nobody knows by a pointer that outlives a step.
 at::Tensor frozen(const at::Tensor& view) {
-  if (!view.is_cpu() || page_of(view) != nullptr) return {};
+  if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
   auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
   if (!memory) return {};
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
