@@ -40,8 +40,8 @@ struct DiskPagerOptions {
 // The tensors that were not used for longest go when room is needed, those that changed by a write that nobody waits
 // for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
 // tensors as any others; code that takes pointers holds them first. Data exist in one file without a name, which claims
-// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing. The space of
-// tensors that are gone is taken first.
+// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing. The space
+// of tensors that are gone is taken first.
 //
 // Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
 class DiskPager : public Pager {
@@ -96,7 +96,7 @@ class DiskPager : public Pager {
  private:
   enum class State { kOnDisk, kReading, kResident, kWriting };
   struct Entry {
-    std::unique_ptr<Page> page;                           // null: its tensor is gone, and the place is free
+    std::unique_ptr<Page> page;  // null: its tensor is gone, and the place is free
     std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  // the page's; its tensor and views hold it, too
     int64_t offset = 0;
     int64_t bytes = 0;    // whole blocks
