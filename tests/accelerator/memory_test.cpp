@@ -156,7 +156,9 @@ TEST(AcceleratorMemory, FullParametersMayBeSummonedToTheHost) {
         expect_values(3, "after one that is lost");
         {
           auto scope = fsdp.summon_full_params({.writeback = false, .rank0_only = true, .offload_to_cpu = true});
-          if (comm->rank() == 0) EXPECT_TRUE(net->parameters()[0].is_cpu());
+          if (comm->rank() == 0) {
+            EXPECT_TRUE(net->parameters()[0].is_cpu());
+          }
         }
         // It trains on, with all its gradients.
         train();
