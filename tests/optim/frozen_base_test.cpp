@@ -8,9 +8,8 @@ namespace {
 using namespace testing_support;
 
 torch::nn::Sequential quantized_model() {
-  auto net = seeded(7, [] {
-    return torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::Tanh(), torch::nn::Linear(33, 8));
-  });
+  auto net = seeded(
+      7, [] { return torch::nn::Sequential(torch::nn::Linear(8, 33), torch::nn::Tanh(), torch::nn::Linear(33, 8)); });
   seeded(8, [&] { return quantize_linears(*net, {.lora = {.rank = 3}}); });
   return net;
 }
