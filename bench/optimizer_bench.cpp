@@ -1,12 +1,12 @@
-// What does a step of each optimizer cost under FullyShardedDataParallel, and what does its state take? Ranks are
-// threads of this process, of one intra-operator thread each; the parameters are those of GPT blocks of width 384.
-// CPU time is summed over the ranks: more than at world 1 is what sharding adds. Target: Muon's, and that of its
-// products of matrices (the Newton-Schulz iteration), within 1.1 of one process: gathering every matrix on all ranks
-// costs as many times as there are ranks.
+// What does a step of each optimizer cost in each stage, and what does its state take? Ranks are threads of this
+// process, of one intra-operator thread each; the parameters are those of GPT blocks of width 384. CPU time is summed
+// over the ranks: more than at world 1 is what sharding adds. Target: Muon's, and that of its products of matrices (the
+// Newton-Schulz iteration), within 1.1 of one process: gathering every matrix on all ranks costs as many times as there
+// are ranks. In stages 1 and 2 a step ends with the exchange of parameters, which stage 3 has in forward and backward.
 //
 //   optimizer_bench [part of an optimizer's name] [rounds]
 //
-// A round measures all numbers of ranks; figures are medians over the rounds, and so are ratios within one.
+// A round measures all layouts; figures are medians over the rounds, and so are ratios within one.
 #include <ATen/record_function.h>
 #include <torch/torch.h>
 
@@ -30,7 +30,13 @@ using namespace tessera;
 
 constexpr int64_t kWidth = 384;
 constexpr int kBlocks = 4, kWarmUp = 2, kSteps = 8;
-constexpr std::array kWorlds{1, 2, 3, 4};
+struct Layout {
+  int world, stage;
+  auto operator<=>(const Layout&) const = default;
+};
+// The first is what the others are compared with.
+constexpr std::array kLayouts{Layout{1, 3}, Layout{2, 3}, Layout{3, 3}, Layout{4, 3},
+                              Layout{2, 0}, Layout{2, 1}, Layout{2, 2}};
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
@@ -76,15 +82,31 @@ void watch_products() {
 }
 
 struct Figures {
-  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;
-  at::Tensor probe;  // a parameter at the end
+  double wall_ms = 0, cpu_ms = 0, products_ms = 0, bytes_per_parameter = 0;  // bytes of the rank that has most
+  at::Tensor probe;                                                          // a parameter at the end
 };
 
-using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const ModelShards&)>;
+// Of this rank.
+struct Trained {
+  std::shared_ptr<ModelShards> model;
+  torch::optim::Optimizer* optimizer;
+  torch::optim::Optimizer::LossClosure closure;  // null: gradients stay as they are
+  std::function<at::Tensor()> probe;
+};
+using Make = std::function<Trained(Blocks, std::shared_ptr<Communicator>, int stage)>;
 
-Figures measure(int world, const Make& make) {
+// The same in every layout, whole or in parts.
+void give_gradients(const ModelShards& model) {
+  for (const NamedShard& shard : model.named_shards()) {
+    const at::Tensor gradient = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).mul(0.37).cos();
+    at::Tensor leaf = shard.tensor;
+    leaf.mutable_grad() = gradient.view(leaf.sizes());
+  }
+}
+
+Figures measure(const Layout& layout, const Make& make) {
   Figures figures;
-  run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+  run_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
     Blocks blocks;
     {
@@ -92,35 +114,30 @@ Figures measure(int world, const Make& make) {
       for (const auto& item : blocks->named_parameters())
         item.value().copy_(torch::linspace(-1, 1, item.value().numel()).sin().view_as(item.value()));
     }
-    FullyShardedDataParallel fsdp(blocks, comm, {.auto_wrap = wrap_modules<BlockImpl>()});
-    const auto optimizer = make(fsdp);
+    const Trained trained = make(blocks, comm, layout.stage);
+    torch::optim::Optimizer* const optimizer = trained.optimizer;
     int64_t numel = 0;
-    for (const NamedShard& shard : fsdp.named_shards()) {
-      int64_t whole = 1;
-      for (const int64_t size : shard.sizes) whole *= size;
-      numel += whole;
-      const at::Tensor gradient = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).mul(0.37).cos();
-      at::Tensor leaf = shard.tensor;
-      leaf.mutable_grad() = gradient;
-    }
-    for (int step = 0; step < kWarmUp; ++step) optimizer->step();
+    for (const NamedShard& shard : trained.model->named_shards()) numel += c10::multiply_integers(shard.sizes);
+    give_gradients(*trained.model);
+    for (int step = 0; step < kWarmUp; ++step) optimizer->step(trained.closure);
     if (comm->rank() == 0) products_ms = 0;
     comm->barrier();
     const auto start = std::chrono::steady_clock::now();
     const double cpu_start = thread_cpu_ms();
-    for (int step = 0; step < kSteps; ++step) optimizer->step();
+    for (int step = 0; step < kSteps; ++step) optimizer->step(trained.closure);
     const double cpu = thread_cpu_ms() - cpu_start;
     comm->barrier();
     const double wall = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
     int64_t bytes = 0;
     for (const auto& [key, state] : optimizer->state())
       for (const auto& [name, tensor] : read_state(*state).tensors) bytes += static_cast<int64_t>(tensor.nbytes());
-    at::Tensor sums = torch::tensor({cpu / kSteps, static_cast<double>(bytes)}, at::kDouble);
-    comm->all_reduce(sums).wait();
-    auto state = fsdp.full_state_dict();
+    at::Tensor sum = torch::tensor({cpu / kSteps}, at::kDouble), most = torch::tensor({bytes}, at::kLong);
+    comm->all_reduce(sum).wait();
+    comm->all_reduce(most, ReduceOp::kMax).wait();
+    const at::Tensor probe = trained.probe();
     if (comm->rank() != 0) return;
-    figures = {wall / kSteps, sums[0].item<double>(), products_ms / kSteps,
-               sums[1].item<double>() / static_cast<double>(numel), state["block0.qkv.weight"]};
+    figures = {wall / kSteps, sum[0].item<double>(), products_ms / kSteps,
+               static_cast<double>(most[0].item<int64_t>()) / static_cast<double>(numel), probe};
   });
   return figures;
 }
@@ -130,85 +147,101 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-// A line for each number of ranks. False if one of them does not train as one rank does.
-bool report(const char* name, const Make& make, int rounds) {
+// A line for each layout. False if one of them does not train as one rank does.
+bool report(const char* name, const Make& make, int rounds, bool splits_by_owner) {
   struct Column {
     std::vector<double> wall_ms, cpu_ms, products_ms, cpu_ratio, products_ratio;
+    double bytes_per_parameter = 0;
   };
-  std::map<int, Column> columns;
-  double bytes_per_parameter = 0;
+  std::map<Layout, Column> columns;
   for (int round = 0; round < rounds; ++round) {
     Figures alone;
-    for (const int world : kWorlds) {
-      const Figures figures = measure(world, make);
-      if (world == 1) alone = figures;
+    for (const Layout& layout : kLayouts) {
+      if (!splits_by_owner && (layout.stage == 1 || layout.stage == 2)) continue;
+      const Figures figures = measure(layout, make);
+      if (layout == kLayouts[0]) alone = figures;
       if (!torch::allclose(figures.probe, alone.probe, 1e-4, 1e-4)) {
-        std::fprintf(stderr, "%s at %d ranks is not what it is at one\n", name, world);
+        std::fprintf(stderr, "%s at %d ranks in stage %d is not what it is at one\n", name, layout.world, layout.stage);
         return false;
       }
-      Column& column = columns[world];
+      Column& column = columns[layout];
       column.wall_ms.push_back(figures.wall_ms);
       column.cpu_ms.push_back(figures.cpu_ms);
       column.products_ms.push_back(figures.products_ms);
       column.cpu_ratio.push_back(figures.cpu_ms / alone.cpu_ms);
       column.products_ratio.push_back(alone.products_ms > 0 ? figures.products_ms / alone.products_ms : 0);
-      bytes_per_parameter = figures.bytes_per_parameter;
+      column.bytes_per_parameter = figures.bytes_per_parameter;
     }
   }
-  for (const auto& [world, column] : columns)
-    std::printf("| %s | %d | %.1f | %.1f | %.2f | %.1f | %.2f | %.2f |\n", name, world, median(column.wall_ms),
-                median(column.cpu_ms), median(column.cpu_ratio), median(column.products_ms),
-                median(column.products_ratio), bytes_per_parameter);
+  for (const auto& [layout, column] : columns)
+    std::printf("| %s | %d | %d | %.1f | %.1f | %.2f | %.1f | %.2f | %.2f |\n", name, layout.world, layout.stage,
+                median(column.wall_ms), median(column.cpu_ms), median(column.cpu_ratio), median(column.products_ms),
+                median(column.products_ratio), column.bytes_per_parameter);
   std::fflush(stdout);
   return true;
 }
 
-template <class Options>
-std::vector<torch::optim::OptimizerParamGroup> one_group(const ModelShards& model, const Options& options) {
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(model.parameters(), std::make_unique<Options>(options));
+template <class Optimizer, class Options>
+Make with(const Options& options, std::function<ZeroOptions::Groups(const ZeroOptions::Parameters&)> groups = nullptr) {
+  return [options, groups](Blocks blocks, std::shared_ptr<Communicator> comm, int stage) {
+    ZeroOptions zero_options{.stage = stage, .groups = groups};
+    zero_options.fsdp.auto_wrap = wrap_modules<BlockImpl>();
+    auto model = std::make_shared<Zero<Blocks, Optimizer>>(blocks, options, comm, zero_options);
+    Trained trained{model, &model->optimizer(), nullptr,
+                    [zero = model.get()] { return zero->full_state_dict()["block0.qkv.weight"]; }};
+    if constexpr (std::is_same_v<Optimizer, Lbfgs>)
+      trained.closure = [zero = model.get(), loss = 0.0]() mutable {
+        const at::NoGradGuard no_grad;
+        for (const NamedShard& shard : zero->named_shards()) {  // of a bowl, whose sides are not alike
+          const at::Tensor slopes = torch::arange(shard.held.begin, shard.held.end).to(at::kFloat).cos().add_(1.5);
+          at::Tensor leaf = shard.tensor;
+          leaf.mutable_grad() = leaf.detach() * slopes.view(leaf.sizes());
+        }
+        return torch::full({}, loss -= 1);
+      };
+    return trained;
+  };
+}
+
+ZeroOptions::Groups matrices_to_muon(const ZeroOptions::Parameters& parameters, const MuonOptions& options) {
+  std::vector<at::Tensor> matrices, others;
+  for (const auto& item : parameters) (item.key().ends_with("weight") ? matrices : others).push_back(item.value());
+  ZeroOptions::Groups groups;
+  groups.emplace_back(matrices, std::make_unique<MuonOptions>(options));
+  groups.emplace_back(others, std::make_unique<MuonOptions>(MuonOptions::adamw(1e-3)));
   return groups;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  auto elementwise = []<class Optimizer, class Options>(std::type_identity<Optimizer>, Options options) {
-    return Make([options](const ModelShards& model) {
-      return std::make_unique<Optimizer>(one_group(model, options), options);
-    });
-  };
-  auto of_parameters = []<class Optimizer, class Options>(std::type_identity<Optimizer>, Options options) {
-    return Make([options](const ModelShards& model) {
-      return std::make_unique<Optimizer>(model, one_group(model, options), options);
-    });
-  };
   auto muon = [](bool bfloat16) {
-    return Make([bfloat16](const ModelShards& model) {
-      const auto matrices = MuonOptions(1e-2).bfloat16(bfloat16);
-      const GroupRule<MuonOptions> rule{[](const NamedShard& p) { return p.sizes.size() >= 2; }, matrices};
-      return std::make_unique<Muon>(model, group_parameters<MuonOptions>(model, {rule}, MuonOptions::adamw(1e-3)));
-    });
+    const auto options = MuonOptions(1e-2).bfloat16(bfloat16);
+    return with<Muon>(options, [options](const auto& parameters) { return matrices_to_muon(parameters, options); });
   };
+  const auto adamw = torch::optim::AdamWOptions(1e-3);
   const std::vector<std::pair<const char*, Make>> optimizers{
-      {"torch::optim::AdamW", elementwise(std::type_identity<torch::optim::AdamW>(), torch::optim::AdamWOptions(1e-3))},
-      {"AdamW", elementwise(std::type_identity<AdamW>(), torch::optim::AdamWOptions(1e-3))},
-      {"AdamW8bit", of_parameters(std::type_identity<AdamW8bit>(), AdamW8bitOptions(1e-3))},
+      {"torch::optim::AdamW", with<torch::optim::AdamW>(adamw)},
+      {"AdamW", with<AdamW>(adamw)},
+      {"AdamW8bit", with<AdamW8bit>(AdamW8bitOptions(1e-3))},
       {"Muon, fp32", muon(false)},
       {"Muon, bf16", muon(true)},
-      {"Lion", elementwise(std::type_identity<Lion>(), LionOptions(1e-4))},
-      {"SGD, momentum", elementwise(std::type_identity<SGD>(), torch::optim::SGDOptions(1e-2).momentum(0.9))},
-      {"Adafactor", of_parameters(std::type_identity<Adafactor>(), AdafactorOptions(1e-2))},
-      {"ScheduleFreeAdamW", elementwise(std::type_identity<ScheduleFreeAdamW>(), ScheduleFreeOptions(1e-3))},
-      {"Lamb", of_parameters(std::type_identity<Lamb>(), torch::optim::AdamWOptions(1e-3))},
+      {"Lion", with<Lion>(LionOptions(1e-4))},
+      {"SGD, momentum", with<SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9))},
+      {"Adafactor", with<Adafactor>(AdafactorOptions(1e-2))},
+      {"ScheduleFreeAdamW", with<ScheduleFreeAdamW>(ScheduleFreeOptions(1e-3))},
+      {"Lamb", with<Lamb>(adamw)},
+      {"Lbfgs, 10 remembered", with<Lbfgs>(LbfgsOptions(0.1).max_iter(2).history_size(10))},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 1;
   watch_products();
   std::printf(
-      "| optimizer | ranks | step, ms | CPU of all ranks, ms | of one rank's | products of matrices, ms | of one "
-      "rank's | "
-      "state, bytes a parameter |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n");
+      "| optimizer | ranks | stage | step, ms | CPU of all ranks, ms | of one rank's | products of matrices, ms | of "
+      "one rank's | state of a rank, bytes a parameter of the model |\n| --- | --- | --- | --- | --- | --- | --- | --- "
+      "| --- |\n");
   for (const auto& [name, make] : optimizers)
-    if (std::string(name).find(wanted) != std::string::npos && !report(name, make, rounds)) return 1;
+    if (std::string(name).find(wanted) != std::string::npos &&
+        !report(name, make, rounds, !std::string_view(name).starts_with("Lbfgs")))
+      return 1;
 }

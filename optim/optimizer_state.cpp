@@ -7,6 +7,7 @@
 #include <torch/optim/sgd.h>
 
 #include <ATen/ops/empty.h>
+#include <c10/util/Type.h>
 
 #include <array>
 #include <charconv>
@@ -257,9 +258,13 @@ std::string text_of(const OptimizerOption& option) {
 }
 
 std::string text_of(const OptimizerOptions& options) {
-  std::string text;
-  with_class_of(options, [&](auto&, const char* name) { text = std::string(name) + ":"; });
-  for (const auto& [name, value] : read_options(options)) text += " " + name + "=" + text_of(value);
+  std::string text = c10::demangle(typeid(options).name());  // of a class of the user's own, which no one here can read
+  any_kind([&]<class Options, class State>(Kind<Options, State> kind) {
+    if (dynamic_cast<const Options*>(&options) == nullptr) return false;
+    text = kind.name + std::string(":");
+    for (const auto& [name, value] : read_options(options)) text += " " + name + "=" + text_of(value);
+    return true;
+  });
   return text;
 }
 

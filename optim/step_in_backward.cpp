@@ -4,9 +4,13 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Type.h>
 
+#include <sched.h>
+
+#include <cerrno>
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <typeinfo>
 #include <utility>
 
@@ -28,14 +32,45 @@ std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const Ste
   return steps;
 }
 
+// The calling thread, and those that it starts from now on (at::parallel_for's are its own).
+void run_on(const std::vector<int>& processors) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int processor : processors)
+    if (processor >= 0 && processor < CPU_SETSIZE) CPU_SET(processor, &set);
+  if (sched_setaffinity(0, sizeof(set), &set) != 0)
+    throw std::system_error(errno, std::generic_category(), "StepInBackward: sched_setaffinity");
+}
+
+void require_usable(const std::vector<int>& processors) {
+  cpu_set_t usable;
+  CPU_ZERO(&usable);
+  if (sched_getaffinity(0, sizeof(usable), &usable) != 0)
+    throw std::system_error(errno, std::generic_category(), "StepInBackward: sched_getaffinity");
+  for (const int processor : processors) {
+    if (processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &usable)) continue;
+    std::string known;
+    for (int i = 0; i < CPU_SETSIZE; ++i)
+      if (CPU_ISSET(i, &usable)) known += " " + std::to_string(i);
+    throw std::invalid_argument(c10::str("StepInBackward: processors has ", processor,
+                                         ", expected some of those that this thread may use:", known));
+  }
+}
+
 }  // namespace
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
     : source_(source), optimizer_(optimizer), options_(options), speculation_(speculation_of(optimizer, options)) {
+  require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             speculation_ ? GradientSource::Failed([this] { abandon(); }) : nullptr));
-  // As many threads for a step as the caller would take.
-  worker_.add([threads = at::get_num_threads()] { at::set_num_threads(threads); }).get();
+  // As many threads for a step as the caller would take, or as there are processors for it.
+  worker_
+      .add([&processors = options_.processors, threads = at::get_num_threads()] {
+        if (!processors.empty()) run_on(processors);
+        at::set_num_threads(processors.empty() ? threads : static_cast<int>(processors.size()));
+      })
+      .get();
 }
 
 StepInBackward::~StepInBackward() {

@@ -25,6 +25,10 @@ struct StepInBackwardOptions {
   // Costs copies of parameters and state beside the state, on its tier: 12 bytes for each element of fp32 that is on
   // this rank, 16 with amsgrad.
   bool speculative = false;
+  // Of the machine's processors (as taskset counts them), those that the steps' threads run on, and no others, one
+  // thread each; empty: wherever the system puts them, as many as the caller has. The program's own threads go where
+  // they went: `taskset`, or the launcher, keeps them off these.
+  std::vector<int> processors;
 };
 
 // Takes the optimizer's step unit by unit, on a thread of its own, as gradients arrive and while
@@ -51,7 +55,7 @@ struct StepInBackwardOptions {
 class StepInBackward {
  public:
   // Both outlive this object. Throws std::invalid_argument for `speculative` without max_norm, and with an optimizer
-  // that has no revocable_steps(), by its class.
+  // that has no revocable_steps(), by its class, and for processors that this process may not use.
   StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Takes speculative steps back that no finish() has confirmed.
   ~StepInBackward();

@@ -43,15 +43,6 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
   return groups;
 }
 
-// "" for optimizers of which no one here knows what options they have.
-std::string known_text_of(const torch::optim::OptimizerOptions& options) {
-  try {
-    return text_of(options);
-  } catch (const std::invalid_argument&) {
-    return "";
-  }
-}
-
 // One line for each state of a dictionary: what a receiver must know to make room for it.
 std::string describe_states(const std::map<int64_t, ParameterState>& states) {
   std::ostringstream text;
@@ -107,7 +98,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
           << " offload.params=" << options_.offload.params;
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
-    lines.push_back("options of group " + std::to_string(group) + ": " + known_text_of(param_groups_[group].options()));
+    lines.push_back("options of group " + std::to_string(group) + ": " + text_of(param_groups_[group].options()));
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i) {
       const at::Tensor& parameter = param_groups_[group].params()[i];
       std::ostringstream line;

@@ -125,8 +125,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
     if (state.stand_in) {
       if (is_written)
-        throw std::logic_error(schema.name() + " would change '" + state.name +
-                               "', which is quantized: only its values can be used");
+        throw std::logic_error(schema.name() + " would change '" + state.name + "', which is " +
+                               state.stand_in->what_it_is() + ": only its values can be used");
       result.has_stand_ins = true;
       return;
     }
@@ -195,6 +195,14 @@ at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::S
     state_of(view)->stands_transposed = !state_of(tensor)->stands_transposed;
     return view;
   }
+  if (schema.name() == "aten::batch_norm") {
+    for (std::ptrdiff_t i = 1; i <= 4; ++i)
+      if (arguments[i].isTensor())
+        if (const auto stand_in = stand_in_of(arguments[i].toTensor()))
+          return stand_in->batch_norm(arguments[0].toTensor(), arguments[5].toBool(), arguments[6].toDouble(),
+                                      arguments[7].toDouble());
+    return {};
+  }
   const auto form = std::ranges::find(kLinearForms, std::string_view(schema.name()), &LinearForm::name);
   if (form == std::end(kLinearForms) || !schema.overload_name().empty()) return {};
   const at::Tensor &input = arguments[form->input].toTensor(), &weight = arguments[form->weight].toTensor();
@@ -230,7 +238,7 @@ void call_with_values(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const at::Tensor& tensor : value->toTensorVector()) list.push_back(replaced(tensor));
       *value = std::move(list);
     } else if (value->isOptionalTensorList()) {
-      throw std::logic_error(op.schema().name() + " with a quantized weight among its indices");
+      throw std::logic_error(op.schema().name() + " with a stand-in among its indices");
     }
   }
   op.callBoxed(stack);

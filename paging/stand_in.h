@@ -14,8 +14,15 @@ class StandIn {
   // What the operator is called with in the tensor's place.
   virtual at::Tensor values_for(const std::string& operation) const = 0;
   // at::linear(input, the tensor, bias); `bias` may be undefined. Also called for the products that a linear layer is
-  // made of, torch::nn::functional::linear's: with the tensor's t(), matmul, mm, and addmm without factors.
-  virtual at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) = 0;
+  // made of, torch::nn::functional::linear's: with the tensor's t(), matmul, mm, and addmm without factors. Undefined:
+  // as any other operator.
+  virtual at::Tensor linear(const at::Tensor& /*input*/, const at::Tensor& /*bias*/) { return {}; }
+  // at::batch_norm() of the input, with the tensor among its statistics or weights. Undefined: as any other operator.
+  virtual at::Tensor batch_norm(const at::Tensor& /*input*/, bool /*training*/, double /*momentum*/, double /*eps*/) {
+    return {};
+  }
+  // "quantized", for errors.
+  virtual const char* what_it_is() const = 0;
 };
 
 // A tensor without data, of this dtype and shape, for which `stand_in` computes and which keeps it alive. Operators

@@ -51,6 +51,7 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   // StandIn
   at::Tensor values_for(const std::string& operation) const override;
   at::Tensor linear(const at::Tensor& input, const at::Tensor& bias) override;
+  const char* what_it_is() const override { return "quantized"; }
 
   // Decoded, [rows, columns].
   at::Tensor base(at::ScalarType dtype) const;

@@ -1,5 +1,7 @@
 #include "tessera/sdp/sync_batch_norm.h"
 
+#include <ATen/Context.h>
+#include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -10,12 +12,16 @@
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/functional/batchnorm.h>
-#include <torch/nn/modules/container/sequential.h>
 
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
+
+#include "tessera/flat/deferred.h"
+#include "tessera/paging/stand_in.h"
 
 namespace tessera {
 namespace {
@@ -112,6 +118,31 @@ class Normalize : public torch::autograd::Function<Normalize> {
   };
 };
 
+struct Tensors {
+  at::Tensor weight, bias;               // [C], or undefined
+  at::Tensor running_mean, running_var;  // the same
+};
+
+// In training: with the statistics of all ranks, which `momentum` of goes into the running ones.
+at::Tensor normalized(const at::Tensor& input, const Tensors& tensors, double momentum, double eps,
+                      const std::shared_ptr<Communicator>& group) {
+  Statistics statistics;
+  {
+    at::NoGradGuard no_grad;
+    statistics = over_ranks(input.detach(), *group);
+    if (tensors.running_mean.defined()) {
+      const double unbiased = statistics.count / (statistics.count - 1);
+      const at::Tensor &mean = tensors.running_mean, &variance = tensors.running_var;
+      mean.mul_(1 - momentum).add_(statistics.mean.to(mean.scalar_type()), momentum);
+      variance.mul_(1 - momentum).add_((statistics.variance * unbiased).to(variance.scalar_type()), momentum);
+    }
+  }
+  const auto none = input.options().requires_grad(false);
+  const at::Tensor scale = tensors.weight.defined() ? tensors.weight : at::ones({input.size(1)}, none);
+  const at::Tensor shift = tensors.bias.defined() ? tensors.bias : at::zeros({input.size(1)}, none);
+  return Normalize::apply(input, scale, shift, &statistics, eps, group);
+}
+
 }  // namespace
 
 void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
@@ -123,90 +154,100 @@ void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
 at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
   if (!is_training()) return BatchNormImplBase::forward(input);
   _check_input_dim(input);
-  Statistics statistics;
-  {
+  double factor = options.momentum().value_or(0);
+  if (num_batches_tracked.defined()) {
     at::NoGradGuard no_grad;
-    statistics = over_ranks(input.detach(), *group_);
-    if (running_mean.defined()) {
-      num_batches_tracked += 1;
-      const double factor = options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
-      const double unbiased = statistics.count / (statistics.count - 1);
-      running_mean.mul_(1 - factor).add_(statistics.mean.to(running_mean.scalar_type()), factor);
-      running_var.mul_(1 - factor).add_((statistics.variance * unbiased).to(running_var.scalar_type()), factor);
-    }
+    num_batches_tracked += 1;
+    if (!options.momentum()) factor = 1.0 / num_batches_tracked.item<double>();
   }
-  const auto none = input.options().requires_grad(false);
-  const at::Tensor scale = weight.defined() ? weight : at::ones({options.num_features()}, none);
-  const at::Tensor shift = bias.defined() ? bias : at::zeros({options.num_features()}, none);
-  return Normalize::apply(input, scale, shift, &statistics, options.eps(), group_);
+  return normalized(input, {weight, bias, running_mean, running_var}, factor, options.eps(), group_);
 }
 
 namespace {
 
-template <class Module>
-std::shared_ptr<SyncBatchNormImpl> converted(const torch::nn::Module& module,
-                                             const std::shared_ptr<Communicator>& group) {
-  const auto* norm = dynamic_cast<const Module*>(&module);
-  if (norm == nullptr) return nullptr;
-  auto made = std::make_shared<SyncBatchNormImpl>(norm->options, group);
-  at::NoGradGuard no_grad;
-  auto take = [](const at::Tensor& from, at::Tensor& to) {
-    if (!from.defined()) return;
-    to.set_data(from.detach().clone());
-    to.set_requires_grad(from.requires_grad());
-  };
-  take(norm->weight, made->weight), take(norm->bias, made->bias);
-  take(norm->running_mean, made->running_mean), take(norm->running_var, made->running_var);
-  take(norm->num_batches_tracked, made->num_batches_tracked);
-  made->train(norm->is_training());
-  return made;
-}
+// What a BatchNorm has where it had its running mean (its weight, if it keeps no statistics): with it, at::batch_norm,
+// which the module's own forward() calls, takes the statistics of all ranks.
+class SyncedBatchNorm : public StandIn {
+ public:
+  SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, Tensors tensors,
+                  std::shared_ptr<Communicator> group)
+      : owner_(std::move(owner)), stands_for_(stands_for), tensors_(std::move(tensors)), group_(std::move(group)) {}
 
-std::shared_ptr<SyncBatchNormImpl> any_converted(const torch::nn::Module& module,
-                                                 const std::shared_ptr<Communicator>& group) {
-  if (auto made = converted<torch::nn::BatchNorm1dImpl>(module, group)) return made;
-  if (auto made = converted<torch::nn::BatchNorm2dImpl>(module, group)) return made;
-  return converted<torch::nn::BatchNorm3dImpl>(module, group);
-}
-
-// Calls visit(name, child, its place in a Sequential or null) for all below.
-void for_each_child(torch::nn::Module& module, const std::string& prefix,
-                    const std::function<void(const std::string&, torch::nn::Module& parent, const std::string& key,
-                                             torch::nn::Module& child, torch::nn::AnyModule*)>& visit) {
-  auto* sequential = dynamic_cast<torch::nn::SequentialImpl*>(&module);
-  size_t place = 0;
-  for (const auto& item : module.named_children()) {
-    torch::nn::AnyModule* slot = sequential == nullptr ? nullptr : &*(sequential->begin() + static_cast<int>(place++));
-    visit(prefix + item.key(), module, item.key(), *item.value(), slot);
-    for_each_child(*item.value(), prefix + item.key() + ".", visit);
+  at::Tensor values_for(const std::string&) const override { return stands_for_; }
+  at::Tensor batch_norm(const at::Tensor& input, bool training, double momentum, double eps) override {
+    const auto owner = owner_.lock();
+    if (owner != nullptr && owner->is_training()) return normalized(input, tensors_, momentum, eps, group_);
+    return at::batch_norm(input, tensors_.weight, tensors_.bias, tensors_.running_mean, tensors_.running_var, training,
+                          momentum, eps, at::globalContext().userEnabledCuDNN());
   }
+  const char* what_it_is() const override { return "a BatchNorm's over all ranks"; }
+
+ private:
+  const std::weak_ptr<torch::nn::Module> owner_;
+  const at::Tensor stands_for_;  // what is registered
+  const Tensors tensors_;
+  const std::shared_ptr<Communicator> group_;
+};
+
+using Visit = std::function<void(const std::string& name, torch::nn::Module&)>;
+
+// Every module once.
+void for_each_module(torch::nn::Module& root, const Visit& visit) {
+  std::unordered_set<const torch::nn::Module*> seen;
+  auto walk = [&](auto& self, torch::nn::Module& module, const std::string& name) -> void {
+    if (!seen.insert(&module).second) return;
+    visit(name, module);
+    for (const auto& child : module.named_children())
+      self(self, *child.value(), name.empty() ? child.key() : name + "." + child.key());
+  };
+  walk(walk, root, "");
+}
+
+// Calls act(batch norm) if it is one of BatchNorm1d, 2d and 3d.
+template <class Act>
+void with_batch_norm(torch::nn::Module& module, Act act) {
+  if (auto* norm = dynamic_cast<torch::nn::BatchNorm1dImpl*>(&module)) act(*norm);
+  if (auto* norm = dynamic_cast<torch::nn::BatchNorm2dImpl*>(&module)) act(*norm);
+  if (auto* norm = dynamic_cast<torch::nn::BatchNorm3dImpl*>(&module)) act(*norm);
+}
+
+// What is to be stood for, undefined if there is nothing.
+template <class Norm>
+at::Tensor& anchor_of(Norm& norm) {
+  return norm.running_mean.defined() ? norm.running_mean : norm.weight;
 }
 
 }  // namespace
 
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm) {
-  std::string members;
-  for_each_child(module, "",
-                 [&](const std::string& name, torch::nn::Module&, const std::string&, torch::nn::Module& child,
-                     torch::nn::AnyModule* slot) {
-                   if (slot == nullptr && any_converted(child, nullptr)) {
-                     if (!members.empty()) members += ", ";
-                     members += name;
-                   }
-                 });
-  if (!members.empty())
-    throw std::invalid_argument("convert_sync_batch_norm: " + members +
-                                ": a class calls its members as what they are, declare them tessera::SyncBatchNorm");
+  std::string without;
+  for_each_module(module, [&](const std::string& name, torch::nn::Module& child) {
+    with_batch_norm(child, [&](auto& norm) {
+      if (anchor_of(norm).defined() && !norm.weak_from_this().expired()) return;
+      if (!without.empty()) without += ", ";
+      without += name.empty() ? "(root)" : name;
+    });
+  });
+  if (!without.empty())
+    throw std::invalid_argument("convert_sync_batch_norm: " + without +
+                                ": neither running statistics nor weights, or held by no std::shared_ptr: nothing can "
+                                "stand for them, declare a tessera::SyncBatchNorm");
   const auto group = comm.split_by([](int) { return 0; });
   int count = 0;
-  for_each_child(module, "",
-                 [&](const std::string&, torch::nn::Module& parent, const std::string& key, torch::nn::Module& child,
-                     torch::nn::AnyModule* slot) {
-                   const auto made = any_converted(child, group);
-                   if (!made) return;
-                   *slot = torch::nn::AnyModule(parent.replace_module(key, made));
-                   ++count;
-                 });
+  for_each_module(module, [&](const std::string& name, torch::nn::Module& child) {
+    with_batch_norm(child, [&](auto& norm) {
+      at::Tensor& anchor = anchor_of(norm);
+      if (stand_in_of(anchor) != nullptr) return;
+      const auto stand_in = std::make_shared<SyncedBatchNorm>(
+          norm.weak_from_this(), anchor, Tensors{norm.weight, norm.bias, norm.running_mean, norm.running_var}, group);
+      const OrdinaryScope ordinary;
+      anchor = stand_in_view(
+          stand_in,
+          (name.empty() ? "" : name + ".") + std::string(norm.running_mean.defined() ? "running_mean" : "weight"),
+          device_of_values(anchor), anchor.scalar_type(), anchor.sizes());
+      ++count;
+    });
+  });
   return count;
 }
 

@@ -38,10 +38,16 @@ class SyncBatchNormImpl : public torch::nn::BatchNormImplBase<2, SyncBatchNormIm
 };
 TORCH_MODULE(SyncBatchNorm);
 
-// Puts a SyncBatchNorm, with the same values, in the place of each BatchNorm1d, 2d and 3d of the Sequentials in
-// `module`, itself one or not; returns how many. Before wrapping and before an optimizer is made: parameters are new
-// tensors. Collective. A class calls its own members as what they are, so one that has a BatchNorm as a member keeps
-// it: throws std::invalid_argument, with nothing changed, that lists those by name; declare them SyncBatchNorm.
+// Makes each BatchNorm1d, 2d and 3d in `module` (members of a type of yours, in Sequential or ModuleList, itself) train
+// with the statistics of all ranks, as SyncBatchNorm does; returns how many. No module, parameter or buffer changes
+// place or type: the member `running_mean` (`weight`, where no statistics are kept) stands for the registered tensor,
+// read only from then on, and torch's forward(), which hands it to at::batch_norm, computes with all ranks. torch's
+// forward() refuses an input of one value a channel on a rank. clone() of a layer makes an ordinary one.
+//
+// After values are initialized, before wrapping, once (those that are converted are passed over). Batch norms that a
+// program's own code calls at::batch_norm() for, and those of exported graphs, are no modules and stay as they are.
+// Collective. Throws std::invalid_argument, with nothing changed, that lists those by name that have neither running
+// statistics nor weights: declare them SyncBatchNorm.
 int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm);
 
 }  // namespace tessera

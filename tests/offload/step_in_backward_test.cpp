@@ -1,6 +1,10 @@
 // The optimizer's step unit by unit in backward: the same bits as after it.
+#include <sched.h>
+
 #include <condition_variable>
 #include <limits>
+#include <mutex>
+#include <set>
 
 #include "tessera/flat/shard_norm.h"
 #include "tessera/optim/optimizer_state.h"
@@ -159,6 +163,51 @@ TEST(StepInBackward, MistakesAreNamed) {
   });
 }
 
+// Where the threads of a step run, the thread itself and those that it shares work with.
+struct Placed : PartialStep {
+  void step_parameters(const std::vector<at::Tensor>&) override {
+    threads = at::get_num_threads();
+    at::parallel_for(0, 64, 1, [&](int64_t, int64_t) {
+      cpu_set_t set;
+      sched_getaffinity(0, sizeof(set), &set);
+      std::lock_guard lock(mutex);
+      for (int i = 0; i < CPU_SETSIZE; ++i)
+        if (CPU_ISSET(i, &set)) processors.insert(i);
+    });
+  }
+  std::mutex mutex;
+  std::set<int> processors;
+  int threads = 0;
+};
+
+TEST(StepInBackward, RunsOnTheProcessorsThatItIsGiven) {
+  cpu_set_t usable;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(usable), &usable), 0);
+  int last = -1, count = 0;
+  for (int i = 0; i < CPU_SETSIZE; ++i)
+    if (CPU_ISSET(i, &usable)) last = i, ++count;
+  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    at::set_num_threads(2);
+    FullyShardedDataParallel fsdp(torch::nn::Linear(8, 8), comm, {.offload = {.params = true, .grads = true}});
+    auto placed_by = [&](const std::vector<int>& processors) {
+      Placed optimizer;
+      StepInBackward step(fsdp, optimizer, {.processors = processors});
+      fsdp(torch::ones({2, 8})).sum().backward();
+      step.finish();
+      fsdp.zero_grad();
+      EXPECT_EQ(optimizer.threads, processors.empty() ? 2 : 1);
+      return optimizer.processors;
+    };
+    EXPECT_EQ(placed_by({last}), std::set<int>{last});
+    EXPECT_EQ(static_cast<int>(placed_by({}).size()), count);  // the caller is where it was
+    Placed optimizer;
+    for (const int none : {-1, last + 1})
+      expect_contains(
+          error_of<std::invalid_argument>([&] { StepInBackward step(fsdp, optimizer, {.processors = {none}}); }),
+          c10::str("processors has ", none, ", expected some of those"));
+  });
+}
+
 struct Failing : PartialStep {
   void step_parameters(const std::vector<at::Tensor>&) override { throw std::runtime_error("no step today"); }
 };
@@ -210,10 +259,11 @@ std::vector<std::string> bits_of(const FullyShardedModule& fsdp, torch::optim::O
   return all;
 }
 
-enum class Tier { kDevice, kHost, kHostBfloat16, kHostDouble, kDisk, kDiskBfloat16 };
+enum class Tier { kDevice, kHost, kHostBfloat16, kHostDouble, kDisk, kDiskBfloat16, kCopiesOfTwo };
 
 FsdpOptions options_for(Tier tier, const std::string& folder) {
   FsdpOptions options{.auto_wrap = wrap_by_size(40)};
+  if (tier == Tier::kCopiesOfTwo) options.hybrid.ranks_per_copy = 2;
   if (tier != Tier::kDevice) options.offload = {.params = true, .grads = true};
   if (tier == Tier::kHostBfloat16 || tier == Tier::kDiskBfloat16)
     options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
@@ -246,6 +296,11 @@ Trained train_clipped(std::shared_ptr<Communicator> comm, Tier tier, Norms norms
   Trained trained;
   for (int i = 0; i < kSteps; ++i) {
     optimizer.zero_grad();
+    if (i % 3 == 1) {  // the step is of two micro-batches
+      auto accumulating = fsdp.no_sync();
+      const at::Tensor out = fsdp(batch(100 * i + 50 + comm->rank()).to(dtype)).to(dtype);
+      (torch::mse_loss(out, batch(7 * i + 1).to(dtype)) * loss_factor(norms, i)).backward();
+    }
     const at::Tensor out = fsdp(batch(100 * i + comm->rank()).to(dtype)).to(dtype);
     (torch::mse_loss(out, batch(7 * i).to(dtype)) * loss_factor(norms, i)).backward();
     const double norm = *step.finish();
@@ -297,6 +352,13 @@ TEST(Speculation, IsWaitingBitForBit) {
       }
     });
   }
+}
+
+TEST(Speculation, IsWaitingOverCopiesOfAModel) {
+  on_ranks(4, [](std::shared_ptr<Communicator> comm) {
+    compare<HostAdamW>(comm, Tier::kCopiesOfTwo, Norms::kAlternately, torch::optim::AdamWOptions(1e-2));
+    compare<HostAdamW>(comm, Tier::kCopiesOfTwo, Norms::kNan, torch::optim::AdamWOptions(1e-2).amsgrad(true));
+  });
 }
 
 TEST(Speculation, KnowsWhichNormsClip) {

@@ -80,31 +80,52 @@ TEST(SyncBatchNorm, IsBatchNormOfTheWholeBatch) {
   }
 }
 
-struct InnerImpl : torch::nn::Module {
-  InnerImpl() {
-    inner_ = register_module("inner", torch::nn::Sequential(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)),
-                                                            torch::nn::BatchNorm2d(4)));
+// As torchvision's ResNet in C++: batch norms are typed members; and in a ModuleList, and one that is used twice.
+struct BlockImpl : torch::nn::Module {
+  BlockImpl()
+      : conv(register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)))),
+        bn1(register_module("bn1", torch::nn::BatchNorm2d(4))),
+        bn2(register_module("bn2", torch::nn::BatchNorm2d(torch::nn::BatchNormOptions(4).track_running_stats(false)))),
+        more(register_module("more", torch::nn::ModuleList(torch::nn::BatchNorm2d(
+                                         torch::nn::BatchNormOptions(4).affine(false).momentum(std::nullopt))))) {}
+  at::Tensor forward(at::Tensor x) {
+    x = torch::relu(bn1(conv(x)));
+    x = bn1(x.cos());
+    return x + bn2(x).tanh() + more[0]->as<torch::nn::BatchNorm2dImpl>()->forward(x.sin());
   }
-  at::Tensor forward(at::Tensor x) { return inner_->forward(x); }
+  torch::nn::Conv2d conv;
+  torch::nn::BatchNorm2d bn1, bn2;
+  torch::nn::ModuleList more;
+};
 
- private:
-  torch::nn::Sequential inner_{nullptr};
+struct HeadImpl : torch::nn::Module {
+  HeadImpl(int64_t width, torch::nn::BatchNorm1d norm)
+      : layers(register_module("layers", torch::nn::Sequential(torch::nn::Linear(width, 5), std::move(norm)))) {}
+  at::Tensor forward(at::Tensor x) { return layers->forward(x); }
+  torch::nn::Sequential layers;
 };
 
 // Converted, under a wrapper: the whole batch in one process, to rounding.
 TEST(SyncBatchNorm, ConvertedModelsTrainAsOneProcess) {
   auto make = [] {
     return seeded(1, [] {
-      return torch::nn::Sequential(std::make_shared<InnerImpl>(), torch::nn::ReLU(), torch::nn::Flatten(),
-                                   torch::nn::Linear(16, 5), torch::nn::BatchNorm1d(5));
+      torch::nn::BatchNorm1d shared(5);
+      torch::nn::Sequential net(std::make_shared<BlockImpl>(), torch::nn::ReLU(), torch::nn::Flatten(),
+                                std::make_shared<HeadImpl>(16, shared), std::make_shared<HeadImpl>(5, shared));
+      net->to(at::kDouble);
+      return net;
     });
   };
-  auto batch = [](int rank, int step) { return seeded(10 * step + rank, [] { return torch::randn({6, 3, 4, 4}); }); };
+  auto batch = [](int rank, int step) {
+    return seeded(10 * step + rank, [] { return torch::randn({6, 3, 4, 4}, at::kDouble); });
+  };
   for (const int stage : {0, 2, 3}) {
     on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
       auto reference = make(), net = make();
-      EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 2);
-      torch::optim::SGD whole(reference->parameters(), 0.1);
+      EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 4);
+      EXPECT_EQ(convert_sync_batch_norm(*net, *comm), 0);  // they are
+      EXPECT_EQ(net->parameters().size(), reference->parameters().size());
+      torch::optim::SGD whole(unique_parameters(*reference), 0.1);
       auto model = zero(net, torch::optim::SGDOptions(0.1), comm, {.stage = stage});
       for (int step = 0; step < 3; ++step) {
         model.zero_grad();
@@ -119,24 +140,64 @@ TEST(SyncBatchNorm, ConvertedModelsTrainAsOneProcess) {
       auto state = model.full_state_dict();
       for (const auto& list : {reference->named_parameters(), reference->named_buffers()})
         for (const auto& item : list)
-          EXPECT_TRUE(torch::allclose(state[item.key()], item.value(), 1e-4, 1e-5)) << stage << " " << item.key();
+          EXPECT_TRUE(torch::allclose(state[item.key()], item.value(), 1e-9, 1e-9))
+              << stage << " " << item.key() << " " << (state[item.key()] - item.value()).abs().max();
+      reference->eval(), net->eval();
+      at::NoGradGuard no_grad;
+      EXPECT_TRUE(
+          torch::allclose(model(batch(comm->rank(), 9)), reference->forward(batch(comm->rank(), 9)), 1e-9, 1e-9));
     });
   }
 }
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() { norm_ = register_module("norm", torch::nn::BatchNorm1d(4)); }
-  at::Tensor forward(at::Tensor x) { return norm_(x); }
-
- private:
-  torch::nn::BatchNorm1d norm_{nullptr};
-};
+// Batch norms stay in fp32 while others compute in bf16; and in bf16 with others.
+TEST(SyncBatchNorm, ConvertedModelsTrainInMixedPrecision) {
+  auto make = [] {
+    return seeded(1, [] {
+      return torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
+                                   torch::nn::Linear(8, 2));
+    });
+  };
+  auto batch = [](int rank, int step) { return seeded(10 * step + rank, [] { return torch::randn({16, 6}); }); };
+  for (const bool in_bf16 : {false, true}) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      auto reference = make(), net = make();
+      convert_sync_batch_norm(*net, *comm);
+      torch::optim::SGD whole(reference->parameters(), 0.1);
+      FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+      options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+      if (in_bf16) options.mixed_precision.buffer_dtype = at::kBFloat16;
+      FullyShardedDataParallel fsdp(net, comm, options);
+      torch::optim::SGD optimizer(fsdp.parameters(), 0.1);
+      for (int step = 0; step < 3; ++step) {
+        optimizer.zero_grad();
+        whole.zero_grad();
+        fsdp(batch(comm->rank(), step)).to(at::kFloat).square().mean().backward();
+        reference->forward(torch::cat({batch(0, step), batch(1, step)})).square().mean().backward();
+        optimizer.step();
+        whole.step();
+      }
+      auto state = fsdp.full_state_dict();
+      for (const auto& list : {reference->named_parameters(), reference->named_buffers()})
+        for (const auto& item : list)
+          EXPECT_TRUE(torch::allclose(state[item.key()].to(at::kFloat), item.value().to(at::kFloat), 2e-2, 2e-2))
+              << in_bf16 << " " << item.key() << state[item.key()] - item.value();
+    });
+  }
+}
 
 TEST(SyncBatchNorm, MistakesAreNamed) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    torch::nn::Sequential net(std::make_shared<NetImpl>(), torch::nn::BatchNorm1d(4));
+    using Options = torch::nn::BatchNormOptions;
+    torch::nn::Sequential net(torch::nn::BatchNorm1d(4),
+                              torch::nn::BatchNorm1d(Options(4).affine(false).track_running_stats(false)));
     expect_contains(error_of<std::invalid_argument>([&] { convert_sync_batch_norm(*net, *comm); }),
-                    "0.norm: a class calls its members");
+                    "convert_sync_batch_norm: 1: neither running statistics nor weights");
+    torch::nn::BatchNorm1d converted(4);
+    EXPECT_EQ(convert_sync_batch_norm(*converted, *comm), 1);
+    EXPECT_TRUE(torch::equal(converted->running_mean + 1, torch::ones({4})));
+    expect_contains(error_of<std::logic_error>([&] { converted->reset_running_stats(); }),
+                    "'running_mean', which is a BatchNorm's over all ranks: only its values can be used");
     SyncBatchNorm norm(torch::nn::BatchNormOptions(4), *comm);
     expect_contains(error_of<std::invalid_argument>([&] { norm(torch::ones({2, 3})); }), "expected [N, 4, ...]");
     expect_contains(error_of<std::invalid_argument>([&] { norm(torch::ones({comm->rank() == 0 ? 1 : 0, 4})); }),
