@@ -11,6 +11,7 @@
 #include "tessera/data/distributed_sampler.h"
 #include "tessera/exported/exported_module.h"
 #include "tessera/flat/deferred.h"
+#include "tessera/flat/memory_warning.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 #include "tessera/launch/launch.h"

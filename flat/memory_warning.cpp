@@ -7,6 +7,7 @@
 #include <iomanip>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "tessera/launch/launch_environment.h"
 #include "tessera/memory/free_memory.h"
@@ -40,16 +41,31 @@ Place place_on_host(const Communicator& comm) {
 
 }  // namespace
 
+static thread_local int64_t planned_bytes = 0;
+
+PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : before_(std::exchange(planned_bytes, peak_bytes)) {}
+PlannedMemoryScope::~PlannedMemoryScope() { planned_bytes = before_; }
+int64_t PlannedMemoryScope::current() { return planned_bytes; }
+
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes) {
-  const int64_t total = need.parameters + need.gradients + need.in_use;
-  if ((total - need.freed) * ranks <= free_bytes) return {};
+  const int64_t planned = PlannedMemoryScope::current();
+  const int64_t total = planned > 0 ? planned : need.parameters + need.gradients + need.in_use;
+  const int64_t there = need.freed + (planned > 0 ? need.present : 0);
+  if ((total - there) * ranks <= free_bytes) return {};
   std::string text = who + ":";
-  if (need.parameters > 0) text += " parameters (" + text_of(need.parameters) + "),";
-  text += " gradients (" + text_of(need.gradients) + ")";
-  if (need.in_use > 0) text += " and units in use (" + text_of(need.in_use) + ")";
-  text += " take " + text_of(total);
+  if (planned > 0) {
+    text += " a step as planned takes " + text_of(total);
+  } else {
+    if (need.parameters > 0) text += " parameters (" + text_of(need.parameters) + "),";
+    text += " gradients (" + text_of(need.gradients) + ")";
+    if (need.in_use > 0) text += " and units in use (" + text_of(need.in_use) + ")";
+    text += " take " + text_of(total);
+  }
   text += ranks == 1 ? " on this rank" : " on each of " + std::to_string(ranks) + " ranks that share this memory";
   text += ", of which " + text_of(free_bytes) + " are free";
+  if (planned > 0)
+    return text + (there > 0 ? ", and " + text_of(there * ranks) + " are taken already" : "") +
+           ": tessera plan says what fits";
   if (need.freed > 0) text += ", and " + text_of(need.freed * ranks) + " will be";
   return text + ". The optimizer's state and activations come on top: tessera plan says what fits";
 }

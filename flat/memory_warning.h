@@ -11,11 +11,31 @@ namespace tessera {
 struct MemoryNeed {
   int64_t parameters = 0;
   int64_t gradients = 0;
-  int64_t in_use = 0;  // units that are gathered at a time
-  int64_t freed = 0;   // of what is there already, and goes
+  int64_t in_use = 0;   // units that are gathered at a time
+  int64_t freed = 0;    // of parameters that are there already, and go
+  int64_t present = 0;  // of those that are there, and stay
 };
 
-// What is to be said where `ranks` such ranks share `free_bytes` of memory; "" if there is room.
+// A program that has planned says what a rank takes at the peak of a step, with optimizer and activations: while this
+// lives, wrappers of this thread hold that against free memory, in place of what they can count themselves.
+//
+//   const PlannedMemoryScope planned(record.peak_bytes());  // of a dry_run()
+//   auto model = zero(Gpt(config), options, comm, {.stage = 3});
+class PlannedMemoryScope {
+ public:
+  explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device that the wrapper will be on
+  ~PlannedMemoryScope();
+  PlannedMemoryScope(const PlannedMemoryScope&) = delete;
+  PlannedMemoryScope& operator=(const PlannedMemoryScope&) = delete;
+
+  static int64_t current();  // of this thread; 0: nobody has planned
+
+ private:
+  const int64_t before_;
+};
+
+// What is to be said where `ranks` such ranks share `free_bytes` of memory, of which each takes what is planned or else
+// what is needed; "" if there is room.
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes);
 
 // TORCH_WARNs so: before a wrapper takes memory, since on Linux the one who takes too much is killed and says nothing.

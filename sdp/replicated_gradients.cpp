@@ -21,8 +21,11 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                OwnerOf owner_of, ReplicatedOptions options) {
   // Parameters are there already. With owners a rank gets about its share of the gradients.
   MemoryNeed need;
-  for (const PlannedParameter& parameter : parameters)
-    if (parameter.tensor.requires_grad()) need.gradients += static_cast<int64_t>(parameter.tensor.nbytes());
+  for (const PlannedParameter& parameter : parameters) {
+    const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
+    need.present += bytes;
+    if (parameter.tensor.requires_grad()) need.gradients += bytes;
+  }
   if (owner_of) need.gradients /= comm->size();
   warn_if_short_of_memory(who, need, *comm);
   std::shared_ptr<ReplicatedGradients> made(new ReplicatedGradients(

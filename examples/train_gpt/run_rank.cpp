@@ -57,11 +57,11 @@ void check_world(const TrainOptions& options, int world) {
 class Recorder {
  public:
   // `first_step`: how many steps were done before; their metrics stay.
-  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step, const tessera::PeakMemory* memory)
+  Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
       : plot_path_(options.out / kPlotFile),
         metrics_(options.out / kMetricsFile, first_step),
         progress_(make_progress(std::cout, standard_output_is_terminal(), options.steps)) {
-    if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard, *memory);
+    if (!options.tensorboard.empty()) tensorboard_.emplace(options.tensorboard);
     curves_.unigram_loss = unigram_loss;
     for (const auto& report : metrics_.kept()) add_to_curves(report);
   }
@@ -106,15 +106,14 @@ class Recorder {
 };
 
 // Trains, and returns rank 0's result; an empty one on the others.
-RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows,
-                const tessera::PeakMemory* memory) {
+RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
   trainer.set_warmup(resumed.warmup);
   for (size_t i = 0; shows && i < resumed.notes.size(); ++i) std::cout << "  note        " << resumed.notes[i] << "\n";
   const auto start = Clock::now();
   std::optional<Recorder> recorder;
-  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step, memory);
+  if (shows) recorder.emplace(options, trainer.unigram_loss(), first_step);
   trainer.run(
       first_step, [&] { checkpoints.before_update(); },
       [&](const StepReport& report) {
@@ -168,7 +167,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   at::set_num_threads(threads);
 
   std::optional<tessera::PeakMemory> tensors;  // before the first of them
-  if (shows && !options.tensorboard.empty()) tensors.emplace(comm->device());
+  if (!options.tensorboard.empty()) tensors.emplace(comm->device());
   const bool adapts = options.lora_rank > 0;
   Gpt model = draw_model(options, comm->device());
   int64_t parameters_numel = 0;
@@ -184,6 +183,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
   if (options.ema > 0) wrapped = std::make_unique<WithEma>(std::move(wrapped), options.ema);
   Trainer trainer(options, job.corpus, *comm, *wrapped);
+  if (tensors) trainer.count_memory(*tensors);
   Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
   if (shows) {
     print_header(std::cout, options, job.corpus,
@@ -195,7 +195,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                   .tokens_per_step = trainer.tokens_per_step(),
                   .unigram_loss = trainer.unigram_loss()});
   }
-  const auto result = train(trainer, checkpoints, options, shows, tensors ? &*tensors : nullptr);
+  const auto result = train(trainer, checkpoints, options, shows);
   const auto memory = memory_of_all_ranks(trainer.memory(), *comm);
   if (shows) {
     std::cout << "\n";

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "tessera/comm/wait_report.h"
 #include "trainable.h"
@@ -19,6 +20,7 @@ struct StepReport {
   MemoryUse memory;                // this rank's
   // Since the last ones, where it was time for it.
   std::optional<tessera::WaitReport> waits;
+  std::vector<MemoryUse> memory_by_rank;  // with `waits`; else empty
 };
 
 }  // namespace train_gpt

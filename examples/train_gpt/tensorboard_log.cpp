@@ -16,10 +16,14 @@ void TensorboardLog::write(const StepReport& report) {
   add("train/grad_norm", report.grad_norm);
   add("train/tokens_per_s", report.tokens_per_s);
   if (report.val_loss) add("val/loss", *report.val_loss);
-  const auto& memory = report.memory;
-  add("memory/state_MiB", in_mib(memory.parameter_bytes + memory.grad_bytes + memory.optimizer_bytes));
-  add("memory/held_MiB", in_mib(memory_.current_bytes()));
-  add("memory/peak_MiB", in_mib(memory_.peak_bytes()));
+  const auto add_memory = [&](const MemoryUse& memory, const std::string& of) {
+    add("memory/state_MiB" + of, in_mib(memory.parameter_bytes + memory.grad_bytes + memory.optimizer_bytes));
+    add("memory/held_MiB" + of, in_mib(memory.held_bytes));
+    add("memory/peak_MiB" + of, in_mib(memory.peak_held_bytes));
+  };
+  add_memory(report.memory, "");
+  for (size_t rank = 0; rank < report.memory_by_rank.size(); ++rank)
+    add_memory(report.memory_by_rank[rank], "_rank_" + std::to_string(rank));
   if (!report.waits) return;
   const auto& waits = *report.waits;
   for (size_t rank = 0; rank < waits.ranks.size(); ++rank)

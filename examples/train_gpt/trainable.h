@@ -19,6 +19,8 @@ struct MemoryUse {
   int64_t optimizer_bytes = 0;
   int64_t peak_gathered_bytes = 0;  // full parameters of units in use, at most
   int64_t peak_bucket_bytes = 0;    // full gradients on their way to be reduced, at most
+  int64_t held_bytes = 0;           // by all tensors of the process now, and
+  int64_t peak_held_bytes = 0;      // at most: where they are counted (--tensorboard), else 0
 };
 
 // A model with its optimizer, in whichever way the training state lies on the ranks: all that the

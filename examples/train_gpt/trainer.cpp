@@ -46,7 +46,10 @@ void Trainer::run(int64_t first_step, const std::function<void()>& before_update
                                " is not a finite number; a lower --lr or a --clip may help");
     }
     if (validates_after(report.step)) report.val_loss = validate();
-    if (waits_ && report.step % report_interval_ == 0) report.waits = waits_->report();
+    if (waits_ && report.step % report_interval_ == 0) {
+      report.waits = waits_->report();
+      report.memory_by_rank = memory_of_all_ranks(memory(), comm_);
+    }
     on_step(report);
   }
 }
@@ -113,6 +116,10 @@ double Trainer::unigram_loss() const {
 MemoryUse Trainer::memory() const {
   auto memory = model_.memory();
   memory.grad_bytes = grad_bytes_;
+  if (held_ != nullptr) {
+    memory.held_bytes = held_->current_bytes();
+    memory.peak_held_bytes = held_->peak_bytes();
+  }
   return memory;
 }
 
@@ -124,9 +131,9 @@ std::vector<double> Trainer::mean_over_ranks(const std::vector<double>& values) 
 }
 
 std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Communicator& comm) {
-  constexpr int64_t kFigures = 5;
+  constexpr int64_t kFigures = 7;
   const auto shard = torch::tensor({own.parameter_bytes, own.grad_bytes, own.optimizer_bytes, own.peak_gathered_bytes,
-                                    own.peak_bucket_bytes},
+                                    own.peak_bucket_bytes, own.held_bytes, own.peak_held_bytes},
                                    torch::kInt64)
                          .to(comm.device());
   auto full = torch::empty({comm.size() * kFigures}, shard.options());
@@ -134,7 +141,7 @@ std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Commun
   full = full.to(torch::kCPU);
   std::vector<MemoryUse> memory;
   for (const auto* f = full.data_ptr<int64_t>(); f != full.data_ptr<int64_t>() + full.numel(); f += kFigures) {
-    memory.push_back({f[0], f[1], f[2], f[3], f[4]});
+    memory.push_back({f[0], f[1], f[2], f[3], f[4], f[5], f[6]});
   }
   return memory;
 }

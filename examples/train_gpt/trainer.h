@@ -12,6 +12,7 @@
 #include "step_report.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/wait_report.h"
+#include "tessera/memory/peak_memory.h"
 #include "trainable.h"
 
 namespace train_gpt {
@@ -23,6 +24,9 @@ class Trainer {
  public:
   // The corpus, communicator and model must outlive the trainer.
   Trainer(const TrainOptions& options, const Corpus& corpus, tessera::Communicator& comm, Trainable& model);
+
+  // What counts the process's tensors from now on, for memory(); outlives the trainer.
+  void count_memory(const tessera::PeakMemory& held) { held_ = &held; }
 
   // How long the warm-up is, where a run goes on that began with another one.
   void set_warmup(int64_t steps) { schedule_.warmup = steps; }
@@ -65,6 +69,7 @@ class Trainer {
   int64_t report_interval_;
   std::optional<tessera::WaitReporter> waits_;  // where there are such reports
   int64_t grad_bytes_ = 0;
+  const tessera::PeakMemory* held_ = nullptr;
 };
 
 // The figures of every rank, in rank order. Collective.

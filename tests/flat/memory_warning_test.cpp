@@ -14,6 +14,14 @@ using namespace testing_support;
 
 constexpr int64_t kGib = int64_t{1} << 30;
 
+// Counts the warnings of its thread that are ours.
+struct Warnings : c10::WarningHandler {
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find(" take") != std::string::npos) texts.push_back(warning.msg());
+  }
+  std::vector<std::string> texts;
+};
+
 TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
   const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .in_use = kGib};
   EXPECT_EQ(memory_warning("W", need, 2, 18 * kGib), "");
@@ -29,20 +37,33 @@ TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
                   "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
 }
 
+// Who has planned knows of optimizer and activations, too.
+TEST(MemoryWarning, GoesByAPlanWhereThereIsOne) {
+  const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .freed = kGib, .present = kGib};
+  {
+    const PlannedMemoryScope planned(20 * kGib);
+    EXPECT_EQ(memory_warning("W", need, 2, 36 * kGib), "");
+    const std::string text = memory_warning("W", need, 2, 35 * kGib);
+    expect_contains(text,
+                    "W: a step as planned takes 20.0 GiB on each of 2 ranks that share this memory, of which 35.0");
+    expect_contains(text, "and 4.0 GiB are taken already: tessera plan says what fits");
+    on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+      Warnings warnings;
+      const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+      const PlannedMemoryScope huge(int64_t{1} << 50);
+      const DistributedDataParallel ddp(torch::nn::Linear(8, 8), comm);
+      ASSERT_EQ(warnings.texts.size(), 1U);
+    });
+  }
+  EXPECT_EQ(memory_warning("W", need, 2, 14 * kGib), "");
+}
+
 TEST(MemoryWarning, KnowsWhatTheSystemHas) {
   const auto free_bytes = free_memory_bytes(at::kCPU);
   ASSERT_TRUE(free_bytes.has_value());
   EXPECT_GT(*free_bytes, 0);
   EXPECT_LT(*free_bytes, ::sysconf(_SC_PHYS_PAGES) * ::sysconf(_SC_PAGESIZE));
 }
-
-// Counts the warnings of its thread that are ours.
-struct Warnings : c10::WarningHandler {
-  void process(const c10::Warning& warning) override {
-    if (warning.msg().find("that share this memory") != std::string::npos) texts.push_back(warning.msg());
-  }
-  std::vector<std::string> texts;
-};
 
 // Before anything is allocated: each parameter is more than the machine has, and never gets that far.
 TEST(MemoryWarning, ComesBeforeTheMemoryIsTaken) {

@@ -41,6 +41,12 @@ class Tensorboard(unittest.TestCase):
                 for step, value in expected.items():
                     self.assertTrue(math.isclose(points[step], value, rel_tol=1e-6, abs_tol=1e-12), (tag, step))
             self.assertEqual(list(curve("wait/percent_rank_1")), [4, 8, 12])
+            for name in ("state", "held", "peak"):
+                by_rank = [curve(f"memory/{name}_MiB_rank_{rank}") for rank in range(2)]
+                self.assertEqual([list(points) for points in by_rank], [[4, 8, 12]] * 2)
+                self.assertTrue(all(value > 0 for points in by_rank for value in points.values()), name)
+            # Both hold half of what there is to shard, and rank 0 the same as it says of itself.
+            self.assertEqual(curve("memory/state_MiB_rank_0")[8], curve("memory/state_MiB")[8])
             for held, peak in zip(curve("memory/held_MiB").values(), curve("memory/peak_MiB").values()):
                 self.assertTrue(0 < held <= peak)
 
