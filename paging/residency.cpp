@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "tessera/paging/keyed_view.h"
-#include "tessera/paging/recompute.h"
+#include "tessera/paging/recomputes_later.h"
 #include "tessera/paging/stand_in.h"
 
 namespace tessera {

@@ -19,7 +19,7 @@
 #include <sstream>
 #include <tuple>
 
-#include "tessera/paging/recompute.h"
+#include "tessera/paging/recomputes_later.h"
 #include "tessera/recompute/saved_inputs.h"
 
 namespace tessera {

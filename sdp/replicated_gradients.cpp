@@ -44,32 +44,28 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 
 // What refers to the shared object.
 void ReplicatedGradients::install() {
-  const auto locked = [weak = weak_from_this()] {
-    return std::static_pointer_cast<ReplicatedGradients>(weak.lock());  // null: the wrapper is gone
-  };
-  guard_ = std::make_shared<GradientGuard>(
-      GradientGuard::Events{[locked](size_t parameter) {
-                              const auto self = locked();
-                              return self ? GradientGuard::lost(self->binding_.label(parameter))
-                                          : std::string("a gradient of a wrapper that no longer exists");
-                            },
-                            [](size_t) {},
-                            [locked](size_t parameter) {
-                              const auto self = locked();
-                              if (!self) return;
-                              const at::Tensor leaf = self->binding_.tensor(parameter);
-                              leaf.mutable_grad() = at::zeros_like(leaf.detach());
-                            }});
-  binding_.set_take([locked](size_t parameter, const at::Tensor& gradient) {
-    const auto self = locked();
-    return self ? self->take(parameter, gradient) : gradient;
-  });
-  keeper_.emplace([locked] {
-    if (const auto self = locked()) {
-      self->require_averages();
-      self->copies_.step_begins();
-    }
-  });
+  const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
+  const auto lost = while_alive(
+      self, [](auto& owner, size_t parameter) { return GradientGuard::lost(owner.binding_.label(parameter)); },
+      [](size_t) { return std::string("a gradient of a wrapper that no longer exists"); });
+  const auto take_zeros = while_alive(
+      self,
+      [](auto& owner, size_t parameter) {
+        const at::Tensor leaf = owner.binding_.tensor(parameter);
+        leaf.mutable_grad() = at::zeros_like(leaf.detach());
+      },
+      [](size_t) {});
+  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{lost, [](size_t) {}, take_zeros});
+  binding_.set_take(while_alive(
+      self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
+      [](size_t, const at::Tensor& gradient) { return gradient; }));
+  keeper_.emplace(while_alive(
+      self,
+      [](auto& owner) {
+        owner.require_averages();
+        owner.copies_.step_begins();
+      },
+      [] {}));
   refresh_trainable();
 }
 
@@ -155,7 +151,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
                            "call the wrapper's forward after requires_grad_(true), not the module's");
-  if (!sync()) {
+  if (!reduces()) {
     keep_own_sum(parameter, gradient.defined());
     return gradient;  // which autograd adds to what is there
   }
@@ -215,7 +211,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
   refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
-  if (!sync()) return;
+  if (!reduces()) return;
   log_.add_forward();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
@@ -223,7 +219,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
       const auto self = std::static_pointer_cast<ReplicatedGradients>(weak.lock());
       if (!self) return;
       std::lock_guard lock(self->mutex_);
-      if (self->sync()) self->enter();
+      if (self->reduces()) self->enter();
     });
   }
 }
