@@ -16,22 +16,11 @@
 #include "tessera/flat/mesh.h"
 #include "tessera/flat/order_log.h"
 #include "tessera/flat/pass_reports.h"
+#include "tessera/flat/reducer_options.h"
 #include "tessera/flat/unit_plan.h"
 #include "tessera/memory/counted_buffers.h"
-#include "tessera/offload/copy_engine.h"
 
 namespace tessera {
-
-struct ReducerOptions {
-  bool refuse_uneven_use = false;  // see FsdpOptions
-  bool check_finite = false;
-  bool backend_all_reduce = false;  // see DdpOptions
-  bool is_static = false;           // every pass has gradients for the same parameters: nothing is exchanged at the end
-  size_t in_flight = 2;             // reductions under way: one in transit while the next bucket fills up
-  // Reduced gradients leave the device: null if they stay.
-  CopyEngine* to_host = nullptr;
-  CountedBuffers* staging = nullptr;
-};
 
 // The queue of gradients, the same under every wrapper: gradients arrive -> buckets -> one order on all ranks ->
 // stages (reduced; averaged with the other copies of the model; on the way to the host) -> marks of use -> accepted.

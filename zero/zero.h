@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -9,14 +8,14 @@
 #include <variant>
 #include <vector>
 
-#include "tessera/flat/module_state.h"
 #include "tessera/fsdp/fully_sharded_data_parallel.h"
 #include "tessera/zero/zero_options.h"
 
 namespace tessera {
 
 // A module and its optimizer in one of the ZeRO stages, behind one interface. Made by zero().
-// Each call does what the wrapper of the stage does; see there for what is collective and throws.
+// Each call does what the wrapper of the stage does; see there for what is collective and throws. parameters() are what
+// the optimizer was given: whole ones, or this rank's shards of them in stage 3.
 template <class Holder, class Optimizer>
 class Zero : public ModelShards {
  public:
@@ -27,30 +26,29 @@ class Zero : public ModelShards {
     switch (stage_) {
       case 0:
         wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
-        optimizer_ = make_optimizer(groups_of(zero, named_parameters()), options);
+        optimizer_ = make_optimizer(zero.groups_of(named_parameters()), options);
         break;
       case 1:
         wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
-        optimizer_ = std::make_unique<OSS<Optimizer>>(groups_of(zero, named_parameters()), options, comm, zero.oss);
+        optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
-      case 2: {
-        // Before the wrapper, which wants to know the owners.
-        auto sharded = std::make_unique<OSS<Optimizer>>(groups_of(zero, module_parameters()), options, comm, zero.oss);
+      case 2: {  // the optimizer first: the wrapper wants to know the owners
+        auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
+        auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
         wrapper_.template emplace<Sdp>(module_, *sharded, comm, zero.sdp);
         optimizer_ = std::move(sharded);
         break;
       }
       case 3:
         wrapper_.template emplace<Fsdp>(module_, comm, zero.fsdp);
-        optimizer_ = make_optimizer(groups_of(zero, named_parameters()), options);
+        optimizer_ = make_optimizer(zero.groups_of(named_parameters()), options);
         break;
       default:
         throw std::invalid_argument("ZeroOptions::stage is " + std::to_string(stage_) + ", expected 0 to 3");
     }
   }
 
-  // ZeroOptions::stage.
-  int stage() const { return stage_; }
+  int stage() const { return stage_; }  // ZeroOptions::stage
 
   // What module->forward(args...) returns.
   template <class... Args>
@@ -80,8 +78,6 @@ class Zero : public ModelShards {
   int64_t divide_gradients_by_sum(int64_t own) { return wrapper().divide_gradients_by_sum(own); }
   // While the scope lives, backward adds up gradients without reducing them.
   Scope no_sync() { return wrapper().no_sync(); }
-
-  // parameters(): what the optimizer was given, whole parameters, or this rank's shards of them in stage 3.
 
   // Whole, by the module's names, as copies. Collective.
   ZeroOptions::Parameters full_state_dict() {
@@ -118,24 +114,10 @@ class Zero : public ModelShards {
   // Optimizers that look at whole parameters are told of the wrapper.
   template <class Options>
   std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
-    if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>) {
+    if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>)
       return std::make_unique<Optimizer>(wrapper(), std::move(groups), options);
-    } else {
+    else
       return std::make_unique<Optimizer>(std::move(groups), options);
-    }
-  }
-
-  ZeroOptions::Parameters module_parameters() const {
-    ZeroOptions::Parameters parameters;
-    for (const PlannedParameter& parameter : registered_parameters(*module_))
-      parameters.insert(parameter.fqn, parameter.tensor);
-    return parameters;
-  }
-  static ZeroOptions::Groups groups_of(const ZeroOptions& zero, const ZeroOptions::Parameters& parameters) {
-    if (zero.groups) return zero.groups(parameters);
-    ZeroOptions::Groups groups;
-    groups.emplace_back(parameters.values());
-    return groups;
   }
 
   const int stage_;
@@ -151,10 +133,9 @@ class Zero : public ModelShards {
 //   model.step();
 //   model.zero_grad();
 //
-// The optimizer is the one that the options belong to, or the one named: zero<MyAdam>(...). At one
-// world size all stages give the same parameters, bit for bit (see design notes in docs/), with
-// optimizers that work on each element by itself. Collective. Throws std::invalid_argument for a
-// stage other than 0 to 3, and what the stage's wrappers throw.
+// The optimizer is the one that the options belong to, or the one named: zero<MyAdam>(...). At one world size all
+// stages give the same parameters, bit for bit, with optimizers that work on each element by itself. Collective.
+// Throws std::invalid_argument for a stage other than 0 to 3, and what the stage's wrappers throw.
 template <class Optimizer = void, class Holder, class Options>
 auto zero(Holder module, const Options& options, std::shared_ptr<Communicator> comm,
           const ZeroOptions& zero_options = {}) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/flat/module_state.h"
 #include "tessera/fsdp/options.h"
 #include "tessera/optim/adafactor.h"
 #include "tessera/optim/adamw_8bit.h"
@@ -40,6 +41,18 @@ struct ZeroOptions {
   OssOptions oss;
   SdpOptions sdp;
   FsdpOptions fsdp;
+
+  // What `groups` makes of them.
+  Groups groups_of(const Parameters& parameters) const {
+    return groups ? groups(parameters) : Groups(1, torch::optim::OptimizerParamGroup(parameters.values()));
+  }
+  // A module's own, each once.
+  static Parameters parameters_of(const torch::nn::Module& module) {
+    Parameters parameters;
+    for (const PlannedParameter& parameter : registered_parameters(module))
+      parameters.insert(parameter.fqn, parameter.tensor);
+    return parameters;
+  }
 };
 
 // The optimizer that torch's options belong to: as a type, in decltype().
