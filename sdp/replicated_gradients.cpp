@@ -141,7 +141,11 @@ std::string ReplicatedGradients::label(const std::vector<size_t>& members) const
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
-  if (passes_through() || !tensor.requires_grad()) return gradient;
+  if (!tensor.requires_grad()) return gradient;
+  if (passes_through()) {
+    if (gradient.defined()) note_passed_through(parameter);
+    return gradient;
+  }
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
@@ -160,14 +164,32 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
+// With one rank a divisor may be set later, between a backward under no_sync() and the last one.
+void ReplicatedGradients::note_passed_through(size_t parameter) {
+  if (!reduces()) {
+    states_[parameter].holds = Holds::kOwnSum;
+    states_[parameter].divisor_of_average.reset();
+    has_own_sums_ = true;
+    return;
+  }
+  if (std::exchange(has_own_sums_, false))
+    for (ParameterState& state : states_)
+      if (state.holds == Holds::kOwnSum) state.holds = Holds::kAverage;
+  states_[parameter].holds = Holds::kAverage;
+}
+
 // An average that is on one rank only counts in an average to come as often as that divides by; one that is on
 // every rank once, unless it is divided by something else.
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
+  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.divisor_of_average.reset();
   if (tensor.grad().defined() && state.holds == Holds::kAverage) {
     const double ranks = mesh_.world->size();
-    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
+    const double divisor = reducer_.divisor().value_or(ranks);
+    const double factor = divisor / (owner_of_ ? 1 : ranks);
+    state.divisor_of_average = divisor;
+    state.has_average = reducer_.divisor() ? tensor.grad().detach().any() : at::Tensor();  // cleared to zeros, maybe
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
   if (!adds) return;
@@ -287,6 +309,16 @@ void ReplicatedGradients::agree_on_order() {
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const ParameterState& state = states_[i];
+    if (state.holds != Holds::kOwnSum || !state.divisor_of_average || *state.divisor_of_average == divisor ||
+        !binding_.tensor(i).grad().defined() || (state.has_average.defined() && !state.has_average.item<bool>()))
+      continue;
+    throw std::logic_error("what gradients are divided by would become " + std::to_string(divisor) + ", but was " +
+                           std::to_string(*state.divisor_of_average) + " when backward under no_sync() added to the " +
+                           "average that is the gradient of " + binding_.label(i) +
+                           ": set it before that backward, or clear the gradients");
+  }
   reducer_.set_divisor(divisor);
 }
 
