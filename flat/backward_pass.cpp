@@ -117,15 +117,15 @@ void BackwardPass::recover() {
 }
 
 Scope BackwardPass::no_sync() {
-  const bool before = sync_;
-  set_sync(false);
-  return Scope([self = shared_from_this(), before] { self->set_sync(before); });
+  const bool before = reduces_;
+  set_reduces(false);
+  return Scope([self = shared_from_this(), before] { self->set_reduces(before); });
 }
 
-void BackwardPass::set_sync(bool sync) {
+void BackwardPass::set_reduces(bool reduces) {
   std::lock_guard lock(mutex_);
   if (inside_backward()) throw std::logic_error("no_sync inside a backward pass");
-  sync_ = sync;
+  reduces_ = reduces;
 }
 
 }  // namespace tessera

@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <mutex>
+#include <utility>
 
 #include "tessera/flat/scope.h"
 
@@ -9,6 +10,15 @@ namespace tessera {
 
 // Whether this thread runs a node of a backward pass.
 bool inside_backward();
+
+// For what keeps a callback longer than its object may live: `call(object, ...)` while it does, then `gone(...)`.
+template <class Object, class Call, class Gone>
+auto while_alive(std::weak_ptr<Object> weak, Call call, Gone gone) {
+  return [weak = std::move(weak), call = std::move(call), gone = std::move(gone)](const auto&... arguments) {
+    const auto object = weak.lock();
+    return object ? call(*object, arguments...) : gone(arguments...);
+  };
+}
 
 // One backward of the autograd engine after another, as a policy of gradients sees them:
 //
@@ -29,7 +39,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
 
   // While the scope lives, passes do not reduce. Opening and ending it throws std::logic_error inside a backward.
   Scope no_sync();
-  bool sync() const { return sync_; }
+  bool reduces() const { return reduces_; }
   // What sums over ranks are divided by from the next pass on.
   virtual void set_divisor(double divisor) = 0;
 
@@ -56,11 +66,11 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void ended();
   void finish_pass();
   void failed();
-  void set_sync(bool sync);
+  void set_reduces(bool reduces);
 
   std::weak_ptr<Token> token_;  // the engine's, while the pass goes on
   bool failed_ = false;         // and what was under way has not been waited for
-  bool sync_ = true;
+  bool reduces_ = true;
 };
 
 }  // namespace tessera

@@ -24,12 +24,12 @@ std::string text_of(int64_t bytes) {
   return text.str();
 }
 
-struct Place {
+struct RanksOnHost {
   int ranks, rank;  // of this host
 };
 
 // Ranks that no launcher has started are threads of this process.
-Place place_on_host(const Communicator& comm) {
+RanksOnHost ranks_on_host(const Communicator& comm) {
   try {
     const auto environment = parse_launch_environment(std::getenv);
     if (environment.launched() && environment.local_world_size > 0)
@@ -72,12 +72,12 @@ std::string memory_warning(const std::string& who, const MemoryNeed& need, int r
 
 void warn_if_short_of_memory(const std::string& who, const MemoryNeed& need, const Communicator& comm) {
   if (is_without_data()) return;
-  const Place place = comm.device().is_cpu() ? place_on_host(comm) : Place{1, 0};
-  if (place.rank != 0) return;
+  const RanksOnHost here = comm.device().is_cpu() ? ranks_on_host(comm) : RanksOnHost{1, 0};
+  if (here.rank != 0) return;
   const auto free_bytes = free_memory_bytes(comm.device());
   if (!free_bytes) return;
   const std::string text =
-      memory_warning(who + " on rank " + std::to_string(comm.rank()), need, place.ranks, *free_bytes);
+      memory_warning(who + " on rank " + std::to_string(comm.rank()), need, here.ranks, *free_bytes);
   if (!text.empty()) {
     TORCH_WARN(text);
   }

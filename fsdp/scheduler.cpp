@@ -18,11 +18,12 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
   require_residency();
   std::shared_ptr<Scheduler> scheduler(new Scheduler(module, std::move(comm), options));
   Binding& binding = scheduler->gradients_.binding();
-  binding.set_take([weak = std::weak_ptr(scheduler)](size_t parameter, const at::Tensor& gradient) {
-    const auto self = weak.lock();
-    if (!self) throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
-    return self->take(parameter, gradient);
-  });
+  binding.set_take(while_alive(
+      std::weak_ptr(scheduler),
+      [](Scheduler& self, size_t parameter, const at::Tensor& gradient) { return self.take(parameter, gradient); },
+      [](size_t, const at::Tensor&) -> at::Tensor {
+        throw std::logic_error("a gradient for a FullyShardedDataParallel that no longer exists");
+      }));
   binding.hook_all();
   return scheduler;
 }
@@ -80,9 +81,9 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
                            ": gradients of sharded parameters cannot be differentiated again");
   Quiet quiet;
   enter();
-  if (gradients_.add(parameter, gradient, sync())) {
+  if (gradients_.add(parameter, gradient, reduces())) {
     Unit& unit = gradients_.unit_of(parameter);
-    if (sync()) unit.drop_secondary();  // an optimizer's step comes next
+    if (reduces()) unit.drop_secondary();  // an optimizer's step comes next
     resident_.release(unit);
   }
   return {};  // nothing is left for the module's own parameter
@@ -95,7 +96,7 @@ Scope Scheduler::begin_forward() {
   if (summoned_to_host_)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
-  const bool trains = sync() && c10::GradMode::is_enabled();
+  const bool trains = reduces() && c10::GradMode::is_enabled();
   Quiet quiet;
   recover();
   gradients_.binding().require_nothing_new();
@@ -118,12 +119,13 @@ void Scheduler::begin() {
 
 void Scheduler::end() {
   resident_.computing_ends();
-  resident_.expect_forward(/*accumulates=*/!sync());
-  sync() ? gradients_.finish() : gradients_.end_without_reducing();
+  resident_.expect_forward(/*accumulates=*/!reduces());
+  reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   release_all();
   std::fill(awaits_write_.begin(), awaits_write_.end(), true);
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
-  if (sync() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu()) release_freed_memory();
+  if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
+    release_freed_memory();
 }
 
 void Scheduler::abandon() {

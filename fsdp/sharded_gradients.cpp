@@ -44,14 +44,14 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
     buckets_of_.push_back(buckets.size());
     for (auto& group : unit->groups()) {
       FlatParameter& flat = group->flat;
-      group->first_parameter = places_.size();
+      group->first_parameter = states_.size();
       const bool is_exempt = flat.parameters()[0].full_precision;
       const WireFormat wire = is_exempt ? WireFormat::kDtype : model.options().wire.gradients;
       GradientBucket bucket{flat.name(), {},   flat.geometries(), flat.layout(), 0, flat.reduce_dtype(),
                             {},          wire, &flat.gradient()};
       for (const at::Tensor& shard : flat.parameter_shards()) {
-        bucket.members.push_back(places_.size());
-        places_.push_back({unit.get(), shard, shard.requires_grad()});
+        bucket.members.push_back(states_.size());
+        states_.push_back({unit.get(), shard, shard.requires_grad()});
       }
       buckets.push_back(std::move(bucket));
     }
@@ -68,12 +68,12 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       [this](size_t parameter) {  // module->zero_grad(), or the zero_grad() of an optimizer built before wrapping
         std::lock_guard lock(mutex_);
         clear(parameter);
-        places_[parameter].is_cleared = true;
+        states_[parameter].is_cleared = true;
         take_zeros_by_hand(parameter);  // what has been put in the guard's place is there already
       },
       [this](size_t parameter) {
         std::lock_guard lock(mutex_);
-        at::Tensor& grad = places_[parameter].shard.mutable_grad();
+        at::Tensor& grad = states_[parameter].shard.mutable_grad();
         if (grad.defined()) grad.zero_();
       }});
   not_ready_ =
@@ -85,37 +85,37 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
                                                             [this](size_t parameter) {
                                                               std::lock_guard lock(mutex_);
                                                               clear(parameter);
-                                                              places_[parameter].shard.mutable_grad() =
-                                                                  at::zeros_like(places_[parameter].shard.detach());
+                                                              states_[parameter].shard.mutable_grad() =
+                                                                  at::zeros_like(states_[parameter].shard.detach());
                                                             }});
   settle();
 }
 
 // Guards that outlive it tell nobody.
 ShardedGradients::~ShardedGradients() {
-  for (size_t i = 0; i < places_.size(); ++i) {
+  for (size_t i = 0; i < states_.size(); ++i) {
     elsewhere_->take_out(i, binding_.tensor(i));
-    not_ready_->take_out(i, places_[i].shard);
+    not_ready_->take_out(i, states_[i].shard);
   }
 }
 
 std::string ShardedGradients::reason(size_t parameter) const {
-  if (places_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
+  if (states_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
          "it with zero_grad()";
 }
 
 void ShardedGradients::forget(size_t parameter) {
-  places_[parameter].is_lost = false;
-  places_[parameter].kept.reset();
+  states_[parameter].is_lost = false;
+  states_[parameter].kept.reset();
   reducer_.forget(parameter);
 }
 
 void ShardedGradients::clear(size_t parameter) {
   forget(parameter);
-  not_ready_->take_out(parameter, places_[parameter].shard);
-  places_[parameter].shard.mutable_grad().reset();
+  not_ready_->take_out(parameter, states_[parameter].shard);
+  states_[parameter].shard.mutable_grad().reset();
 }
 
 // Autograd would find that a saved parameter was changed in place; here it is the shards that were.
@@ -140,21 +140,21 @@ void ShardedGradients::inspect(const Unit& unit) {
   for (const auto& group : unit.groups()) {
     for (size_t i = group->first_parameter; i < group->first_parameter + group->flat.parameters().size(); ++i) {
       at::Tensor parameter = binding_.tensor(i);
-      Place& place = places_[i];
-      if (place.shard.requires_grad() != place.shard_requires_grad) {  // the user's freezing of a shard
-        parameter.set_requires_grad(place.shard.requires_grad());
-      } else if (parameter.requires_grad() != place.shard.requires_grad()) {
-        place.shard.set_requires_grad(parameter.requires_grad());
+      ParameterState& state = states_[i];
+      if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user's freezing of a shard
+        parameter.set_requires_grad(state.shard.requires_grad());
+      } else if (parameter.requires_grad() != state.shard.requires_grad()) {
+        state.shard.set_requires_grad(parameter.requires_grad());
       }
-      place.shard_requires_grad = parameter.requires_grad();
-      if (has_hooks(place.shard))
+      state.shard_requires_grad = parameter.requires_grad();
+      if (has_hooks(state.shard))
         throw std::logic_error(binding_.label(i) +
                                ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "
                                "makes no gradient for it: register it on the module's own parameter");
       take_gradient_by_hand(i);
       if (!elsewhere_->is_in(i, parameter)) {
         // Not told of: the user still holds the guard that was there.
-        if (!std::exchange(place.is_cleared, false)) clear(i);
+        if (!std::exchange(state.is_cleared, false)) clear(i);
         elsewhere_->put(i, binding_.label(i), parameter);
       }
       binding_.hook(i);
@@ -170,8 +170,8 @@ bool ShardedGradients::take_zeros_by_hand(size_t i) {
     return false;
   if (gradient.count_nonzero().item<int64_t>() > 0) return false;
   clear(i);
-  Place& place = places_[i];
-  if (place.shard.requires_grad()) place.shard.mutable_grad() = at::zeros_like(place.shard.detach());
+  ParameterState& state = states_[i];
+  if (state.shard.requires_grad()) state.shard.mutable_grad() = at::zeros_like(state.shard.detach());
   return true;
 }
 
@@ -185,25 +185,25 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
                            " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no "
                            "step would take: gradients are in fsdp.parameters(), by backward(), as averages over the "
                            "ranks");
-  places_[i].is_cleared = false;
+  states_[i].is_cleared = false;
   elsewhere_->put(i, binding_.label(i), parameter);
 }
 
 // ---- passes -------------------------------------------------------------------------------------
 
 void ShardedGradients::begin() {
-  for (size_t i = 0; i < places_.size(); ++i) {
-    Place& place = places_[i];
+  for (size_t i = 0; i < states_.size(); ++i) {
+    ParameterState& state = states_[i];
     take_gradient_by_hand(i);
-    if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(place.is_cleared, false)) clear(i);
-    if (not_ready_->is_in(i, place.shard)) {
-      if (place.is_lost) continue;  // refused when a gradient for it comes
-      not_ready_->take_out(i, place.shard);
-      place.shard.mutable_grad() = std::exchange(place.kept, at::Tensor());
+    if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(state.is_cleared, false)) clear(i);
+    if (not_ready_->is_in(i, state.shard)) {
+      if (state.is_lost) continue;  // refused when a gradient for it comes
+      not_ready_->take_out(i, state.shard);
+      state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
     } else if (reducer_.keeps(i)) {
       forget(i);  // cleared by one who still holds the guard
     } else {
-      place.is_lost = false;  // likewise
+      state.is_lost = false;  // likewise
     }
   }
   std::vector<size_t> order;
@@ -224,9 +224,9 @@ void ShardedGradients::begin() {
 }
 
 bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient, bool reduce) {
-  const int unit = places_[parameter].unit->index();
+  const int unit = states_[parameter].unit->index();
   if (!binding_.tensor(parameter).requires_grad()) return false;  // frozen since forward
-  if (not_ready_->is_in(parameter, places_[parameter].shard)) throw std::logic_error(reason(parameter));
+  if (not_ready_->is_in(parameter, states_[parameter].shard)) throw std::logic_error(reason(parameter));
   const bool complete = reducer_.add(parameter, gradient, reduce);
   const size_t bucket = reducer_.bucket_of(parameter);
   if (complete && !bucket_done_[bucket]) {
@@ -238,17 +238,17 @@ bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient, bool re
 
 void ShardedGradients::end_without_reducing() {
   reducer_.end_without_reducing();
-  for (size_t i = 0; i < places_.size(); ++i) {
+  for (size_t i = 0; i < states_.size(); ++i) {
     if (!reducer_.keeps(i)) continue;
-    places_[i].kept = std::exchange(places_[i].shard.mutable_grad(), at::Tensor());
-    not_ready_->put(i, binding_.label(i), places_[i].shard);
+    states_[i].kept = std::exchange(states_[i].shard.mutable_grad(), at::Tensor());
+    not_ready_->put(i, binding_.label(i), states_[i].shard);
   }
   settle();
 }
 
 void ShardedGradients::settle() {
-  for (size_t i = 0; i < places_.size(); ++i) {
-    places_[i].is_cleared = false;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    states_[i].is_cleared = false;
     if (!elsewhere_->is_in(i, binding_.tensor(i))) elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
   }
   first_uses_.clear();
@@ -256,10 +256,10 @@ void ShardedGradients::settle() {
 }
 
 void ShardedGradients::fail() {
-  for (size_t i = 0; i < places_.size(); ++i) {
+  for (size_t i = 0; i < states_.size(); ++i) {
     if (!binding_.tensor(i).requires_grad()) continue;
-    places_[i].is_lost = true;
-    not_ready_->put(i, binding_.label(i), places_[i].shard);
+    states_[i].is_lost = true;
+    not_ready_->put(i, binding_.label(i), states_[i].shard);
   }
 }
 
@@ -269,8 +269,8 @@ void ShardedGradients::abandon() {
 }
 
 std::vector<at::Tensor> ShardedGradients::ready() const {
-  for (size_t i = 0; i < places_.size(); ++i)
-    if (not_ready_->is_in(i, places_[i].shard)) throw std::logic_error(reason(i));
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (not_ready_->is_in(i, states_[i].shard)) throw std::logic_error(reason(i));
   std::vector<at::Tensor> gradients;
   for (const GradientBucket& bucket : reducer_.buckets()) {
     if (at::Tensor whole = bucket.result->whole_gradient(); whole.defined()) {

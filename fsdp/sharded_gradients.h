@@ -58,10 +58,10 @@ class ShardedGradients {
   // The gradients of all shards: of a group as one tensor where they lie in its buffer. Throws std::logic_error where
   // they are not ready for a step.
   std::vector<at::Tensor> ready() const;
-  Unit& unit_of(size_t parameter) const { return *places_[parameter].unit; }
+  Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
 
  private:
-  struct Place {
+  struct ParameterState {
     Unit* unit;
     at::Tensor shard;
     bool shard_requires_grad;  // as it was at the last look
@@ -80,7 +80,7 @@ class ShardedGradients {
   std::recursive_mutex& mutex_;
   Binding binding_;
   GradientReducer reducer_;
-  std::vector<Place> places_;                      // by parameter
+  std::vector<ParameterState> states_;             // by parameter
   std::vector<size_t> buckets_of_;                 // by unit: its first bucket; and their end
   std::vector<int> first_uses_;                    // units in order of their first use in forward
   std::vector<bool> is_expected_;                  // by unit

@@ -134,6 +134,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
   auto rank_main = [&](int rank) {
     std::shared_ptr<Communicator> comm;
     Trace::set_rank_of_thread(rank);
+    set_memory_rank_of_thread(rank);
     try {
       if (nccl) {
         const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));

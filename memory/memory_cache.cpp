@@ -10,6 +10,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <system_error>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -38,9 +41,17 @@ void* map_pages(size_t bytes) {
   return begin + before_bytes;
 }
 
+thread_local int rank_of_thread = MemoryCache::kNoRank;
+
 }  // namespace
 
-MemoryCache::~MemoryCache() { release(); }
+MemoryCache::~MemoryCache() {
+  if (watch_) {
+    std::lock_guard lock(watch_->mutex);
+    watch_->cache = nullptr;
+  }
+  release();
+}
 
 void MemoryCache::unmap(const std::vector<Block>& blocks) {
   for (const Block& block : blocks) ::munmap(block.memory, block.bytes);
@@ -99,7 +110,7 @@ MemoryCache::Block MemoryCache::take_idle(std::map<Stamp, Block>::iterator idle)
 }
 
 bool MemoryCache::give(void* memory) {
-  Block block{memory, 0, is_tight_.load(std::memory_order_relaxed)};
+  Block block{memory, 0, is_tight_.load(std::memory_order_relaxed), rank_of_thread};
   bool looks = false;
   {
     std::lock_guard lock(mutex_);
@@ -110,6 +121,7 @@ bool MemoryCache::give(void* memory) {
     given_bytes_ += block.bytes;
     looks = limit_ && given_bytes_ >= kLookEveryBytes;
     if (looks) given_bytes_ = 0;
+    if (looks && !watch_) start_watch();
   }
   if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is nobody's
   {
@@ -126,24 +138,51 @@ bool MemoryCache::give(void* memory) {
 
 // For a while each block that becomes idle is the system's to take, or none; marking costs about as much as writing a
 // tenth of it, in small pages as much as writing all of it.
-void MemoryCache::look_at_limit() {
+int64_t MemoryCache::look_at_limit() {
   const int64_t needed_bytes = limit_->needed_bytes();
   std::lock_guard lock(mutex_);
   const bool is_tight = needed_bytes + on_call_bytes_ > limit_->limit_bytes / 2;  // as if none were marked
-  if (is_tight_.exchange(is_tight) == is_tight || !is_tight) return;
+  if (is_tight_.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
   for (auto& [stamp, block] : idle_) {
     if (std::exchange(block.is_on_call, true)) continue;
     ::madvise(block.memory, block.bytes, MADV_FREE);
     on_call_bytes_ += static_cast<int64_t>(block.bytes);
   }
+  return needed_bytes;
 }
 
-void MemoryCache::release() {
+// Tensors come and go by the cache, which looks then; anything else takes memory unseen. The thread looks before that
+// could have taken half of what is left.
+void MemoryCache::start_watch() {
+  constexpr double kFillBytesPerSecond = 4e9;
+  watch_ = std::make_shared<Watch>();
+  watch_->cache = this;
+  const auto look = [watch = watch_, limit_bytes = limit_->limit_bytes] {
+    for (double seconds = 0;;) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      std::lock_guard lock(watch->mutex);
+      if (watch->cache == nullptr) return;
+      const int64_t left_bytes = limit_bytes - watch->cache->look_at_limit();
+      seconds = std::clamp(static_cast<double>(left_bytes) / 2 / kFillBytesPerSecond, 0.005, 1.0);
+    }
+  };
+  try {
+    std::thread(look).detach();
+  } catch (const std::system_error&) {  // no more threads: what gives memory back looks, as ever
+  }
+}
+
+void MemoryCache::release(int rank) {
   std::vector<Block> unused;
   {
     std::lock_guard lock(mutex_);
-    while (!idle_.empty()) unused.push_back(take_idle(idle_.begin()));
-    stats_.peak_live_bytes = stats_.live_bytes;
+    for (auto idle = idle_.begin(); idle != idle_.end();) {
+      const auto next = std::next(idle);
+      if (rank == kNoRank || idle->second.rank == rank || idle->second.rank == kNoRank)
+        unused.push_back(take_idle(idle));
+      idle = next;
+    }
+    stats_.peak_live_bytes = stats_.live_bytes + stats_.idle_bytes;
   }
   unmap(unused);
 }
@@ -164,16 +203,19 @@ std::mutex trimming;  // held by the one thread that trims malloc's memory
 MemoryCache& process_cache() {
   static auto* const cache = [] {
     static auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
-    const auto after = [] {
-      made->after_fork();
-      trimming.unlock();
-    };
     ::pthread_atfork(
         [] {
           trimming.lock();
           made->before_fork();
         },
-        after, after);
+        [] {
+          made->after_fork(/*is_child=*/false);
+          trimming.unlock();
+        },
+        [] {
+          made->after_fork(/*is_child=*/true);
+          trimming.unlock();
+        });
     return made;
   }();
   return *cache;
@@ -220,8 +262,10 @@ void cache_memory() {
 
 MemoryCache::Stats memory_cache_stats() { return process_cache().stats(); }
 
+void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
+
 void release_freed_memory() {
-  process_cache().release();
+  process_cache().release(rank_of_thread);
 #ifdef __GLIBC__
   // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
   // One thread at a time: where another allocator serves malloc, glibc's has yet to set itself up, unlocked.

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -27,7 +28,8 @@ namespace tessera {
 // processor's cache. Live and idle blocks together stay below 9/8 of the most that was live at one time: before a new
 // block is mapped, those that were idle longest are unmapped. Where a control group limits memory, and the processes in
 // it need more than half of that, the system may take the pages of idle blocks whenever it is short of any
-// (MADV_FREE), rather than end the process. Thread-safe. docs/launch.md has what it is worth.
+// (MADV_FREE), rather than end the process. A thread looks at what they need while there are idle blocks, since what
+// takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is worth.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
@@ -53,28 +55,41 @@ class MemoryCache {
   void* take(size_t bytes);
   // False if that is not a block of this cache.
   bool give(void* block);
-  // Gives what is idle back to the system. The bound starts again from what is live.
-  void release();
+  static constexpr int kNoRank = -1;
+  // Gives what is idle back to the system: all, or what was freed by threads of this rank and of none. The bound starts
+  // again from what is left.
+  void release(int rank = kNoRank);
   // As of now.
   Stats stats() const;
 
   // Around fork(): the child would wait for ever for a lock that a thread had which it does not have.
   void before_fork() { mutex_.lock(); }
-  void after_fork() { mutex_.unlock(); }  // in parent and child
+  void after_fork(bool is_child) {
+    if (is_child) watch_.reset();  // whose thread stays with the parent
+    mutex_.unlock();
+  }
 
  private:
   struct Block {
     void* memory;
     size_t bytes;
     bool is_on_call = false;  // idle, and the system may take its pages
+    int rank = kNoRank;       // of the thread that freed it
   };
   // Counts down, so that of equal sizes the one freed last comes first.
   using Stamp = int64_t;
 
+  // What a thread of the cache's knows of it, which it may outlive.
+  struct Watch {
+    std::mutex mutex;
+    MemoryCache* cache;  // null: it is gone
+  };
+
   static constexpr size_t kLookEveryBytes = size_t{32} << 20;
 
   void count_live(size_t bytes);
-  void look_at_limit();
+  int64_t look_at_limit();
+  void start_watch();
   Block take_idle(std::map<Stamp, Block>::iterator idle);
   static void unmap(const std::vector<Block>& blocks);
 
@@ -87,6 +102,7 @@ class MemoryCache {
   int64_t on_call_bytes_ = 0;  // idle, and the system's to take
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
+  std::shared_ptr<Watch> watch_;  // null: nobody looks
   Stats stats_;
 };
 
@@ -101,8 +117,11 @@ void cache_memory();
 MemoryCache::Stats memory_cache_stats();
 
 // Gives back to the system what was freed: the cache's idle blocks and what malloc keeps. For when what
-// came before was not typical of what follows. (torch.cuda.empty_cache, for the CPU.) Any thread.
+// came before was not typical of what follows. (torch.cuda.empty_cache, for the CPU.) Any thread; one that is a rank
+// leaves the cache's blocks that other ranks' threads have freed, who are in the middle of a step, maybe.
 void release_freed_memory();
+// This thread is one of several ranks of the process.
+void set_memory_rank_of_thread(int rank);
 
 // The allocator that cache_memory() puts in libtorch; it hands everything on to libtorch's own before that.
 // For allocators that stand before it, as PeakMemory's does.

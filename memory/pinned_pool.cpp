@@ -27,6 +27,8 @@ struct PinnedPool::State {
 
   explicit State(PinnedPoolOptions chosen) : options(chosen) {}
 
+  bool locks_pages() const { return options.pin && !options.device.is_cpu(); }
+
   at::Tensor take(int64_t bytes, const std::string& what) {
     std::lock_guard lock(mutex);
     if (options.limit_bytes > 0 && lent_bytes + bytes > options.limit_bytes)
@@ -39,8 +41,7 @@ struct PinnedPool::State {
     } else {
       const int64_t bound = std::max(peak_lent_bytes, lent_bytes + bytes);
       while (!idle.empty() && lent_bytes + bytes + idle_bytes > bound) drop_last(std::prev(idle.end()));
-      const bool lock_pages = options.pin && !options.device.is_cpu();
-      memory = lock_pages ? page_locked(bytes) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+      memory = locks_pages() ? page_locked(bytes) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
     }
     lent_bytes += bytes;
     peak_lent_bytes = std::max(peak_lent_bytes, lent_bytes);
@@ -56,6 +57,7 @@ struct PinnedPool::State {
   void give(at::Tensor memory, int64_t bytes) {
     std::lock_guard lock(mutex);
     lent_bytes -= bytes;
+    if (!locks_pages()) return;  // the memory cache keeps it
     idle_bytes += bytes;
     idle[bytes].push_back(std::move(memory));
   }
@@ -94,12 +96,6 @@ int64_t PinnedPool::peak_lent_bytes() const {
 int64_t PinnedPool::owned_bytes() const {
   std::lock_guard lock(state_->mutex);
   return state_->lent_bytes + state_->idle_bytes;
-}
-
-void PinnedPool::trim() {
-  std::lock_guard lock(state_->mutex);
-  state_->idle.clear();
-  state_->idle_bytes = 0;
 }
 
 }  // namespace tessera

@@ -22,6 +22,7 @@ struct PinnedPoolOptions {
 //
 // Page-locking costs system calls and stalls, so memory once locked is kept for the next tensor of the same number of
 // bytes. The pool owns at most what was lent at one time, and frees idle memory of other sizes before it asks for more.
+// It keeps none that is not locked: MemoryCache is there for that.
 // Counts are exact: bytes asked for, of which locked memory takes whole pages (page_locked.h) and no more.
 // Thread-safe; tensors may outlive the pool.
 class PinnedPool {
@@ -37,7 +38,6 @@ class PinnedPool {
   int64_t lent_bytes() const;
   int64_t peak_lent_bytes() const;
   int64_t owned_bytes() const;  // lent and idle
-  void trim();                  // frees what is idle
 
  private:
   struct State;

@@ -37,23 +37,23 @@ Copy CopyEngine::checked_start(CopyDirection direction, const at::Tensor& to, co
 
 int64_t HostMemoryInUse::add(at::Tensor host, std::shared_ptr<CopyEnd> end) {
   std::lock_guard lock(mutex_);
-  uses_[next_] = {std::move(host), std::move(end)};
+  held_[next_] = {std::move(host), std::move(end)};
   return next_++;
 }
 
 void HostMemoryInUse::remove(int64_t number) {
-  Use gone;  // let go without the lock
+  Held gone;  // let go without the lock
   std::lock_guard lock(mutex_);
-  if (const auto use = uses_.find(number); use != uses_.end()) {
+  if (const auto use = held_.find(number); use != held_.end()) {
     gone = std::move(use->second);
-    uses_.erase(use);
+    held_.erase(use);
   }
 }
 
 void HostMemoryInUse::remove_ended() {
-  std::vector<Use> gone;
+  std::vector<Held> gone;
   std::lock_guard lock(mutex_);
-  std::erase_if(uses_, [&](auto& use) {
+  std::erase_if(held_, [&](auto& use) {
     if (!use.second.end->is_over()) return false;
     gone.push_back(std::move(use.second));
     return true;
@@ -64,7 +64,7 @@ void HostMemoryInUse::wait_for(const at::Tensor& host) {
   std::vector<std::shared_ptr<CopyEnd>> ends;
   {
     std::lock_guard lock(mutex_);
-    for (const auto& [number, use] : uses_)
+    for (const auto& [number, use] : held_)
       if (use.host.is_alias_of(host)) ends.push_back(use.end);
   }
   for (const auto& end : ends) end->wait();

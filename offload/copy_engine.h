@@ -33,12 +33,12 @@ class HostMemoryInUse {
   void wait_for(const at::Tensor& host);
 
  private:
-  struct Use {
+  struct Held {
     at::Tensor host;
     std::shared_ptr<CopyEnd> end;
   };
   std::mutex mutex_;
-  std::map<int64_t, Use> uses_;
+  std::map<int64_t, Held> held_;
   int64_t next_ = 0;
 };
 

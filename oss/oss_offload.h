@@ -4,12 +4,14 @@
 
 namespace tessera {
 
-// What OSS does in host memory (ZeRO-Offload, Ren et al., 2021), for parameters that stay on their device.
+// What OSS does in host memory (ZeRO-Offload, Ren et al., 2021), for parameters that stay on their device. Memory, and
+// its limit, may be others on other ranks.
 struct OssOffload {
   // Copies of the parameters that this rank owns lie there, and so does their state: the optimizer steps the copies,
   // and the new values travel back.
   bool params = false;
-  // Gradients on the device are dropped once they have left. With `params` only: the step needs both in one place.
+  // Gradients on the device are dropped once they have left. The step needs both in one place, so `params` goes with
+  // it, whether set or not.
   bool grads = false;
   // In page-locked memory, which devices copy from and to without the host's help.
   bool pin_memory = true;

@@ -78,10 +78,7 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
-  const OssOffload& offload = options_.offload;
-  if (offload.grads && !offload.params)
-    throw std::invalid_argument("OssOptions::offload.grads is true and params false: the step needs both in one place");
-  if (offload.params)
+  if (const OssOffload& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes}, offload.grads});
   adopt_groups_from(0);
@@ -94,8 +91,8 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
   std::ostringstream options;
   options << "options: " << c10::demangle(typeid(*defaults_).name())
           << " broadcast_dtype=" << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
-          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes
-          << " offload.params=" << options_.offload.params;
+          << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << (host_ != nullptr)
+          << " offload.grads=" << options_.offload.grads;
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     lines.push_back("options of group " + std::to_string(group) + ": " + text_of(param_groups_[group].options()));
@@ -152,7 +149,7 @@ void ShardedOptimizer::weigh(size_t first_group) {
   std::vector<int64_t> costs;
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     for (const at::Tensor& parameter : param_groups_[group].params()) {
-      if (!places_.try_emplace(parameter.unsafeGetTensorImpl(), Place{index++, 0}).second) continue;
+      if (!ownership_.try_emplace(parameter.unsafeGetTensorImpl(), Ownership{index++, 0}).second) continue;
       const int64_t cost =
           step_cost_ && parameter.requires_grad()
               ? step_cost_(
@@ -167,7 +164,7 @@ void ShardedOptimizer::weigh(size_t first_group) {
   owned_costs_ = by_cost.owned_bytes;
   partition_.owned_bytes.resize(comm_->size());
   for (size_t i = 0; i < expensive.size(); ++i) {
-    places_.at(expensive[i].unsafeGetTensorImpl()).owner = by_cost.owners[i];
+    ownership_.at(expensive[i].unsafeGetTensorImpl()).owner = by_cost.owners[i];
     partition_.owned_bytes[by_cost.owners[i]] += static_cast<int64_t>(expensive[i].nbytes());
   }
   auto bytes_of = [](const std::vector<at::Tensor>& parameters) {
@@ -178,8 +175,9 @@ void ShardedOptimizer::weigh(size_t first_group) {
   const Partition weighed = partition_greedily(bytes_of(trainable), comm_->size(), partition_.owned_bytes);
   const Partition weightless = partition_greedily(bytes_of(frozen), comm_->size());
   for (size_t i = 0; i < trainable.size(); ++i)
-    places_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
-  for (size_t i = 0; i < frozen.size(); ++i) places_.at(frozen[i].unsafeGetTensorImpl()).owner = weightless.owners[i];
+    ownership_.at(trainable[i].unsafeGetTensorImpl()).owner = weighed.owners[i];
+  for (size_t i = 0; i < frozen.size(); ++i)
+    ownership_.at(frozen[i].unsafeGetTensorImpl()).owner = weightless.owners[i];
   partition_.owned_bytes = weighed.owned_bytes;
   for (size_t group = first_group; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params()) partition_.owners.push_back(owner(parameter));
@@ -207,15 +205,15 @@ void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
 }
 
 bool ShardedOptimizer::has(const at::Tensor& parameter) const {
-  return places_.contains(parameter.unsafeGetTensorImpl());
+  return ownership_.contains(parameter.unsafeGetTensorImpl());
 }
 
 int ShardedOptimizer::owner(const at::Tensor& parameter) const {
-  const auto place = places_.find(parameter.unsafeGetTensorImpl());
-  if (place == places_.end())
+  const auto known = ownership_.find(parameter.unsafeGetTensorImpl());
+  if (known == ownership_.end())
     throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) +
                                 " is no parameter of this optimizer");
-  return place->second.owner;
+  return known->second.owner;
 }
 
 std::vector<at::Tensor> ShardedOptimizer::all_parameters() const {
@@ -239,6 +237,15 @@ Scope ShardedOptimizer::lend_state() {
 
 at::Tensor ShardedOptimizer::step(LossClosure closure) {
   if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
+  int64_t place = 0;
+  for (size_t group = 0; group < local_->param_groups().size(); ++group)
+    for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
+      const auto known = ownership_.find(param_groups_[group].params()[i].unsafeGetTensorImpl());
+      if (known == ownership_.end() || known->second.index > place)  // less: for a second time
+        throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": parameter " + std::to_string(i) +
+                               " of group " + std::to_string(group) +
+                               " is another than when the group was added: add new ones by add_param_group()");
+    }
   if (param_groups_.size() > local_->param_groups().size())  // through the base class
     adopt_groups_from(local_->param_groups().size());
   if (all_parameters().size() != partition_.owners.size())
@@ -335,7 +342,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
     for (const at::Tensor& parameter : group.params()) {
       const auto state = state_.find(parameter.unsafeGetTensorImpl());
       if (state != state_.end())
-        dict.state[places_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second);
+        dict.state[ownership_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second);
     }
   }
   return dict;

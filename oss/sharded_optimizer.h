@@ -120,7 +120,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
                    std::shared_ptr<Communicator> comm, OssOptions options, StepCost step_cost = nullptr);
 
  private:
-  struct Place {
+  struct Ownership {
     int64_t index;
     int owner;
   };
@@ -138,7 +138,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   const OssOptions options_;
   const Factory make_;
   const StepCost step_cost_;
-  std::unordered_map<const c10::TensorImpl*, Place> places_;
+  std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   Partition partition_;
   std::vector<int64_t> owned_costs_;                // by rank, of step_cost_
   std::unique_ptr<torch::optim::Optimizer> local_;  // its state is here while it does not step, for users to find

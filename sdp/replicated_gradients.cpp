@@ -47,32 +47,28 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 
 // What refers to the shared object.
 void ReplicatedGradients::install() {
-  const auto locked = [weak = weak_from_this()] {
-    return std::static_pointer_cast<ReplicatedGradients>(weak.lock());  // null: the wrapper is gone
-  };
-  guard_ = std::make_shared<GradientGuard>(
-      GradientGuard::Events{[locked](size_t parameter) {
-                              const auto self = locked();
-                              return self ? GradientGuard::lost(self->binding_.label(parameter))
-                                          : std::string("a gradient of a wrapper that no longer exists");
-                            },
-                            [](size_t) {},
-                            [locked](size_t parameter) {
-                              const auto self = locked();
-                              if (!self) return;
-                              const at::Tensor leaf = self->binding_.tensor(parameter);
-                              leaf.mutable_grad() = at::zeros_like(leaf.detach());
-                            }});
-  binding_.set_take([locked](size_t parameter, const at::Tensor& gradient) {
-    const auto self = locked();
-    return self ? self->take(parameter, gradient) : gradient;
-  });
-  keeper_.emplace([locked] {
-    if (const auto self = locked()) {
-      self->require_averages();
-      self->copies_.step_begins();
-    }
-  });
+  const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
+  const auto lost = while_alive(
+      self, [](auto& owner, size_t parameter) { return GradientGuard::lost(owner.binding_.label(parameter)); },
+      [](size_t) { return std::string("a gradient of a wrapper that no longer exists"); });
+  const auto take_zeros = while_alive(
+      self,
+      [](auto& owner, size_t parameter) {
+        const at::Tensor leaf = owner.binding_.tensor(parameter);
+        leaf.mutable_grad() = at::zeros_like(leaf.detach());
+      },
+      [](size_t) {});
+  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{lost, [](size_t) {}, take_zeros});
+  binding_.set_take(while_alive(
+      self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
+      [](size_t, const at::Tensor& gradient) { return gradient; }));
+  keeper_.emplace(while_alive(
+      self,
+      [](auto& owner) {
+        owner.require_averages();
+        owner.copies_.step_begins();
+      },
+      [] {}));
   refresh_trainable();
 }
 
@@ -148,7 +144,11 @@ std::string ReplicatedGradients::label(const std::vector<size_t>& members) const
 at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradient) {
   std::lock_guard lock(mutex_);
   const at::Tensor& tensor = binding_.tensor(parameter);
-  if (passes_through() || !tensor.requires_grad()) return gradient;
+  if (!tensor.requires_grad()) return gradient;
+  if (passes_through()) {
+    if (gradient.defined()) note_passed_through(parameter);
+    return gradient;
+  }
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
@@ -158,7 +158,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
                            "call the wrapper's forward after requires_grad_(true), not the module's");
-  if (!sync()) {
+  if (!reduces()) {
     keep_own_sum(parameter, gradient.defined());
     return gradient;  // which autograd adds to what is there
   }
@@ -167,14 +167,32 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
+// With one rank a divisor may be set later, between a backward under no_sync() and the last one.
+void ReplicatedGradients::note_passed_through(size_t parameter) {
+  if (!reduces()) {
+    states_[parameter].holds = Holds::kOwnSum;
+    states_[parameter].divisor_of_average.reset();
+    has_own_sums_ = true;
+    return;
+  }
+  if (std::exchange(has_own_sums_, false))
+    for (ParameterState& state : states_)
+      if (state.holds == Holds::kOwnSum) state.holds = Holds::kAverage;
+  states_[parameter].holds = Holds::kAverage;
+}
+
 // An average that is on one rank only counts in an average to come as often as that divides by; one that is on
 // every rank once, unless it is divided by something else.
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
+  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.divisor_of_average.reset();
   if (tensor.grad().defined() && state.holds == Holds::kAverage) {
     const double ranks = mesh_.world->size();
-    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
+    const double divisor = reducer_.divisor().value_or(ranks);
+    const double factor = divisor / (owner_of_ ? 1 : ranks);
+    state.divisor_of_average = divisor;
+    state.has_average = reducer_.divisor() ? tensor.grad().detach().any() : at::Tensor();  // cleared to zeros, maybe
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
   if (!adds) return;
@@ -218,7 +236,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
   refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
-  if (!sync()) return;
+  if (!reduces()) return;
   log_.add_forward();
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
@@ -226,7 +244,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
       const auto self = std::static_pointer_cast<ReplicatedGradients>(weak.lock());
       if (!self) return;
       std::lock_guard lock(self->mutex_);
-      if (self->sync()) self->enter();
+      if (self->reduces()) self->enter();
     });
   }
 }
@@ -294,6 +312,16 @@ void ReplicatedGradients::agree_on_order() {
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const ParameterState& state = states_[i];
+    if (state.holds != Holds::kOwnSum || !state.divisor_of_average || *state.divisor_of_average == divisor ||
+        !binding_.tensor(i).grad().defined() || (state.has_average.defined() && !state.has_average.item<bool>()))
+      continue;
+    throw std::logic_error("what gradients are divided by would become " + std::to_string(divisor) + ", but was " +
+                           std::to_string(*state.divisor_of_average) + " when backward under no_sync() added to the " +
+                           "average that is the gradient of " + binding_.label(i) +
+                           ": set it before that backward, or clear the gradients");
+  }
   reducer_.set_divisor(divisor);
 }
 

@@ -51,6 +51,7 @@ class ReplicatedGradients : public BackwardPass {
   void end_forward(const std::vector<at::Tensor>& outputs);
   void refresh_trainable();
 
+  // Throws std::logic_error, naming the parameter, where that would divide an average once more.
   void set_divisor(double divisor) override;
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
@@ -71,6 +72,9 @@ class ReplicatedGradients : public BackwardPass {
     bool trainable = false;
     bool used = false;  // by a backward since the last forward
     Holds holds = Holds::kNothing;
+    // Of an own sum: the divisor for which it has an average in it, and whether that is not zero (where it is known).
+    std::optional<double> divisor_of_average;
+    at::Tensor has_average;
   };
 
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
@@ -80,6 +84,7 @@ class ReplicatedGradients : public BackwardPass {
   std::string label(const std::vector<size_t>& members) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void keep_own_sum(size_t parameter, bool adds);
+  void note_passed_through(size_t parameter);
   void agree_on_order();
   void require_all_used();
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
@@ -96,6 +101,7 @@ class ReplicatedGradients : public BackwardPass {
   std::shared_ptr<GradientGuard> guard_;
   std::optional<GradientKeeper> keeper_;
   bool order_agreed_ = false;
+  bool has_own_sums_ = false;  // that passed through
   bool any_backward_ = false;  // since the last forward
   bool first_backward_ = true;
 };

@@ -24,7 +24,7 @@ ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Co
   for (auto& line : describe_parameters(parameters_)) lines.push_back(std::move(line));
   for (auto& line : describe_buffers(module)) lines.push_back(std::move(line));
   require_agreement(*comm_, "the module given to " + setup_.wrapper, lines);
-  if (!setup_.sync) return;
+  if (!setup_.sync_module_states) return;
   broadcast_tensors(parameters(), *comm_, "the module's parameters");
   broadcast_buffers();
 }
@@ -43,7 +43,7 @@ BackwardPass& ReplicatedModule::backward_pass() const { return *gradients_; }
 void ReplicatedModule::begin_forward() {
   if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
   gradients_->begin_forward();
-  if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->sync()) &&
+  if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->reduces()) &&
       setup_.broadcast_buffers && named_buffers().size() > 0)
     broadcast_buffers();
 }

@@ -43,10 +43,10 @@ class ReplicatedModule : public DataParallel {
 
  protected:
   struct Setup {
-    std::string wrapper;            // its name, for errors
-    std::string options;            // a line of text that is the same on all ranks
-    bool sync = true;               // take rank 0's parameters and buffers
-    bool broadcast_buffers = true;  // before each forward that follows one which trains, from rank 0
+    std::string wrapper;             // its name, for errors
+    std::string options;             // a line of text that is the same on all ranks
+    bool sync_module_states = true;  // take rank 0's parameters and buffers
+    bool broadcast_buffers = true;   // before each forward that follows one which trains, from rank 0
   };
   // Checks that all ranks have the same module and options. Collective. Throws std::invalid_argument, on every rank and
   // with the first difference by name, if ranks differ, and for parameters that require_shardable() refuses.

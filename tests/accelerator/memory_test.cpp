@@ -45,6 +45,20 @@ TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
   expect_no_findings();
 }
 
+TEST(AcceleratorMemory, PageLockedMemoryIsUsedAgain) {
+  const Simulation simulation;
+  PinnedPool pool({.device = at::Device(at::kCUDA, 0)});
+  const void* const memory = pool.take(100, at::kFloat, "a test").data_ptr();
+  EXPECT_EQ(pool.owned_bytes(), 400);
+  const at::Tensor again = pool.take(200, at::kBFloat16, "a test");
+  EXPECT_EQ(again.data_ptr(), memory);
+  EXPECT_EQ(pool.owned_bytes(), 400);
+  for (int64_t numel = 1; numel <= 64; ++numel) pool.take(numel, at::kFloat, "a test");
+  EXPECT_LE(pool.owned_bytes(), 400 + 64 * 4);
+  EXPECT_EQ(pool.peak_lent_bytes(), 400 + 64 * 4);
+  expect_no_findings();
+}
+
 // It goes back to the driver, which asks no stream.
 TEST(AcceleratorMemory, PageLockedMemoryOutlivesItsCopies) {
   const Simulation simulation({.longest_delay_us = 20000});

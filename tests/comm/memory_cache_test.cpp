@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -297,6 +298,30 @@ TEST(MemoryCache, IsNoReasonToBeKilledUnderALimit) {
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
 }
 
+// What is idle is less than half of the limit, so nobody has told the system of it, and no tensor comes or goes.
+TEST(MemoryCache, IsNoReasonToBeKilledByMemoryThatIsNoTensors) {
+  if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
+  const LimitedGroup group(std::to_string(250 * kMiB));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (!group.join()) ::_exit(77);
+    tessera::MemoryCache cache(tessera::memory_limit(tessera::ControlGroups::of_this_process()));
+    std::vector<void*> blocks;
+    for (int i = 0; i < 9; ++i) blocks.push_back(std::memset(cache.take(10 * kMiB), 1, 10 * kMiB));
+    for (void* block : blocks) cache.give(block);
+    std::vector<std::vector<char>> other;
+    for (int i = 0; i < 21; ++i) {
+      other.emplace_back(10 * kMiB, 1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));  // as one who reads it from a file
+    }
+    ::_exit(cache.stats().idle_bytes == static_cast<int64_t>(90 * kMiB) && other.back().back() == 1 ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) GTEST_SKIP() << "no control group can be made here (needs root)";
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
 // ---- the process's, behind libtorch's tensors; in this order, for it is never switched off ------
 
 TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
@@ -346,6 +371,29 @@ TEST(CachedTensors, UseMemoryAgain) {
   const int64_t live_bytes = tessera::memory_cache_stats().live_bytes;
   const auto small = torch::empty({1 << 10});
   EXPECT_EQ(tessera::memory_cache_stats().live_bytes, live_bytes);
+  tessera::release_freed_memory();
+  EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
+}
+
+// In the middle of whose step it may be.
+TEST(CachedTensors, OfOneRankStayWhenAnotherReleasesItsOwn) {
+  if (kHasAddressSanitizer) GTEST_SKIP() << "AddressSanitizer sees each tensor";
+  tessera::run_ranks(2, [](const auto& comm) {
+    const int64_t numel = (3 + comm->rank()) << 18;  // neither's block is of the other's size
+    at::Tensor tensor = torch::empty({numel});
+    const void* const memory = tensor.const_data_ptr();
+    comm->barrier();
+    tensor.reset();
+    comm->barrier();
+    if (comm->rank() == 0) tessera::release_freed_memory();
+    comm->barrier();
+    const int64_t reused = tessera::memory_cache_stats().reused;
+    comm->barrier();
+    if (comm->rank() == 1) {
+      EXPECT_EQ(torch::empty({numel}).const_data_ptr(), memory);
+      EXPECT_EQ(tessera::memory_cache_stats().reused, reused + 1);
+    }
+  });
   tessera::release_freed_memory();
   EXPECT_EQ(tessera::memory_cache_stats().idle_bytes, 0);
 }

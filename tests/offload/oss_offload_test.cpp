@@ -52,10 +52,10 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
           for (size_t i = 0; i < expected.size(); ++i)
             EXPECT_TRUE(torch::equal(expected[i], own[i])) << what << " " << i << " of " << world;
         };
-        const OssOptions offloaded{.offload = {.params = true, .grads = true}};
+        const OssOptions offloaded{.offload = {.params = true, .grads = true}}, by_grads{.offload = {.grads = true}};
         const auto adam = torch::optim::AdamOptions(1e-2);
         compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp),
-                train<torch::optim::Adam>(comm, adam, offloaded, with_sdp), "torch's Adam");
+                train<torch::optim::Adam>(comm, adam, by_grads, with_sdp), "torch's Adam");
         compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp),
                 "HostAdam");
         const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
@@ -71,7 +71,7 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
     torch::nn::Sequential model;
     for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
     OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm,
-                             {.offload = {.params = true, .grads = true}});
+                             {.offload = {.grads = true}});  // and params with them
     ShardedDataParallel sdp(model, optimizer, comm);
     EXPECT_EQ(sdp.memory().host_bytes, 0);
     sdp(torch::ones({2, 64})).sum().backward();
@@ -92,7 +92,6 @@ TEST(OssOffload, MistakesAreNamed) {
     auto make = [&](OssOffload offload) {
       return OSS<torch::optim::Adam>(linear->parameters(), torch::optim::AdamOptions(1e-2), comm, {.offload = offload});
     };
-    expect_contains(error_of<std::invalid_argument>([&] { make({.grads = true}); }), "offload.grads");
     linear(torch::ones({1, 2})).sum().backward();
     auto tight = make({.params = true, .host_limit_bytes = 20});  // the weight has 16, the bias 8
     const at::Tensor before = linear->weight.detach().clone();
@@ -102,6 +101,15 @@ TEST(OssOffload, MistakesAreNamed) {
     pageable.step();
     EXPECT_EQ(pageable.pinned_bytes(), 0);
     EXPECT_EQ(pageable.host_bytes(), 24);
+  });
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Linear linear(2, 2);
+    const OssOptions others{.offload = {.params = true, .grads = comm->rank() == 1}};
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      OSS<torch::optim::Adam> optimizer(linear->parameters(), torch::optim::AdamOptions(1e-2), comm,
+                                                        others);
+                    }),
+                    "offload.grads=");
   });
 }
 

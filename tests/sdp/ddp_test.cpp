@@ -67,6 +67,47 @@ TEST(Ddp, GradientsAreAveragesInRankOrderWithAnyOptions) {
   }
 }
 
+// Also with one rank, where gradients pass by until a divisor is set.
+TEST(Ddp, ADivisorCountsForEarlierMicroBatchesAndForNoAverage) {
+  for (int world : {1, 2}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      auto reference = make_mlp();
+      DistributedDataParallel ddp(make_mlp(), comm);
+      auto backward = [&](int step) {
+        call(ddp, mlp_input(10 * step + comm->rank())).square().mean().backward();
+        reference_backward(reference, world,
+                           [&](int part) { return reference->forward(mlp_input(10 * step + part)).square().mean(); });
+      };
+      {
+        const Scope scope = ddp.no_sync();
+        backward(0);
+      }
+      ddp.set_gradient_divide_factor(6);
+      backward(1);
+      const auto expected = reference->parameters(), got = ddp.parameters();
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(torch::allclose(got[i].grad(), expected[i].grad() * world / 6)) << world << " parameter " << i;
+      {
+        const Scope scope = ddp.no_sync();
+        backward(2);
+      }
+      expect_contains(error_of<std::logic_error>([&] { ddp.set_gradient_divide_factor(7); }),
+                      "would become 7.000000, but was 6.000000 when backward under no_sync() added to the average that "
+                      "is the gradient of parameter '0.weight' on rank " +
+                          std::to_string(comm->rank()));
+      backward(3);
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_TRUE(torch::allclose(got[i].grad(), expected[i].grad() * world / 6)) << world << " parameter " << i;
+      for (bool set_to_none : {true, false}) {
+        ddp.zero_grad(set_to_none);
+        const Scope scope = ddp.no_sync();
+        backward(4);
+        ddp.set_gradient_divide_factor(set_to_none ? 7 : 8);
+      }
+    });
+  }
+}
+
 TEST(Ddp, CompressionHalvesTheBytes) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     int64_t bytes[2];
