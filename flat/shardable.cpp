@@ -1,6 +1,7 @@
 #include "tessera/flat/shardable.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -26,7 +27,11 @@ std::string problem_of(const at::Tensor& tensor, const Communicator& comm, bool 
                : "is deferred, which FullyShardedDataParallel alone fills: call materialize() on the module first";
   if (tensor.device() != comm.device())
     return c10::str("is on ", tensor.device(), ", expected the communicator's device, ", comm.device());
-  return tensor.is_leaf() ? "" : "is the result of an operation, expected a leaf";
+  if (!tensor.is_leaf()) return "is the result of an operation, expected a leaf";
+  if (tensor.requires_grad() && at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    return "is expanded: several of its elements are one in memory, which no optimizer can write: register a "
+           "contiguous() copy";
+  return "";
 }
 
 struct Extent {

@@ -13,8 +13,9 @@ namespace tessera {
 // What every wrapper asks of the parameters that it is given. `who` is its name, for errors.
 //
 // Throws std::invalid_argument, naming parameter and rank, for one that is no leaf, not dense, not on the
-// communicator's device, sharded already (by this or another wrapper), or that shares memory with another without
-// being the same tensor: ties are kept between names of one tensor only. Deferred parameters pass if `may_be_deferred`.
+// communicator's device, sharded already (by this or another wrapper), trained though it is expanded (several elements
+// are one in memory), or that shares memory with another without being the same tensor: ties are kept between names of
+// one tensor only. Deferred parameters pass if `may_be_deferred`.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 

@@ -194,6 +194,9 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
 void ShardedGradients::begin() {
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
+    // A shard that the user has frozen since the forward gets no gradient, as a leaf would get none.
+    if (state.shard_requires_grad && !state.shard.requires_grad())
+      binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
     take_gradient_by_hand(i);
     if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(state.is_cleared, false)) clear(i);
     if (not_ready_->is_in(i, state.shard)) {

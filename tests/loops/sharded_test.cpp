@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <fstream>
+#include <optional>
 #include <sstream>
 
 #include "tests/loops/loops.h"
@@ -23,7 +24,7 @@ TESSERA_LOOPS(Sharded, fsdp_setups);
 void on_ranks_of(const Setup& setup, const std::function<void(std::shared_ptr<Communicator>)>& body) {
   InitOptions options;
   options.timeout = std::chrono::seconds(20);
-  for (int world : setup.worlds) {
+  for (int world : worlds_of(setup)) {
     run_ranks(
         world,
         [&](std::shared_ptr<Communicator> comm) {
@@ -62,7 +63,9 @@ TEST_P(Sharded, AnOptimizerBuiltBeforeWrappingIsRefusedAtItsStep) {
             if (call == 's') early->step();
           }
         });
-        EXPECT_NE(error, "") << "world " << comm->size() << " order " << order << (is_adam ? " Adam" : " SGD");
+        for (const char* part : {"parameter 'fc", " on rank "})
+          EXPECT_NE(error.find(part), std::string::npos)
+              << error << " world " << comm->size() << " order " << order << (is_adam ? " Adam" : " SGD");
       });
     }
   }
@@ -210,6 +213,53 @@ TEST_P(Sharded, ForwardAndBackwardInsideSummonFullParams) {
     }
     run.optimizer().step();
     run.train(2);
+  });
+}
+
+// In a world of one full parameters may lie where the shards do.
+TEST_P(Sharded, AloneWithoutWriteback) {
+  auto alone = GetParam();
+  if (alone.worlds.front() != 1) return;  // needs more ranks
+  alone.worlds = {1};
+  for (bool changes : {false, true}) {
+    play(alone, {.expect = Expect::kEither}, [changes](Trainer& run) {
+      for (int step = 0; step < 3; ++step) {
+        run.optimizer().zero_grad();
+        run.loss(step).backward();
+        {
+          auto scope = summon(run, {.writeback = false});
+          if (changes && run.fsdp() != nullptr) {
+            const torch::NoGradGuard no_grad;
+            for (const auto& parameter : run.model->parameters()) parameter.mul_(0.5).data().add_(1);
+          }
+          const auto state = run.state();
+          if (!changes) run.note(state["fc2.weight"].sum());
+          if (!changes) run.optimizer().step();
+        }
+        if (changes) run.optimizer().step();
+      }
+    });
+  }
+}
+
+// ---- on_gradients
+
+TEST_P(Sharded, AnObserverLooksAtMemoryAndAtParameters) {
+  if (GetParam().name == "fsdp_ahead") return;  // it checks gradients, which is refused with observers
+  play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
+    auto observed = std::make_shared<int>(0);
+    std::optional<Scope> scope;
+    if (run.fsdp() != nullptr)
+      scope.emplace(run.fsdp()->on_gradients([&run, observed](const std::vector<at::Tensor>& leaves) {
+        const torch::NoGradGuard no_grad;
+        *observed += static_cast<int>(leaves.size());
+        EXPECT_GE(run.fsdp()->memory().gathered_bytes, 0);
+        mlp_of(*run.model).fc1->weight.square().sum();
+      }));
+    for (int step = 0; step < 3; ++step) run.train(step);
+    if (run.fsdp() != nullptr) {
+      EXPECT_EQ(*observed, 3 * static_cast<int>(run.parameters().size()));
+    }
   });
 }
 

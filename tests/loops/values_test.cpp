@@ -52,7 +52,8 @@ TEST_P(Values, LoadBeforeTheFirstStep) {
 }
 
 TEST_P(Values, LoadInsideSummonFullParams) {
-  play(GetParam(), {}, [](Trainer& run) {
+  const bool can_summon = GetParam().name != "zero3";  // Zero has no such scope
+  play(GetParam(), {.expect = can_summon ? Expect::kEqual : Expect::kEither}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) run.train(step);
     if (run.fsdp() != nullptr) {
       auto scope = run.fsdp()->summon_full_params();
