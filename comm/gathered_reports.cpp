@@ -17,7 +17,7 @@ GatheredReports::GatheredReports(Communicator& comm, const std::vector<uint8_t>&
   c10::InferenceMode quiet;
   const bool on_cpu = comm.device().is_cpu();
   const auto bytes = static_cast<int64_t>(own.size());
-  const auto host = at::TensorOptions().dtype(at::kByte).pinned_memory(!on_cpu);
+  const auto host = at::TensorOptions(at::kCPU).dtype(at::kByte).pinned_memory(!on_cpu);
   own_ = at::empty({bytes}, host);
   std::memcpy(own_.mutable_data_ptr(), own.data(), own.size());
   on_device_ = on_cpu ? own_ : at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(comm.device()));

@@ -49,7 +49,7 @@ class Ema::WithModel : public ModelShards {
 };
 
 Ema::Ema(ModelShards& model, EmaOptions options)
-    : model_(model), options_(options), updates_(at::zeros({}, at::kLong)) {
+    : model_(model), options_(options), updates_(at::zeros({}, at::TensorOptions(at::kCPU).dtype(at::kLong))) {
   at::NoGradGuard no_grad;
   if (!(options.decay >= 0 && options.decay < 1))
     throw std::invalid_argument(c10::str("EmaOptions::decay is ", options.decay, ", expected 0 or more and below 1"));
