@@ -324,7 +324,8 @@ class Loader {
       if (found == saved_names_.end()) continue;
       const bool transposed = is_transposed(found->second);
       const auto sizes = transposed ? reversed(buffer.sizes) : buffer.sizes;
-      const at::Tensor value = at::empty(sizes, at::TensorOptions().dtype(saved_.tensors.at(found->second).dtype));
+      const at::Tensor value =
+          at::empty(sizes, at::TensorOptions(at::kCPU).dtype(saved_.tensors.at(found->second).dtype));
       if (value.numel() > 0)
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
       tensors_.emplace_back(model_.named_buffers()[buffer.fqn], transposed ? value.t() : value);

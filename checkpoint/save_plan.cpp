@@ -24,7 +24,7 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
   int64_t total = 0;
   for (const Piece& piece : pieces) total += padded(bytes_of(piece));
   if (!host.defined() || host.numel() < total)
-    host = pinned ? page_locked(total) : at::empty({total}, at::TensorOptions().dtype(at::kByte));
+    host = pinned ? page_locked(total) : at::empty({total}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   std::vector<at::Tensor> room;
   int64_t offset = 0;
   for (const Piece& piece : pieces) {

@@ -136,7 +136,7 @@ void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::o
 }
 
 std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype) {
-  const auto options = at::TensorOptions().dtype(dtype);
+  const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   const at::Tensor tensor = is_whole(shard.tensor, shard) ? at::empty_strided(shard.sizes, shard.strides, options)
                                                           : at::empty({shard.held.numel()}, options);
   return {tensor, flat_view(tensor)};

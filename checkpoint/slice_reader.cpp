@@ -208,7 +208,7 @@ void SliceReader::read(const std::string& name, const Box& box, void* target, co
 }
 
 at::Tensor SliceReader::read(const std::string& name, const Box& box) {
-  at::Tensor tensor = at::empty(box.sizes, at::TensorOptions().dtype(saved_.tensors.at(name).dtype));
+  at::Tensor tensor = at::empty(box.sizes, at::TensorOptions(at::kCPU).dtype(saved_.tensors.at(name).dtype));
   const auto strides = row_major_strides(box.sizes);
   int64_t origin = 0;
   for (size_t d = 0; d < strides.size(); ++d) origin += box.offsets[d] * strides[d];

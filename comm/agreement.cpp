@@ -30,7 +30,7 @@ std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const st
 std::vector<std::string> gather_texts(Communicator& comm, const std::string& text, const std::string& what) {
   c10::InferenceMode quiet;
   const auto counts = gather_numbers(comm, static_cast<int64_t>(text.size()), what);
-  at::Tensor own = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  at::Tensor own = at::empty({static_cast<int64_t>(text.size())}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   std::copy(text.begin(), text.end(), own.mutable_data_ptr<uint8_t>());
   own = own.to(comm.device());
   at::Tensor all = at::empty({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, own.options());

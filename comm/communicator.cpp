@@ -218,7 +218,7 @@ void Communicator::barrier(std::string_view what) {
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   if (size_ > 1) require_other_ranks("the colors of a split");
   c10::InferenceMode quiet;
-  const at::Tensor own = at::tensor({color, key}, at::kLong).to(device_);
+  const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong)).to(device_);
   at::Tensor all = at::empty({size_, 2}, own.options());
   all_gather(all, own, {}, "the colors of a split").wait();
   all = all.cpu();

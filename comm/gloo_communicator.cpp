@@ -273,7 +273,7 @@ void GlooOperation::send(const at::Tensor& tensor, int peer) {
 }
 
 at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer) {
-  staging_.push_back(at::empty({numel}, at::TensorOptions().dtype(dtype)));
+  staging_.push_back(at::empty({numel}, at::TensorOptions(at::kCPU).dtype(dtype)));
   receive(staging_.back(), peer);
   return staging_.back();
 }
@@ -460,7 +460,7 @@ std::string GlooCommunicator::closed_connection() {
     }
   }
   if (!group || peer < 0) return "";
-  std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+  std::vector<at::Tensor> nothing{at::empty({1}, at::TensorOptions(at::kCPU).dtype(at::kByte))};
   std::lock_guard lock(posting_);
   try {
     group->recv(nothing, peer, kNoStep << 15 | connection_bit(rank(), peer, is_send));

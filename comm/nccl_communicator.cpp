@@ -292,6 +292,7 @@ void NcclCommunicator::require_whole(const std::string& description) {
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
   uint64_t ended = 0, waits_for = static_cast<uint64_t>(-1);
+  int silent_looks = 0;  // several in a row: a machine that was held up asks first, and has its answer soon
   while (!changed_.wait_for(lock, stop, kLookAfterEvery, [&] { return stop.stop_requested(); })) {
     std::deque<UnderWay> over;  // let go without the lock
     std::string error;
@@ -306,13 +307,14 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
     const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
     const bool is_new = waits && waits_for != ended;
     const auto unanswered = watch_.unanswered();
+    silent_looks = waits && unanswered > StallWatch::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
     if (waits) waits_for = ended;
     lock.unlock();
     over.clear();
     if (!error.empty() && waits) {
       const std::string known = watch_.explanation();  // a peer that failed is NCCL's reason, too, not named there
       end(known.empty() ? error : known, false);
-    } else if (waits && unanswered > StallWatch::kBeatsMissed * options_.beat_every) {
+    } else if (silent_looks > 4) {
       end(c10::str("the store, in rank 0's process, has not answered for ", unanswered.count() / 1000,
                    " s: that process has stopped, or its host is gone"),
           false);

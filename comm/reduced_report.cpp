@@ -32,7 +32,7 @@ ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std
   c10::InferenceMode quiet;
   const bool on_cpu = comm.device().is_cpu();
   const auto count = kAgreement + static_cast<int64_t>(numbers.size());
-  host_ = at::empty({count}, at::TensorOptions().dtype(at::kLong).pinned_memory(!on_cpu));
+  host_ = at::empty({count}, at::TensorOptions(at::kCPU).dtype(at::kLong).pinned_memory(!on_cpu));
   auto* values = host_.mutable_data_ptr<int64_t>();
   const int64_t below = kRankMask - std::min<int64_t>(comm.rank(), kRankMask);
   values[0] = folded(fingerprint) << kRankBits | below;

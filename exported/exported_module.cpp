@@ -406,7 +406,7 @@ class ProgramBuilder {
   at::Tensor tensor_from(WeightSource source, const ExportedTensor& tensor, at::ScalarType dtype, bool is_later) const {
     ReadElements read = converted(std::move(source), dtype);
     if (is_later) return deferred_from(tensor.sizes, tensor.strides, dtype, options_.device, std::move(read));
-    const at::Tensor values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype));
+    const at::Tensor values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions(at::kCPU).dtype(dtype));
     if (values.numel() > 0) read({0, values.numel()}, values.mutable_data_ptr());
     return values.to(options_.device);
   }

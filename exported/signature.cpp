@@ -445,7 +445,7 @@ NamedInputs InputSignature::zeros(int64_t batch, int64_t sequence) const {
       std::vector<int64_t> sizes;
       for (const Expression& size : leaf.sizes) sizes.push_back(size_of(leaf, size));
       values.push_back(leaf.constant    ? *leaf.constant
-                       : leaf.is_tensor ? ExportedValue(at::zeros(sizes, leaf.dtype))
+                       : leaf.is_tensor ? ExportedValue(at::zeros(sizes, at::TensorOptions(at::kCPU).dtype(leaf.dtype)))
                                         : ExportedValue(size_of(leaf, *leaf.number)));
     }
     inputs.add(parameter.name, parameter.structure.unflatten(values));

@@ -114,7 +114,7 @@ WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTe
 }
 
 at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor) {
-  const auto options = at::TensorOptions().dtype(tensor.dtype);
+  const auto options = at::TensorOptions(at::kCPU).dtype(tensor.dtype);
   if (numel_of(tensor.sizes) == 0) return at::empty_strided(tensor.sizes, tensor.strides, options);
   const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
   char* data = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
@@ -183,9 +183,9 @@ std::vector<std::string> WeightFiles::unused() const {
 ReadElements converted(WeightSource source, at::ScalarType dtype) {
   if (source.dtype == dtype) return std::move(source.read);
   return [source = std::move(source), dtype](Range elements, void* target) {
-    const at::Tensor own = at::empty({elements.numel()}, at::TensorOptions().dtype(source.dtype));
+    const at::Tensor own = at::empty({elements.numel()}, at::TensorOptions(at::kCPU).dtype(source.dtype));
     source.read(elements, own.mutable_data_ptr());
-    at::from_blob(target, {elements.numel()}, at::TensorOptions().dtype(dtype)).copy_(own);
+    at::from_blob(target, {elements.numel()}, at::TensorOptions(at::kCPU).dtype(dtype)).copy_(own);
   };
 }
 

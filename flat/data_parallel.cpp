@@ -26,7 +26,7 @@ void DataParallel::set_gradient_divide_factor(double factor) {
 
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
   // With it travels how many are negative, which all ranks are to hear of.
-  at::Tensor sums = at::empty({2}, at::kLong);
+  at::Tensor sums = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   sums[0].fill_(own);
   sums[1].fill_(own < 0 ? 1 : 0);
   sums = sums.to(comm()->device());

@@ -79,7 +79,7 @@ const Source* source_of(const at::Tensor& tensor) {
 
 at::Tensor read_all(const at::Tensor& tensor, const Source& source) {
   const at::Tensor values =
-      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
   source.read({0, tensor.numel()}, values.mutable_data_ptr());
   return values.to(source.device);
 }
@@ -256,7 +256,7 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
     tape_->generator_state = generator.get_state();
   }
   recording = tape_;
-  if (is_deferred(at::empty({0}))) return;
+  if (is_deferred(at::empty({0}, at::kCPU))) return;
   recording.reset();
   throw std::runtime_error(
       "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this process "

@@ -101,7 +101,8 @@ void FlatParameter::read_own_parts(const at::Tensor& shard) const {
     const Range owned = layout_.owned(static_cast<int64_t>(i), rank_);
     if (read == nullptr || owned.numel() == 0) continue;
     const at::Tensor part = part_of(shard, i);
-    const at::Tensor on_host = part.is_cpu() ? part : at::empty({owned.numel()}, at::TensorOptions().dtype(dtype_));
+    const at::Tensor on_host =
+        part.is_cpu() ? part : at::empty({owned.numel()}, at::TensorOptions(at::kCPU).dtype(dtype_));
     (*read)(owned, on_host.mutable_data_ptr());
     if (!part.is_cpu()) part.copy_(on_host);
   }

@@ -21,7 +21,7 @@ void set_page_locked_allocator(PageLockedAllocator* allocator) { chosen_page_loc
 
 at::Tensor page_locked(int64_t bytes) {
   c10::InferenceMode ordinary(false);
-  const auto options = at::TensorOptions().dtype(at::kByte);
+  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
   PageLockedAllocator* const allocator = page_locked_allocator();
   if (allocator == nullptr || bytes == 0) return at::empty({bytes}, options.pinned_memory(bytes > 0));
   void* const memory = allocator->allocate(static_cast<size_t>(bytes));

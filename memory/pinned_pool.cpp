@@ -41,7 +41,7 @@ struct PinnedPool::State {
     } else {
       const int64_t bound = std::max(peak_lent_bytes, lent_bytes + bytes);
       while (!idle.empty() && lent_bytes + bytes + idle_bytes > bound) drop_last(std::prev(idle.end()));
-      memory = locks_pages() ? page_locked(bytes) : at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+      memory = locks_pages() ? page_locked(bytes) : at::empty({bytes}, at::TensorOptions(at::kCPU).dtype(at::kByte));
     }
     lent_bytes += bytes;
     peak_lent_bytes = std::max(peak_lent_bytes, lent_bytes);
@@ -71,7 +71,7 @@ PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<Stat
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
-  const auto options = at::TensorOptions().dtype(dtype);
+  const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   c10::InferenceMode ordinary(false);
   const MemoryKindScope kind(MemoryKind::kHost);
   if (bytes == 0) return at::empty({0}, options);

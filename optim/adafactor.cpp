@@ -106,7 +106,7 @@ void Adafactor::average_squares(std::vector<Work>& all, std::vector<double>& par
   int64_t numel = static_cast<int64_t>(all.size());
   for (const Work& work : all)
     if (work.is_matrix()) numel += work.state->exp_avg_sq_row().numel() + work.state->exp_avg_sq_col().numel();
-  at::Tensor sums = at::zeros({numel}, at::kDouble);
+  at::Tensor sums = at::zeros({numel}, at::TensorOptions(at::kCPU).dtype(at::kDouble));
   auto offset = static_cast<int64_t>(all.size());
   auto next = [&](int64_t count) { return sums.narrow(0, std::exchange(offset, offset + count), count); };
   for (size_t i = 0; i < all.size(); ++i) {
@@ -173,7 +173,8 @@ at::Tensor Adafactor::step(LossClosure closure) {
   if (all.empty()) return loss;
   std::vector<double> parameter_squares;
   average_squares(all, parameter_squares);
-  at::Tensor direction_squares = at::zeros({static_cast<int64_t>(all.size())}, at::kDouble);
+  at::Tensor direction_squares =
+      at::zeros({static_cast<int64_t>(all.size())}, at::TensorOptions(at::kCPU).dtype(at::kDouble));
   for (size_t i = 0; i < all.size(); ++i) {
     double sum = 0;
     if (all[i].counts) all[i].in_chunks([&](Range range) { sum += sum_of_squares(all[i].direction(range)); });

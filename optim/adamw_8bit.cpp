@@ -183,7 +183,8 @@ AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) c
       if (all[i].state != nullptr && held.range.numel() > 0 && held.range.begin % kBlock != 0)
         shared.insert({i, held.range.begin / kBlock});
   if (shared.empty()) return {};
-  at::Tensor largest = at::zeros({static_cast<int64_t>(shared.size()), 2}, at::kFloat);
+  at::Tensor largest =
+      at::zeros({static_cast<int64_t>(shared.size()), 2}, at::TensorOptions(at::kCPU).dtype(at::kFloat));
   int64_t row = 0;
   for (const auto& [index, block] : shared) {
     const Work& work = all[index];

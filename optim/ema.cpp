@@ -52,7 +52,7 @@ class Ema::WithModel : public ModelShards {
 };
 
 Ema::Ema(ModelShards& model, EmaOptions options)
-    : model_(model), options_(options), updates_(at::zeros({}, at::kLong)) {
+    : model_(model), options_(options), updates_(at::zeros({}, at::TensorOptions(at::kCPU).dtype(at::kLong))) {
   at::NoGradGuard no_grad;
   require_agreement(*comm(), "the options of Ema",
                     {"decay=" + text_of(options.decay) + " warmup=" + text_of(options.warmup)});

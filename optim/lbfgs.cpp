@@ -95,7 +95,7 @@ struct Lbfgs::Run {
     own.insert(own.end(), maxima.begin(), maxima.end());
     own.push_back(mean != nullptr ? *mean : 0);
     const auto count = static_cast<int64_t>(own.size());
-    const at::Tensor mine = at::empty({count}, at::kDouble);
+    const at::Tensor mine = at::empty({count}, at::TensorOptions(at::kCPU).dtype(at::kDouble));
     std::ranges::copy(own, mine.mutable_data_ptr<double>());
     at::Tensor all = at::empty({comm->size(), count}, at::TensorOptions().dtype(at::kDouble).device(comm->device()));
     comm->all_gather(all, mine.to(comm->device()), {}, "inner products for Lbfgs").wait();

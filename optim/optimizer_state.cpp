@@ -188,7 +188,7 @@ NamedShard state_shard(const std::string& name, const NamedShard& parameter, con
   NamedShard shard = parameter;
   shard.sizes = state_sizes(name, parameter.sizes);
   shard.strides = {1};
-  shard.tensor = at::empty({0}, at::kFloat);
+  shard.tensor = at::empty({0}, at::TensorOptions(at::kCPU).dtype(at::kFloat));
   const Range held = parameter.held;
   if (form == StateForm::kBlocks) {
     shard.held = held.numel() == 0

@@ -18,7 +18,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   const std::vector<NamedShard> shards = model.named_shards();
   const auto count = static_cast<int64_t>(shards.size());
   const int world = comm_->size();
-  at::Tensor own = at::empty({count * 3}, at::kLong);
+  at::Tensor own = at::empty({count * 3}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   auto* numbers = own.mutable_data_ptr<int64_t>();
   for (const NamedShard& shard : shards) {
     *numbers++ = shard.held.begin;
@@ -78,7 +78,7 @@ const std::vector<ParameterParts::Held>& ParameterParts::by_rank(const at::Tenso
 
 std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& parameters) const {
   const auto count = static_cast<int64_t>(parameters.size());
-  at::Tensor have = at::zeros({count}, at::kByte);
+  at::Tensor have = at::zeros({count}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   auto* flags = have.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < count; ++i) flags[i] = parameters[i].grad().defined() ? 1 : 0;
   if (are_cut_ && count > 0) {

@@ -332,7 +332,7 @@ DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
   ++entry.holds;
   hold.entry_ = {&entry, Hold::Release{this}};
   hold.values_ =
-      at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.scalar_type()));
+      at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
   foretell(entry);
   return hold;
 }

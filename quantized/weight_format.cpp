@@ -95,7 +95,9 @@ at::Tensor nearest(const at::Tensor& values, const at::Tensor& table) {
   return at::bucketize(values, between).to(at::kByte);
 }
 
-at::Tensor normal_floats(at::Device device) { return at::tensor(at::ArrayRef<float>(kNormalFloats)).to(device); }
+at::Tensor normal_floats(at::Device device) {
+  return at::tensor(at::ArrayRef<float>(kNormalFloats), at::kCPU).to(device);
+}
 
 void encode_scales(const Nf4Layout& layout, const at::Tensor& scales, const at::Tensor& bytes) {
   if (!layout.is_double) return static_cast<void>(layout.inner(bytes).view(at::kFloat).copy_(scales));
@@ -197,7 +199,7 @@ at::Tensor encoded_later(WeightFormat format, const at::Tensor& weight) {
                     dtype = weight.scalar_type()](Range bytes, void* target) {
     const at::NoGradGuard on_its_thread;
     const OrdinaryScope ordinary;
-    const at::Tensor whole = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype));
+    const at::Tensor whole = at::empty_strided(sizes, strides, at::TensorOptions(at::kCPU).dtype(dtype));
     read({0, whole.numel()}, whole.mutable_data_ptr());
     std::memcpy(target, encoded(format, whole).const_data_ptr<uint8_t>() + bytes.begin,
                 static_cast<size_t>(bytes.numel()));

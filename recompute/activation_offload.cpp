@@ -23,6 +23,12 @@ struct ActivationOffload::Kept {
   std::weak_ptr<Kept> before;
 };
 
+// After the copy's end, behind which the current stream is; the memory need not be that stream's.
+static void let_go(at::Tensor& device, at::Device home) {
+  if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
+  device.reset();
+}
+
 class ActivationOffload::OffloadedInput : public SavedInput {
  public:
   OffloadedInput(ActivationOffload& owner, std::shared_ptr<Kept> kept) : owner_(owner), kept_(std::move(kept)) {}
@@ -63,7 +69,7 @@ std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
     if (!std::exchange(oldest.is_leaving, false)) continue;
     oldest.copy.wait_on_device();
     oldest.copy = Copy();  // which holds the device's memory
-    oldest.device.reset();
+    let_go(oldest.device, oldest.home);
   }
   return std::make_unique<OffloadedInput>(*this, std::move(kept));
 }
@@ -91,7 +97,7 @@ at::Tensor ActivationOffload::fetch(Kept& kept) {
 void ActivationOffload::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();
-  kept.device.reset();
+  let_go(kept.device, kept.home);
   kept.host.reset();
   kept.is_leaving = false;
   if (latest_.get() == &kept) latest_ = kept.before.lock();

@@ -41,6 +41,17 @@ std::vector<at::Device> devices_of(const Tensors& tensors) {
   return devices;
 }
 
+// Also all accelerators that this process has used: a function may draw on one that only its outputs tell.
+std::vector<at::Device> devices_in_use(const Tensors& tensors) {
+  std::vector<at::Device> devices = devices_of(tensors);
+  if (!at::globalContext().hasCUDA()) return devices;
+  for (c10::DeviceIndex index = 0; index < c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount(); ++index)
+    if (at::detail::getCUDAHooks().hasPrimaryContext(index) &&
+        std::ranges::find(devices, at::Device(at::kCUDA, index)) == devices.end())
+      devices.emplace_back(at::kCUDA, index);
+  return devices;
+}
+
 // What a computation depends on beside its inputs: where the default generators are, and autocast.
 class ExecutionState {
  public:
@@ -48,23 +59,25 @@ class ExecutionState {
     for (const at::Device& device : devices) {
       at::Generator generator = at::globalContext().defaultGenerator(device);
       std::lock_guard lock(generator.mutex());
-      generators_.emplace_back(generator, generator.get_state());
+      generators_.push_back({device, generator, generator.get_state()});
       casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
                           at::autocast::get_autocast_dtype(device.type()));
     }
     cast_cache_ = at::autocast::is_autocast_cache_enabled();
   }
-  // What drew no numbers the first time leaves the generators alone the second time.
-  void forget_unused_generators() {
-    std::erase_if(generators_, [](auto& entry) {
-      std::lock_guard lock(entry.first.mutex());
-      return at::equal(entry.first.get_state(), entry.second);
+  // What drew no numbers the first time leaves the generators alone the second time; so do those of other devices,
+  // which may be other ranks'.
+  void keep_used_generators(const std::vector<at::Device>& devices) {
+    std::erase_if(generators_, [&](State& entry) {
+      if (std::ranges::find(devices, entry.device) == devices.end()) return true;
+      std::lock_guard lock(entry.generator.mutex());
+      return at::equal(entry.generator.get_state(), entry.state);
     });
   }
   bool draws() const { return !generators_.empty(); }
   void forget_generators() { generators_.clear(); }
   void restore() {
-    for (auto& [generator, state] : generators_) {
+    for (auto& [device, generator, state] : generators_) {
       std::lock_guard lock(generator.mutex());
       generator.set_state(state);
     }
@@ -76,7 +89,12 @@ class ExecutionState {
   }
 
  private:
-  std::vector<std::pair<at::Generator, at::Tensor>> generators_;
+  struct State {
+    at::Device device;
+    at::Generator generator;
+    at::Tensor state;
+  };
+  std::vector<State> generators_;
   std::vector<std::tuple<at::DeviceType, bool, at::ScalarType>> casts_;
   bool cast_cache_ = true;
 };
@@ -146,7 +164,10 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
     for (const at::Tensor& tensor : given) part->versions.emplace_back(tensor);
     RecomputesLater later;
     Tensors outputs = part->compute(given);
-    part->first_state->forget_unused_generators();
+    Tensors known = given;
+    known.insert(known.end(), outputs.begin(), outputs.end());
+    part->devices = devices_of(known);
+    part->first_state->keep_used_generators(part->devices);
     for (size_t i = 0; i < given.size(); ++i)
       if (part->versions[i].now() != part->versions[i].then)
         throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
@@ -205,9 +226,8 @@ std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(c
   if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return compute(inputs);
   auto part = c10::make_intrusive<Part>();
   part->compute = std::move(compute);
-  part->devices = devices_of(inputs);
-  part->first_state.emplace(part->devices);
-  inputs.insert(inputs.begin(), at::empty({0}).set_requires_grad(true));
+  part->first_state.emplace(devices_in_use(inputs));
+  inputs.insert(inputs.begin(), at::empty({0}, at::kCPU).set_requires_grad(true));
   return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
 }
 

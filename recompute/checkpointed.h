@@ -47,9 +47,9 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 // Gradients reach the tensors among the inputs (in all that flat/visit_tensors.h knows or is taught) and the parameters
 // that the function uses; tensors that a lambda captures and that are no leaves are not reached: pass them as inputs.
 // Results that are no tensors are those of the first time. The function and the other inputs are copied, and must do
-// the same when called again: random numbers (the default generators of the CPU, of the thread's current device and of
-// the inputs') and autocast are set back for it. While a SavedInputs::Use lives (ActivationOffload), the tensors among
-// the inputs are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is a plain call.
+// the same when called again: random numbers (the default generators of the CPU, of the thread's current device, of
+// inputs' and outputs') and autocast are set back for it. While a SavedInputs::Use lives (ActivationOffload), the
+// inputs' tensors are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes one of its inputs in place, and in backward if
 // somebody else has changed one since, wherever it was kept; std::logic_error, in backward, if the second time gives

@@ -41,7 +41,8 @@ struct DdpOptions {
 // The part of the wrapper that does not depend on the module's type.
 class DdpModule : public ReplicatedModule {
  public:
-  // torch::nn::utils::clip_grad_norm_: every rank has all gradients, so nothing is exchanged.
+  // torch::nn::utils::clip_grad_norm_: every rank has all gradients, so nothing is exchanged. On a device the same
+  // numbers, which the host does not wait for but with error_if_nonfinite.
   GradNorm clip_grad_norm_on_device_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) override;
 
  protected:

@@ -298,7 +298,7 @@ void ReplicatedGradients::agree_on_order() {
   for (const GradientBucket& bucket : reducer_.buckets())
     for (size_t parameter : bucket.members)
       if (!came[parameter]) order.push_back(parameter);
-  at::Tensor numbers = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
+  at::Tensor numbers = at::empty({static_cast<int64_t>(order.size())}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   std::copy(order.begin(), order.end(), numbers.mutable_data_ptr<int64_t>());
   numbers = numbers.to(mesh_.world->device());
   mesh_.world->broadcast(numbers, 0, "the order of gradients").wait();

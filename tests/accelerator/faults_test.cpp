@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 
 #include "tests/accelerator/simulated_training.h"
 
@@ -37,6 +38,8 @@ constexpr Fault kFaults[] = {
     {"memory_goes_back_before_its_users_are_through", "fsdp_two_streams", Request::kBlock, "Unit::release"},
     {"an_event_is_never_recorded", "fsdp_branches", Request::kRecord, "order_streams"},
     {"an_input_is_fetched_before_it_is_there", "fsdp_activations", Request::kBlock, "ActivationOffload::fetch"},
+    {"an_input_goes_back_before_it_is_used", "fsdp_activations_branches", Request::kRecordStream,
+     "ActivationOffload::fetch"},
     {"a_step_begins_before_parameters_are_published", "sdp", Request::kCollectiveEnds, "ShardedOptimizer::publish"},
 };
 
@@ -67,6 +70,21 @@ TEST_P(PlantedFaults, AreFound) {
   bool found = false;
   for (const uint64_t seed : accelerator::seeds(6)) found = found || is_found(GetParam(), seed);
   EXPECT_TRUE(found);
+}
+
+// A rank that starts two collectives of a group in the other order, once.
+TEST(PlantedOrder, OfIssueIsFound) {
+  std::atomic<int> times = 0;
+  const Simulation simulation({.leave_out = [&](Request request, std::string_view place) {
+    return request == Request::kCollectiveInTurn &&
+           place.find("Communicator::reduce_scatter") != std::string_view::npos && times++ == 1;
+  }});
+  const std::string error = testing_support::error_of<CommError>(
+      [&] { train_on_devices(case_named("fsdp"), {.timeout = std::chrono::seconds(2)}); });
+  EXPECT_GT(times, 1);
+  testing_support::expect_contains(error, "timed out after 2 s");
+  ASSERT_FALSE(Simulation::findings().empty());
+  testing_support::expect_contains(Simulation::findings()[0], "of a group is ");
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
       net->to(comm->device());
       DistributedDataParallel ddp(net, comm);
       torch::optim::AdamW optimizer(net->parameters(), adam);
-      expect_no_wait(cost_of_a_step(ddp, optimizer, *comm, false));
+      expect_no_wait(cost_of_a_step(ddp, optimizer, *comm, true));
     }
   });
 }
@@ -101,11 +101,18 @@ TEST(AcceleratorStep, CheckFiniteStopsTheHostOnce) {
   });
 }
 
+// A loop without wrappers, as one step of it costs the device.
+struct Plain {
+  at::Tensor operator()(const at::Tensor& x) { return net->forward(x); }
+  void clip_grad_norm_on_device_(double) { throw std::logic_error("a plain loop does not clip"); }
+  torch::nn::Sequential net;
+};
+
 // One more unit costs its two gathers, its reduction, and kernels of the model's own; no more than these around them,
 // however many parameters it has.
 TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   const Simulation simulation;
-  std::map<int, int64_t> launches;
+  std::map<int, int64_t> launches, all, plain;
   for (const int layers : {3, 4}) {
     accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
       torch::nn::Sequential net;
@@ -114,6 +121,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
       FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<BlockImpl>()});
       torch::optim::SGD optimizer(fsdp.parameters(), 1e-2);
       const auto cost = cost_of_a_step(fsdp, optimizer, *comm, false);
+      if (comm->rank() == 0) all[layers] = cost.launches;
       if (comm->rank() == 0)
         for (const auto& [name, times] : cost.launch_names)
           if (name.find("copy_") != std::string::npos || name.find("zero_") != std::string::npos ||
@@ -123,6 +131,18 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   }
   // The copies of six gradients into the bucket are one, and one clears all gaps.
   EXPECT_LE(launches[4] - launches[3], 2);
+  for (const int layers : {3, 4}) {
+    accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
+      Plain loop;
+      for (int i = 0; i < layers; ++i) loop.net->push_back(Block());
+      loop.net->to(comm->device());
+      torch::optim::SGD optimizer(loop.net->parameters(), 1e-2);
+      plain[layers] = cost_of_a_step(loop, optimizer, *comm, false).launches;
+    });
+  }
+  RecordProperty("launches_of_a_unit", static_cast<int>(all[4] - all[3]));
+  RecordProperty("of_the_same_without_a_wrapper", static_cast<int>(plain[4] - plain[3]));
+  EXPECT_LE(all[4] - all[3], plain[4] - plain[3] + 6);
 }
 
 // A copy that leaves for the host and a later change of what it reads: an error, whichever comes first.
@@ -167,6 +187,17 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
       [&](const at::Tensor& in) { return torch::dropout(weight, 0.5, true) * in.to(device).clamp(1, 1); }, indices);
   y.sum().backward();
   EXPECT_TRUE(torch::equal(y.detach().cpu(), weight.grad().cpu()));
+}
+
+// Or its outputs: a part of a model that lies on another device than the part before.
+TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
+  const Simulation simulation;
+  torch::manual_seed(1);
+  at::Tensor x = torch::ones({64}, at::Device(at::kCUDA, 0)).requires_grad_();
+  const at::Tensor y =
+      checkpointed([](const at::Tensor& in) { return torch::dropout(in.to(at::Device(at::kCUDA, 2)), 0.5, true); }, x);
+  y.sum().backward();
+  EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
 // A gradient that waits for its copy is autograd's, and not to be changed meanwhile.

@@ -35,12 +35,13 @@ struct NetImpl : torch::nn::Module {
     for (int i = 0; i < kBlocks; ++i) {
       if (i == 2 && rank_ == of_.unused_on) continue;
       auto block = blocks->ptr<torch::nn::LinearImpl>(i);
-      auto run = [block](const at::Tensor& in) { return torch::tanh(block->forward(in)); };
+      auto once = [block](const at::Tensor& in) { return torch::tanh(block->forward(in)); };
+      auto run = [&](const at::Tensor& in) { return of_.checkpointed ? checkpointed(once, in) : once(in); };
       if (of_.branches && i % 2 == 1) {
         x = beside(x, run);
         watch(block->weight);
       } else {
-        x = of_.checkpointed ? checkpointed(run, x) : run(x);
+        x = run(x);
       }
     }
     if (side_) order(*side_, current_stream(x.device()));
@@ -219,6 +220,7 @@ const std::vector<Case>& cases() {
       {.name = "fsdp_checkpointed", .checkpointed = true},
       {.name = "fsdp_activations", .checkpointed = true, .activations = true},
       {.name = "fsdp_activations_two_streams", .checkpointed = true, .activations = true, .two_streams = true},
+      {.name = "fsdp_activations_branches", .checkpointed = true, .activations = true, .branches = true},
       {.name = "fsdp_side_stream", .side_stream = true},
       {.name = "fsdp_two_streams", .two_streams = true, .evaluates = true},
       {.name = "fsdp_branches", .branches = true},
