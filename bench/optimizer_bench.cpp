@@ -231,7 +231,7 @@ int main(int argc, char** argv) {
       {"Adafactor", with<Adafactor>(AdafactorOptions(1e-2))},
       {"ScheduleFreeAdamW", with<ScheduleFreeAdamW>(ScheduleFreeOptions(1e-3))},
       {"Lamb", with<Lamb>(adamw)},
-      {"Lbfgs, 10 remembered", with<Lbfgs>(LbfgsOptions(0.1).max_iter(2).history_size(10))},
+      {"Lbfgs, 3 remembered", with<Lbfgs>(LbfgsOptions(0.1).max_iter(1).history_size(3))},
   };
   const std::string wanted = argc > 1 ? argv[1] : "";
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 1;
