@@ -620,13 +620,12 @@ TEST_P(Recipes, HalfTheModelInBfloat16) {
       register_module("fc1", fc1), register_module("fc2", fc2);
       fc1->to(at::kBFloat16), fc2->to(at::kDouble);
     }
-    at::Tensor forward(const at::Tensor& x) override {
-      return fc2(fc1(x.to(at::kBFloat16)).to(at::kDouble).tanh());
-    }
+    at::Tensor forward(const at::Tensor& x) override { return fc2(fc1(x.to(at::kBFloat16)).to(at::kDouble).tanh()); }
     torch::nn::Linear fc1{kFeatures, kFeatures}, fc2{kFeatures, kFeatures};
   };
   auto model = [] { return seeded(56, []() -> Model { return std::make_shared<HalfHalf>(); }); };
-  play(GetParam(), {.model = model, .same_data = true, .optimizers = {Optim::kSgd}}, [](Trainer& run) { run.train(0); });
+  play(GetParam(), {.model = model, .same_data = true, .optimizers = {Optim::kSgd}},
+       [](Trainer& run) { run.train(0); });
 }
 
 // ---- values and wrappers
