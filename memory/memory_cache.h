@@ -55,7 +55,7 @@ class MemoryCache {
   void* take(size_t bytes);
   // False if that is not a block of this cache.
   bool give(void* block);
-  static constexpr int kNoRank = -1;
+  static constexpr int kNoRank = -1;  // of none
   // Gives what is idle back to the system: all, or what was freed by threads of this rank and of none. The bound starts
   // again from what is left.
   void release(int rank = kNoRank);
@@ -64,6 +64,7 @@ class MemoryCache {
 
   // Around fork(): the child would wait for ever for a lock that a thread had which it does not have.
   void before_fork() { mutex_.lock(); }
+  // In both processes.
   void after_fork(bool is_child) {
     if (is_child) watch_.reset();  // whose thread stays with the parent
     mutex_.unlock();
