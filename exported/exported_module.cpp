@@ -222,17 +222,22 @@ class ProgramBuilder {
     return program;
   }
 
-  // What is decomposed has lost Python's stop-gradients: no_grad() is gone, and detach() has become alias().
+  // What is decomposed has lost Python's stop-gradients: no_grad() is gone without a trace, detach() has become
+  // alias().
   void check_gradients(const json& program) const {
     const auto verifiers = program.find("verifiers");
     if (verifiers == program.end() || !verifiers->is_array()) return;
     const bool is_decomposed =
         std::none_of(verifiers->begin(), verifiers->end(), [](const json& verifier) { return verifier == "TRAINING"; });
-    if (is_decomposed && !record_.has_checked_gradients && !options_.unchecked)
-      throw ExportedError(
-          "it is decomposed, which loses torch.no_grad() and detach(): gradients may be others than Python's. Export "
-          "without run_decompositions(), or with tools/export_model.py --decompose, which compares them; "
-          "ExportedOptions::unchecked takes it as it is");
+    if (!is_decomposed || record_.has_checked_gradients || options_.unchecked) return;
+    const std::string what =
+        "it is decomposed, which loses torch.no_grad() and detach(): gradients may be others than Python's. Export "
+        "without run_decompositions(), or with tools/export_model.py --decompose, which compares them; "
+        "ExportedOptions::unchecked takes it as it is";
+    const json& graph_module = object_field(program, "graph_module");
+    for (const json& node : list_field(object_field(graph_module, "graph"), "nodes"))
+      if (text_field(node, "target").starts_with("torch.ops.aten.alias.")) throw ExportedError(what);
+    TORCH_WARN(archive_.where(), ": ", what);
   }
 
   // The archive's tensors, in the order of the graph's inputs.
@@ -330,21 +335,22 @@ class ProgramBuilder {
       throw ExportedError("there are no values of " + std::to_string(absent_.size()) + " tensors, such as " + names +
                           ": give ExportedOptions::weights or init");
     }
-    if (!record_.ties && !options_.unchecked) refuse_unknown_ties();
+    if (!record_.ties && !options_.unchecked) warn_of_unknown_ties();
     if (files_ && options_.strict) refuse_unused();
     for (auto& own : program_->state) register_tensor(own);
   }
 
   // Tensors without values do not show it by memory that they share.
-  void refuse_unknown_ties() const {
+  void warn_of_unknown_ties() const {
     for (size_t i = 0; i < tensors_.size(); ++i)
       for (size_t other = 0; other < i; ++other)
         if (!tensors_[i].has_values() && !tensors_[other].has_values() && tensors_[i].sizes == tensors_[other].sizes &&
-            tensors_[i].dtype == tensors_[other].dtype)
-          throw ExportedError("it has no values of '" + program_->state[other].fqn + "' and '" +
-                              program_->state[i].fqn +
-                              "', and does not say whether they are tied, as tools/export_model.py does; "
-                              "ExportedOptions::unchecked takes them for two");
+            tensors_[i].dtype == tensors_[other].dtype) {
+          TORCH_WARN(archive_.where(), ": it has no values, and does not say which tensors are tied, as ",
+                     "tools/export_model.py does: '", program_->state[other].fqn, "' and '", program_->state[i].fqn,
+                     "', for two, are taken to be different ones. ExportedOptions::unchecked says that this is right");
+          return;
+        }
   }
 
   void refuse_unused() const {

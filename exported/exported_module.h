@@ -49,7 +49,8 @@ struct ExportedOptions {
 
   // true: takes for right what tools/export_model.py would have compared with Python, in archives of others: gradients
   // of decomposed programs, eval() of models with random operators, ties of tensors without values; and leaves out
-  // guards that cannot be read. Without it such archives, or calls, are refused.
+  // guards that cannot be read. Without it such archives, or calls, are refused, or warned of where nothing shows that
+  // anything is wrong.
   bool unchecked = false;
 };
 
