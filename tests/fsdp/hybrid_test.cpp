@@ -78,7 +78,9 @@ TEST(Hybrid, BytesAreThoseOfTheSmallerGroups) {
       loss.backward();
       return std::pair{gathered, comm->traffic().sent_bytes - start - gathered};
     };
-    constexpr int64_t kReport = 3 * 9;  // to each of the others: the order's fingerprint, one bit of use
+    // To each of the others: the order's fingerprint twice, whether the parameter was used and whether its bucket was
+    // late.
+    constexpr int64_t kReport = 3 * 4 * 8;
     EXPECT_EQ(sent(0), (std::pair{3 * kModelBytes / 4, 3 * kModelBytes / 4 + kReport}));
     // Half the model to the other rank; then half the gradient, and of that half an all-reduce of two.
     EXPECT_EQ(sent(2), (std::pair{kModelBytes / 2, kModelBytes / 2 + kModelBytes / 2 + kReport}));
