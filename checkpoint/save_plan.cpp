@@ -84,11 +84,11 @@ void HostCopies::begin(SavePlan& plan, at::Device device) {
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];
+    const bool may_freeze =
+        piece.view != nullptr && (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside);
     if (!plan.watched.empty() && is_watched(piece)) {
       later_.push_back(i);
-    } else if (at::Tensor elements; piece.view &&
-                                    (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside) &&
-                                    (elements = frozen(piece.view())).defined()) {
+    } else if (at::Tensor elements = may_freeze ? frozen(piece.view()) : at::Tensor(); elements.defined()) {
       piece.view = [elements] { return elements; };
       later_.push_back(i);
     } else {

@@ -39,7 +39,7 @@ class Compiler {
     std::map<std::string, size_t> state;           // index in Execution::state by name of the graph's input
     std::map<size_t, std::string> batch_counters;  // by state: the module whose num_batches_tracked it is
     std::string device_type = "cpu";               // for which the archive was made
-    std::optional<ExportRecord::Modes> modes;      // what is known of train() and eval()
+    std::optional<ExportedModes> modes;            // what is known of train() and eval()
     std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are computed again
   };
   explicit Compiler(Options options) : options_(std::move(options)) {}

@@ -51,7 +51,7 @@ void require_usable(const std::vector<int>& processors) {
     if (processor >= 0 && processor < CPU_SETSIZE && CPU_ISSET(processor, &usable)) continue;
     std::string known;
     for (int i = 0; i < CPU_SETSIZE; ++i)
-      if (CPU_ISSET(i, &usable)) known += " " + std::to_string(i);
+      if (CPU_ISSET(i, &usable)) known.append(" ").append(std::to_string(i));
     throw std::invalid_argument(c10::str("StepInBackward: processors has ", processor,
                                          ", expected some of those that this thread may use:", known));
   }

@@ -65,7 +65,7 @@ void add_measured(const MeasuredStep& step, TimesByName& times) {
 }
 
 json lanes_of_measured(const MeasuredStep& step) {
-  static const std::pair<MeasuredInterval::Kind, const char*> kLanesOfMeasured[] = {
+  constexpr std::pair<MeasuredInterval::Kind, const char*> kLanesOfMeasured[] = {
       {MeasuredInterval::Kind::kCompute, "compute"},
       {MeasuredInterval::Kind::kWait, "waits"},
       {MeasuredInterval::Kind::kCollective, "collectives"}};

@@ -118,13 +118,13 @@ class Normalize : public torch::autograd::Function<Normalize> {
   };
 };
 
-struct Tensors {
+struct NormTensors {
   at::Tensor weight, bias;               // [C], or undefined
   at::Tensor running_mean, running_var;  // the same
 };
 
 // In training: with the statistics of all ranks, which `momentum` of goes into the running ones.
-at::Tensor normalized(const at::Tensor& input, const Tensors& tensors, double momentum, double eps,
+at::Tensor normalized(const at::Tensor& input, const NormTensors& tensors, double momentum, double eps,
                       const std::shared_ptr<Communicator>& group) {
   Statistics statistics;
   {
@@ -169,7 +169,7 @@ namespace {
 // which the module's own forward() calls, takes the statistics of all ranks.
 class SyncedBatchNorm : public StandIn {
  public:
-  SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, Tensors tensors,
+  SyncedBatchNorm(std::weak_ptr<torch::nn::Module> owner, const at::Tensor& stands_for, NormTensors tensors,
                   std::shared_ptr<Communicator> group)
       : owner_(std::move(owner)), stands_for_(stands_for), tensors_(std::move(tensors)), group_(std::move(group)) {}
 
@@ -185,7 +185,7 @@ class SyncedBatchNorm : public StandIn {
  private:
   const std::weak_ptr<torch::nn::Module> owner_;
   const at::Tensor stands_for_;  // what is registered
-  const Tensors tensors_;
+  const NormTensors tensors_;
   const std::shared_ptr<Communicator> group_;
 };
 
@@ -239,7 +239,8 @@ int convert_sync_batch_norm(torch::nn::Module& module, Communicator& comm) {
       at::Tensor& anchor = anchor_of(norm);
       if (stand_in_of(anchor) != nullptr) return;
       const auto stand_in = std::make_shared<SyncedBatchNorm>(
-          norm.weak_from_this(), anchor, Tensors{norm.weight, norm.bias, norm.running_mean, norm.running_var}, group);
+          norm.weak_from_this(), anchor, NormTensors{norm.weight, norm.bias, norm.running_mean, norm.running_var},
+          group);
       const OrdinaryScope ordinary;
       anchor = stand_in_view(
           stand_in,

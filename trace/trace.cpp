@@ -33,7 +33,7 @@ constexpr std::chrono::seconds kWriteEvery{1};
 constexpr std::array<const char*, 5> kCategories = {"compute", "gather", "reduce", "wait", "optimizer"};
 
 std::atomic<int> rank_of_process = 0;
-thread_local int rank_of_thread = -1;
+thread_local int traced_rank = -1;
 
 // Operations under way at the same time would overlap on one line of the picture: each kind gets as
 // many lines ("threads") as it needs, numbered from here.
@@ -171,7 +171,7 @@ void Trace::finish() noexcept {
   }
 }
 
-void Trace::set_rank_of_thread(int rank) noexcept { rank_of_thread = rank; }
+void Trace::set_rank_of_thread(int rank) noexcept { traced_rank = rank; }
 
 void Trace::set_rank_of_process(int rank) noexcept {
   rank_of_process = rank;
@@ -185,7 +185,7 @@ void Trace::join(Run run) {
 
 void Trace::add(SpanKind kind, std::string_view name, const char* operation, Clock::time_point begin,
                 Clock::time_point end) {
-  const int rank = rank_of_thread >= 0 ? rank_of_thread : rank_of_process.load();
+  const int rank = traced_rank >= 0 ? traced_rank : rank_of_process.load();
   std::lock_guard lock(mutex_);
   if (spans_.size() >= kMaxSpans) {
     ++dropped_;
