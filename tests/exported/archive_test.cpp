@@ -334,6 +334,7 @@ void change_part(Changed& archive, std::mt19937_64& random) {
 // A graph is refused by an error of its own when it is loaded, or runs, or an operator throws. For some hundreds of
 // changes, or as many seconds as `make fuzz` says.
 TEST(Archive, GraphsThatWereChangedAreRefusedOrRun) {
+  const Warnings not_shown;
   const char* text = std::getenv("TESSERA_FUZZ_SECONDS");
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(text != nullptr ? std::stoi(text) : 0);
   const char* seed_text = std::getenv("TESSERA_FUZZ_SEED");
