@@ -221,12 +221,8 @@ bool is_close(const at::Tensor& value, const at::Tensor& expected) {
   if (!at::isFloatingType(expected.scalar_type()) && !at::isComplexType(expected.scalar_type()))
     return torch::equal(value, expected);
   const bool fine = at::toRealValueType(expected.scalar_type()) == at::kDouble;
-  const bool is_short = at::isReducedFloatingType(expected.scalar_type());  // rounded one way in vectors, another alone
-  return value.sizes() == expected.sizes() && torch::allclose(value, expected.to(value.dtype()),
-                                                              fine       ? 1e-7
-                                                              : is_short ? 1e-2
-                                                                         : 1e-4,
-                                                              fine ? 1e-9 : 1e-5);
+  return value.sizes() == expected.sizes() &&
+         torch::allclose(value, expected.to(value.dtype()), fine ? 1e-7 : 1e-4, fine ? 1e-9 : 1e-5);
 }
 
 // "" if the ranks have seen, as far as they came, what the one process did.
