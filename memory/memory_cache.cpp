@@ -5,6 +5,7 @@
 #include <c10/util/env.h>
 #include <malloc.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -166,10 +167,14 @@ void MemoryCache::start_watch() {
       seconds = std::clamp(static_cast<double>(left_bytes) / 2 / kFillBytesPerSecond, 0.005, 1.0);
     }
   };
+  ::sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
   try {
     std::thread(look).detach();
   } catch (const std::system_error&) {  // no more threads: what gives memory back looks, as ever
   }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void MemoryCache::release(int rank) {

@@ -255,6 +255,51 @@ TEST(MemoryCache, LetsTheSystemTakeWhatIsIdleOnceHalfOfTheLimitIsNeeded) {
   EXPECT_EQ(cache.stats().reused, 1);
 }
 
+// Its parent's thread, which looks at what they need, is not there.
+TEST(MemoryCache, LooksInAForkedChildToo) {
+  if (kHasAddressSanitizer || kHasThreadSanitizer) GTEST_SKIP() << "a sanitizer takes memory of its own";
+  const tessera::testing_support::TemporaryFolder folder;
+  const auto usage = folder.write("memory.current", "400");
+  tessera::MemoryCache cache(tessera::MemoryLimit{1000, usage, folder / "memory.stat"});
+  const auto use = [&] { cache.give(std::memset(cache.take(34 * kMiB), 1, 34 * kMiB)); };
+  use();
+  cache.before_fork();
+  const pid_t child = ::fork();
+  cache.after_fork(child == 0);
+  if (child == 0) {
+    use();
+    if (lazily_freed_kib() < 0) ::_exit(77);
+    folder.write("memory.current", "501");  // nothing comes or goes from here on
+    for (int i = 0; i < 1000; ++i) {
+      if (lazily_freed_kib() > 33 * 1024) ::_exit(0);
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    ::_exit(1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 77) GTEST_SKIP() << "no LazyFree in /proc/self/smaps_rollup";
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
+// Signals are the program's, whose threads may all have blocked them to wait for them.
+TEST(MemoryCache, ItsThreadTakesNoSignals) {
+  const auto threads_that_take = [](int signal) {
+    int count = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::ifstream status(task.path() / "status");
+      for (std::string line; std::getline(status, line);)
+        if (line.starts_with("SigBlk:")) count += (std::stoull(line.substr(7), nullptr, 16) >> (signal - 1) & 1) == 0;
+    }
+    return count;
+  };
+  const tessera::testing_support::TemporaryFolder folder;
+  const int before = threads_that_take(SIGUSR1);
+  tessera::MemoryCache cache(tessera::MemoryLimit{1000, folder.write("memory.current", "400"), folder / "memory.stat"});
+  cache.give(cache.take(34 * kMiB));
+  EXPECT_EQ(threads_that_take(SIGUSR1), before);
+}
+
 // In a group of its own, with this limit; nothing where this may not be had.
 class LimitedGroup {
  public:
