@@ -87,7 +87,8 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   } else {
     shard_ = sync_module_states || all_are_read ? own : own.clone();
   }
-  if (chosen.pager == nullptr || is_paged(shard_)) return;
+  if (chosen.pager == nullptr) return;
+  if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
   shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name_, shard_.device());
   shard_page_->set_writable(true);
   shard_page_->give_away(shard_);

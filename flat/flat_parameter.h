@@ -36,7 +36,8 @@ struct FlatParameterOptions {
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Is asked about writes to the shard that are not allowed (set_shard_writable). Outlives the flat parameter.
+  // Hears of writes to the shard, and is asked about those that are not allowed (set_shard_writable) unless it is on a
+  // disk. Outlives the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
   Memory low_precision_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory

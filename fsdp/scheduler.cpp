@@ -223,12 +223,12 @@ void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
                          "fsdp.parameters()");
 }
 
-void Scheduler::before_write(const Page& page) {
+void Scheduler::before_write(int index) {
   std::lock_guard lock(mutex_);
-  Unit& unit = *model_.units()[page.id()];
+  Unit& unit = *model_.units()[index];
   unit.wait_for_reads();
   // A step, say. What has replaced a parameter's values until now came before it.
-  auto awaits = awaits_write_[static_cast<size_t>(unit.index())];
+  auto awaits = awaits_write_[static_cast<size_t>(index)];
   if (!awaits) return;
   awaits = false;  // bringing home writes, too
   Quiet quiet;

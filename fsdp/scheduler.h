@@ -31,7 +31,7 @@ class Scheduler : public Pager, public BackwardPass {
 
   void use(const std::vector<Page*>& pages) override;
   void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
-  void before_write(const Page& page) override;
+  void before_write(int index) override;
   void set_divisor(double divisor) override;
 
   Scope begin_forward();  // ends where forward does, within this object's life

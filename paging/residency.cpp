@@ -140,7 +140,7 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (is_written && state.is_always_there()) pager->before_write(*state.page);
+    if (is_written && state.told_of_writes != nullptr) state.told_of_writes->before_write(state.id_told);
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
     all_current =
@@ -301,7 +301,9 @@ void Page::set_current(GradMode mode) {
 }
 
 void before_write(const at::Tensor& tensor) {
-  if (Page* page = page_of(tensor)) page->pager()->before_write(*page);
+  if (page_of(tensor) == nullptr) return;
+  if (const Page::State* state = state_of(tensor); state->told_of_writes != nullptr)
+    state->told_of_writes->before_write(state->id_told);
 }
 
 void note_write(const at::Tensor& tensor) {
@@ -348,6 +350,7 @@ at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayR
 
 void Page::give_away(at::Tensor buffer) {
   lend(buffer);
+  tell_of_writes(*pager(), id_);
   state_->given_away = std::move(buffer);
 }
 

@@ -49,6 +49,9 @@ class Page {
 
   // Whether operators may write to the views; they throw std::logic_error otherwise.
   void set_writable(bool writable) { state_->writable = writable; }
+  // From now on `pager` hears of writes before they happen, by an id of its own: Pager::before_write(). It must outlive
+  // the page's detach().
+  void tell_of_writes(Pager& pager, int id) { state_->told_of_writes = &pager, state_->id_told = id; }
 
   // How often an operator was given a view to write to, or note_write() was called for one who writes by pointer.
   uint32_t writes() const { return state_->writes.load(); }
@@ -65,7 +68,7 @@ class Page {
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Lends for good: the data are always there, also for views that outlive the page. The pager hears of no use, only
-  // of writes that are not allowed.
+  // of writes.
   void give_away(at::Tensor buffer);
 
   // Uses are reported again after the next write to `source`, the page of what this one is a copy of. (Version
@@ -88,6 +91,8 @@ class Page {
     bool writable = false;
     at::Tensor given_away;
     bool is_always_there() const { return given_away.defined(); }
+    Pager* told_of_writes = nullptr;
+    int id_told = 0;
     std::atomic<uint32_t> writes = 0;
     std::optional<at::ScalarType> activations;
     std::shared_ptr<StandIn> stand_in;  // see stand_in_view(): the storage has no page any more
@@ -117,9 +122,9 @@ class Pager {
   // Called instead for a write that the page does not allow: throws std::logic_error that names the parameter,
   // or has done on its own what the operator, which then is not called, would do (zero_() alone).
   virtual void refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
-  // An operator, or one who called before_write(), is about to write to a page that was given away: returns when
-  // nothing that is under way reads it any more.
-  virtual void before_write(const Page&) {}
+  // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
+  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. May use and write to it.
+  virtual void before_write(int /*id*/) {}
 };
 
 // What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is
@@ -131,7 +136,7 @@ void require_residency();
 
 // Whether a tensor is a view of some page.
 bool is_paged(const at::Tensor& tensor);
-// For one who is about to write to a tensor by pointer: Pager::before_write(), if it is a view of a page.
+// For one who is about to write to a tensor by pointer: Pager::before_write(), if it is a view of such a page.
 void before_write(const at::Tensor& tensor);
 // For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
 void note_write(const at::Tensor& tensor);

@@ -506,7 +506,6 @@ TEST_P(Layers, ZerosPutThereByHandAfterAFailedBackward) {
 }
 
 TEST_P(Layers, LoadBetweenBackwardAndStep) {
-  if (GetParam().name == "fsdp_disk") GTEST_SKIP() << "the step is lost (docs/loops.md)";
   play(GetParam(), {}, [](Trainer& run) {
     std::stringstream saved;
     torch::save(mlp_of(*another_mlp()).parameters(), saved);
