@@ -55,7 +55,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
 
 SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
   const at::NoGradGuard no_grad;
-  const auto shards = state.model.named_shards();
+  const auto shards = state.model.shards_to_save();
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
   std::optional<NamedOptimizer> named;

@@ -41,6 +41,15 @@ Values reversed(Values values) {
   return values;
 }
 
+// Inside summon_full_params(), say, nobody may write to shards.
+void require_writable(const NamedShard& shard) {
+  if (DiskPager::of(shard.tensor) == nullptr) {
+    shard.tensor.detach().as_strided({0}, {1}).fill_(0);
+  } else if (Page& page = *page_of(shard.tensor); !page.is_writable()) {
+    page.pager()->refuse(page, shard.tensor, "load_checkpoint");
+  }
+}
+
 class Loader {
  public:
   Loader(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
@@ -66,10 +75,9 @@ class Loader {
       generators_ = generators_of(manifest_, model_.comm()->rank());
     match_generators();
     throw_if_any(misfits_);
-    // What may not be written to now, inside summon_full_params(), say, is refused before anything has changed.
+    // Before anything has changed.
     for (const auto* shards : {&shards_, &shards_beside_})
-      for (const NamedShard& shard : *shards)
-        if (DiskPager::of(shard.tensor) == nullptr) shard.tensor.detach().as_strided({0}, {1}).fill_(0);
+      for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
     if (optimizer_) read_optimizer();
     for (const NamedShard& shard : shards_beside_)

@@ -37,6 +37,9 @@ class ModelShards {
   virtual const std::shared_ptr<Communicator>& comm() const = 0;
   // Every parameter once, in the module's order, the same list of names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
+  // The same for who saves them: their values are what the module shows now, where a scope or other data given to its
+  // parameters has changed that. Throws std::logic_error, naming the unit, where those changes are not to stay.
+  virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // The leaves of named_shards(): what an optimizer is given.
   std::vector<at::Tensor> parameters() const;
   // The same by their first names.

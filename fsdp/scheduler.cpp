@@ -210,6 +210,14 @@ void Scheduler::dismiss(bool writeback) {
   release_all();
 }
 
+void Scheduler::show_in_shards() {
+  std::lock_guard lock(mutex_);
+  if (inside_backward() || is_running()) return;  // what the pass computes with
+  Quiet quiet;
+  recover();
+  for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
+}
+
 void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
   const std::string where = page.name() + " on rank " + model_.rank_text();
   const Unit& unit = *model_.units()[page.id()];
@@ -249,6 +257,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   Quiet quiet;
   recover();
+  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);
 }
 

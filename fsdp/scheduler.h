@@ -39,6 +39,8 @@ class Scheduler : public Pager, public BackwardPass {
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
+  // The shards become what the module's parameters show, for who reads them. Not collective.
+  void show_in_shards();
 
   const ShardedModel& model() const { return model_; }
   GradNorm clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);

@@ -296,8 +296,10 @@ void Unit::pin(bool writeback, bool on_host) {
       group->flat.set_shard_writable(false);
     }
     page_in_use(*group).set_writable(true);
+    group->writes_before = page_in_use(*group).writes();
   }
   is_pinned_ = true;
+  loses_writes_ = !writeback;
   state_ = State::kResident;
 }
 
@@ -315,18 +317,38 @@ void Unit::unpin(bool writeback) {
     Page& page = page_in_use(group);
     page.set_writable(false);
     group.flat.set_shard_writable(true);
-    const bool is_apart = !is_whole_ || &page == group.host_page.get();  // not the shard itself
+    const bool is_apart = !is_shard_itself(page, group);
     if (!writeback && !is_apart) group.flat.shard().copy_(saved_[i]);
-    if (writeback && is_apart) {
-      const Range own = group.flat.layout().shard(comm_.rank());
-      group.flat.shard().copy_(page.buffer().narrow(0, own.begin, own.numel()));
-    }
+    if (writeback && is_apart) copy_own_part(group, group.flat.shard());
     if (&page == group.page.get()) continue;
     page.take_back();
     point_parameters(group, *group.page, group.flat.gather_dtype());
   }
   saved_.clear();
   is_pinned_ = false;
+}
+
+void Unit::copy_own_part(const PagedFlatParameter& group, const at::Tensor& shard) const {
+  const Range own = group.flat.layout().shard(comm_.rank());
+  shard.copy_(page_in_use(group).buffer().narrow(0, own.begin, own.numel()));
+}
+
+void Unit::write_back() {
+  at::NoGradGuard no_grad;
+  bring_home(/*may_change=*/true);
+  for (auto& group : groups_) {
+    const Page& page = page_in_use(*group);
+    if (loses_writes_) {
+      if (page.writes() == group->writes_before) continue;
+      throw std::logic_error("the parameters of " + group->flat.name() + " on rank " + std::to_string(comm_.rank()) +
+                             " were changed inside summon_full_params() with writeback = false, which loses that: "
+                             "leave the scope before saving");
+    }
+    if (is_shard_itself(page, *group)) continue;
+    group->flat.set_shard_writable(true);
+    copy_own_part(*group, group->flat.shard().data());  // to a backward that comes the shards are what they were
+    group->flat.set_shard_writable(false);
+  }
 }
 
 at::Tensor Unit::full_values(const PagedFlatParameter& group) {
@@ -366,6 +388,7 @@ void Unit::bring_home(PagedFlatParameter& group, size_t index) {
   const at::Tensor given = parameter.detach();
   if (is_pinned_) {
     flat.view_in(page.buffer(), index).copy_(given);
+    page.note_write();
   } else {
     const at::Tensor ordered = at::empty({parameter.numel()}, given.options().dtype(flat.dtype()));
     view_in(ordered, flat.geometry(index), 0).copy_(given);

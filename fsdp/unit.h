@@ -24,6 +24,7 @@ struct PagedFlatParameter {
   std::unique_ptr<Page> exact_page;
   // In host memory, what the parameters are views of while a unit of a device is pinned there. Null until then.
   std::unique_ptr<Page> host_page;
+  uint32_t writes_before = 0;  // to the page in use, when the unit was pinned
   size_t first_parameter = 0;  // of its parameters, among the model's
   // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
   at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
@@ -108,6 +109,9 @@ class Unit {
   // Takes part in the other ranks' pin() without keeping what is gathered.
   void help_to_pin();
   void unpin(bool writeback);
+  // What unpinning with `writeback` copies, for who reads the shards now. Without it throws std::logic_error if
+  // anything was written. Not collective.
+  void write_back();
   bool is_pinned() const { return is_pinned_; }
 
   // The group's full parameters in their own dtype: the unit's own while it is pinned, else gathered, in memory of the
@@ -131,6 +135,12 @@ class Unit {
     return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
   }
 
+  // Of a pinned unit: whether what its parameters are views of is the shard; and its part of what they are.
+  void copy_own_part(const PagedFlatParameter& group, const at::Tensor& shard) const;
+  bool is_shard_itself(const Page& page, const PagedFlatParameter& group) const {
+    return is_whole_ && &page != group.host_page.get();
+  }
+
   const int index_;
   const std::string name_;
   const std::string plan_name_;
@@ -143,6 +153,7 @@ class Unit {
   bool is_whole_ = false;  // a world of one, nothing cast, on the device
   State state_ = State::kSharded;
   bool is_pinned_ = false;
+  bool loses_writes_ = false;  // when it is unpinned
   std::vector<std::unique_ptr<PagedFlatParameter>> groups_;
   std::vector<at::Tensor> buffers_;  // one a group, while gathering or resident
   StreamUses uses_;                  // of the buffers

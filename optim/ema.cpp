@@ -32,15 +32,8 @@ class Ema::WithModel : public ModelShards {
   explicit WithModel(Ema& ema) : ema_(ema) {}
   Ema& ema() const { return ema_; }
   const std::shared_ptr<Communicator>& comm() const override { return ema_.comm(); }
-  std::vector<NamedShard> named_shards() const override {
-    std::vector<NamedShard> shards = ema_.model_.named_shards();
-    for (NamedShard& shard : ema_.named_shards()) {
-      shard.fqn = "ema." + shard.fqn;
-      shard.aliases.clear();
-      shards.push_back(std::move(shard));
-    }
-    return shards;
-  }
+  std::vector<NamedShard> named_shards() const override { return with_averages(ema_.model_.named_shards()); }
+  std::vector<NamedShard> shards_to_save() const override { return with_averages(ema_.model_.shards_to_save()); }
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override {
     auto buffers = ema_.model_.named_buffers();
     buffers.insert("ema.updates", ema_.updates_);
@@ -48,6 +41,15 @@ class Ema::WithModel : public ModelShards {
   }
 
  private:
+  std::vector<NamedShard> with_averages(std::vector<NamedShard> shards) const {
+    for (NamedShard& shard : ema_.named_shards()) {
+      shard.fqn = "ema." + shard.fqn;
+      shard.aliases.clear();
+      shards.push_back(std::move(shard));
+    }
+    return shards;
+  }
+
   Ema& ema_;
 };
 

@@ -314,7 +314,8 @@ void DiskPager::use(const std::vector<Page*>& pages) {
 }
 
 void DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
-  throw std::logic_error(operation + " may not write to " + page.name());
+  throw std::logic_error(operation + " may not write to " + page.name() +
+                         " inside summon_full_params(), whose full parameters would not follow: leave the scope first");
 }
 
 DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {

@@ -49,6 +49,7 @@ class Page {
 
   // Whether operators may write to the views; they throw std::logic_error otherwise.
   void set_writable(bool writable) { state_->writable = writable; }
+  bool is_writable() const { return state_->writable; }
   // From now on `pager` hears of writes before they happen, by an id of its own: Pager::before_write(). It must outlive
   // the page's detach().
   void tell_of_writes(Pager& pager, int id) { state_->told_of_writes = &pager, state_->id_told = id; }

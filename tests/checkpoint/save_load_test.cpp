@@ -564,9 +564,9 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
 // One unit is summoned; the other could be written to.
 TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
-  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+  const auto refuses = [&](std::shared_ptr<Communicator> comm, const CpuOffload& offload) {
     torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
-    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+    FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = offload});
     save_checkpoint(folder / "a", fsdp);
     {
       const at::NoGradGuard no_grad;
@@ -580,7 +580,66 @@ TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
     for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.detach().eq(3).all().item<bool>());
     load_checkpoint(folder / "a", fsdp);
     EXPECT_FALSE(fsdp.parameters()[0].detach().eq(3).all().item<bool>());
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    refuses(comm, {});
+    refuses(comm, {.params = true, .grads = true, .directory = folder.path()});
   });
+}
+
+// What they show is saved, also what came by set_data() and no forward has seen.
+TEST(CheckpointSave, HasWhatTheModulesParametersShow) {
+  const TemporaryFolder folder;
+  for (const bool on_disk : {false, true})
+    for (int world : {1, 2})
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        torch::nn::Sequential net(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+        FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+        if (on_disk) options.offload = {.params = true, .grads = true, .directory = folder.path()};
+        FullyShardedDataParallel fsdp(net, comm, options);
+        const auto read_back = [&](auto save) {
+          save();
+          torch::nn::Sequential other(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+          Replicated loaded(other.ptr(), comm);
+          std::filesystem::is_directory(folder / "a") ? void(load_checkpoint(folder / "a", loaded))
+                                                      : void(load_full(folder / "a", loaded));
+          comm->barrier();
+          if (comm->rank() == 0) std::filesystem::remove_all(folder / "a");
+          comm->barrier();
+          return other->named_parameters()["1.weight"].detach();
+        };
+        const auto expect_saved = [&](double value) {
+          const auto is_saved = [&](auto save) { return read_back(save).eq(value).all().template item<bool>(); };
+          EXPECT_TRUE(is_saved([&] { save_checkpoint(folder / "a", fsdp); })) << value;
+          EXPECT_TRUE(is_saved([&] { save_checkpoint_async(folder / "a", fsdp).wait(); })) << value;
+          EXPECT_TRUE(is_saved([&] { save_full(folder / "a", fsdp); })) << value;
+          EXPECT_TRUE(fsdp.full_state_dict()["1.weight"].eq(value).all().item<bool>()) << value;
+        };
+        const auto weight = [&] { return net->named_parameters()["1.weight"]; };
+        const at::NoGradGuard no_grad;
+        weight().set_data(torch::full({4, 4}, 2.0));
+        expect_saved(2);
+        {
+          auto full = fsdp.summon_full_params();
+          weight().fill_(3);
+          expect_saved(3);
+          weight().set_data(torch::full({4, 4}, 4.0));
+          expect_saved(4);
+          weight().add_(1);
+        }
+        expect_saved(5);
+        {
+          auto full = fsdp.summon_full_params({.writeback = false});
+          expect_saved(5);
+          weight().fill_(6);
+          for (const auto& error :
+               {error_of<CheckpointError>([&] { save_checkpoint(folder / "a", fsdp); }),
+                error_of<CheckpointError>([&] { save_checkpoint_async(folder / "a", fsdp).wait(); }),
+                error_of<CheckpointError>([&] { save_full(folder / "a", fsdp); })})
+            expect_contains(error, "unit '1' on rank");
+        }
+        expect_saved(5);
+      });
 }
 
 TEST(CheckpointAsync, IsTheStateWhenItWasCalled) {

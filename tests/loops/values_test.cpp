@@ -92,6 +92,7 @@ TEST_P(Values, VectorToParameters) {
     run.train(0);
     const auto values = torch::nn::utils::parameters_to_vector(another_mlp()->parameters()).detach();
     torch::nn::utils::vector_to_parameters(values, run.model->parameters());
+    for (const auto& entry : run.state()) run.note(entry.value().square().sum());  // before a forward has seen them
     for (int step = 1; step < 4; ++step) run.train(step);
   });
 }
