@@ -393,7 +393,7 @@ void Unit::bring_home(PagedFlatParameter& group, size_t index) {
     const at::Tensor ordered = at::empty({parameter.numel()}, given.options().dtype(flat.dtype()));
     view_in(ordered, flat.geometry(index), 0).copy_(given);
     const Range own = flat.layout().owned(static_cast<int64_t>(index), comm_.rank());
-    flat.parameter_shards()[index].data().copy_(ordered.narrow(0, own.begin, own.numel()));
+    flat.parameter_shards()[index].copy_(ordered.narrow(0, own.begin, own.numel()));
   }
   const ParameterGeometry& geometry = flat.geometry(index);
   parameter.set_data(

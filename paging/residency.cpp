@@ -311,8 +311,10 @@ void note_write(const at::Tensor& tensor) {
 }
 
 Page::GradMode current_grad_mode() {
-  if (!c10::GradMode::is_enabled() && !RecomputesLater::in_effect()) return Page::GradMode::kNotRecording;
-  return torch::autograd::get_current_graph_task_id() == -1 ? Page::GradMode::kRecording : Page::GradMode::kRecomputing;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (c10::GradMode::is_enabled() || RecomputesLater::in_effect())
+    return in_backward ? Page::GradMode::kRecomputing : Page::GradMode::kRecording;
+  return in_backward ? Page::GradMode::kInBackward : Page::GradMode::kNotRecording;
 }
 
 Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id), state_(std::make_shared<State>()) {

@@ -60,7 +60,7 @@ class Page {
 
   // What autograd does with an operator: see current_grad_mode(). While it is `mode`, uses of this page's views do not
   // reach the pager: the page is lent and was the last one used. This is the path of most operators.
-  enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing };
+  enum class GradMode : uint8_t { kNone, kRecording, kNotRecording, kRecomputing, kInBackward };
   // On a device it holds for operators on the stream that is current now.
   void set_current(GradMode mode);
 
@@ -129,7 +129,8 @@ class Pager {
 };
 
 // What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is
-// computed again), records it inside a backward, which computes a checkpointed part again, or does not record it.
+// computed again), records it inside a backward, which computes a checkpointed part again, or does not record it, in a
+// backward, which needs the values that forward used, or elsewhere, in an evaluation, which may have seen others.
 Page::GradMode current_grad_mode();
 
 // Throws std::runtime_error if another library has registered a fallback for our dispatch key.

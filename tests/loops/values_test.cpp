@@ -105,6 +105,26 @@ TEST_P(Values, SetDataOfOneParameterOfAUnit) {
   });
 }
 
+// What backward needs is gone, and something has looked at the new values before it begins.
+TEST_P(Values, SetDataThenALookBetweenForwardAndBackward) {
+  for (const bool evaluates : {false, true})
+    play(GetParam(), {.expect = Expect::kEither}, [evaluates](Trainer& run) {
+      run.train(0);
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(1);
+      mlp_of(*run.model).fc2->weight.set_data(torch::full({kFeatures, kFeatures}, 0.1, at::kDouble));
+      if (evaluates) {
+        const torch::NoGradGuard no_grad;
+        run.note(run.loss(2));
+      } else {
+        run.note(run.state()["fc2.weight"].square().sum());
+      }
+      loss.backward();
+      run.optimizer().step();
+      run.train(3);
+    });
+}
+
 // As torch::nn::init and "resume from" code do it.
 TEST_P(Values, CopyIntoAModuleParameterUnderNoGrad) {
   play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
