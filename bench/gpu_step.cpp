@@ -1,10 +1,16 @@
 // A step on GPUs, for tools/gpu_check.sh: gpu_step [ranks] [layers] [width]. A chain of Linear layers, a unit each, in
-// bf16, under FSDP with and without offload; milliseconds a step and the device's memory, from rank 0.
+// bf16, under FSDP with and without offload; milliseconds a step and the device's memory, from rank 0. Then a part of a
+// model that is not sharded, captured as a CUDA graph beside the group's threads: replayed, it must compute what it
+// computes without, or the program fails.
+#include <ATen/cuda/CUDAGraph.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <torch/torch.h>
 
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
+#include <vector>
 
 #include "tessera/tessera.h"
 
@@ -51,6 +57,51 @@ double milliseconds_a_step(const Shape& shape, std::shared_ptr<tessera::Communic
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count() / kSteps;
 }
 
+template <class Call>
+double milliseconds_each(const c10::cuda::CUDAStream& stream, Call call) {
+  stream.synchronize();
+  const auto began = std::chrono::steady_clock::now();
+  for (int i = 0; i < kSteps; ++i) call();
+  stream.synchronize();
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count() / kSteps;
+}
+
+// Forward and backward of what lies between two gathers. In thread-local mode, since the group's threads ask CUDA for
+// events meanwhile; on a stream of its own, as captures are.
+bool replays_what_it_computes(const Shape& shape, at::Device device) {
+  constexpr int kLayers = 8;
+  torch::nn::Sequential part;
+  for (int i = 0; i < kLayers; ++i) {
+    part->push_back(torch::nn::Linear(shape.width, shape.width));
+    part->push_back(torch::nn::Tanh());
+  }
+  part->to(device, at::kBFloat16);
+  const at::Tensor x = torch::randn({kRows, shape.width}, at::TensorOptions().dtype(at::kBFloat16).device(device));
+  const std::vector<at::Tensor> parameters = part->parameters();
+  auto compute = [&] { return torch::autograd::grad({part->forward(x).square().mean()}, parameters); };
+
+  const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
+  c10::cuda::device_synchronize();  // x and the parameters were made on another
+  const c10::cuda::CUDAStreamGuard on(stream);
+  for (int i = 0; i < kWarmUp; ++i) compute();  // libraries make their workspaces
+  stream.synchronize();
+  at::cuda::CUDAGraph graph;
+  graph.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
+  const std::vector<at::Tensor> captured = compute();
+  graph.capture_end();
+
+  x.normal_();  // other values than those at the capture
+  const std::vector<at::Tensor> expected = compute();
+  for (const at::Tensor& gradient : captured) gradient.fill_(std::numeric_limits<double>::quiet_NaN());
+  graph.replay();
+  bool is_equal = true;
+  for (size_t i = 0; i < captured.size(); ++i) is_equal = is_equal && torch::equal(captured[i], expected[i]);
+  std::printf("%d x Linear(%lld) and tanh, bf16, forward and backward: %.2f ms, replayed as a CUDA graph %.2f ms, %s\n",
+              kLayers, static_cast<long long>(shape.width), milliseconds_each(stream, compute),
+              milliseconds_each(stream, [&] { graph.replay(); }), is_equal ? "equal" : "NOT EQUAL");
+  return is_equal;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -58,6 +109,7 @@ int main(int argc, char** argv) {
   const Shape shape{argc > 2 ? std::atoi(argv[2]) : 24, argc > 3 ? std::atoi(argv[3]) : 4096};
   tessera::InitOptions options;
   options.device = at::kCUDA;
+  bool replays = true;
   tessera::run_ranks(
       ranks,
       [&](std::shared_ptr<tessera::Communicator> comm) {
@@ -70,6 +122,9 @@ int main(int argc, char** argv) {
                         static_cast<double>(memory.shard_bytes) / kMiB,
                         static_cast<double>(memory.peak_gathered_bytes) / kMiB);
         }
+        if (comm->rank() == 0) replays = replays_what_it_computes(shape, comm->device());
+        comm->barrier();
       },
       options);
+  return replays ? 0 : 1;
 }

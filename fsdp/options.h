@@ -105,7 +105,7 @@ struct FsdpOptions {
   bool refuse_uneven_use = false;
 
   // true: backward throws std::runtime_error, on all ranks, if a reduced gradient is infinite or
-  // NaN, and names units and ranks. Costs one pass over the gradient shards and one small all-reduce.
+  // NaN, and names units and ranks. Costs one pass over the gradient shards, and a flag that ranks gather and wait for.
   bool check_finite = false;
 };
 

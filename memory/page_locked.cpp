@@ -3,8 +3,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <bit>
 
 #include "tessera/memory/cuda_page_locked.h"
 
@@ -18,6 +20,13 @@ PageLockedAllocator* page_locked_allocator() {
 }
 
 void set_page_locked_allocator(PageLockedAllocator* allocator) { chosen_page_locked_allocator = allocator; }
+
+int64_t bytes_when_page_locked(int64_t bytes) {
+  static const int64_t page_bytes = ::sysconf(_SC_PAGESIZE);
+  const int64_t in_pages = (bytes + page_bytes - 1) / page_bytes * page_bytes;
+  return page_locked_allocator() != nullptr ? in_pages
+                                            : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(in_pages)));
+}
 
 at::Tensor page_locked(int64_t bytes) {
   c10::InferenceMode ordinary(false);

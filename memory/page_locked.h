@@ -23,6 +23,9 @@ PageLockedAllocator* page_locked_allocator();
 // For the whole process and for good; before the first page_locked().
 void set_page_locked_allocator(PageLockedAllocator* allocator);
 
+// What page_locked(bytes) takes of the machine: whole pages, of libtorch's allocator a power of two.
+int64_t bytes_when_page_locked(int64_t bytes);
+
 // Uninitialised bytes that devices copy from and to by themselves, of page_locked_allocator(), or of libtorch's where
 // there is none. They go with the last reference, when no device may be using them: see CopyEngine. Any thread.
 at::Tensor page_locked(int64_t bytes);

@@ -20,7 +20,7 @@ namespace tessera {
 struct PinnedPool::State {
   const PinnedPoolOptions options;
   mutable std::mutex mutex;
-  std::map<int64_t, std::vector<at::Tensor>> idle;  // by number of bytes
+  std::map<int64_t, std::vector<at::Tensor>> idle;  // by number of bytes taken
   int64_t idle_bytes = 0;
   int64_t lent_bytes = 0;
   int64_t peak_lent_bytes = 0;
@@ -70,11 +70,12 @@ PinnedPool::PinnedPool(PinnedPoolOptions options) : state_(std::make_shared<Stat
 }
 
 at::Tensor PinnedPool::take(int64_t numel, at::ScalarType dtype, const std::string& what) {
-  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  const int64_t asked_bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   c10::InferenceMode ordinary(false);
   const MemoryKindScope kind(MemoryKind::kHost);
-  if (bytes == 0) return at::empty({0}, options);
+  if (asked_bytes == 0) return at::empty({0}, options);
+  const int64_t bytes = state_->locks_pages() ? bytes_when_page_locked(asked_bytes) : asked_bytes;
   at::Tensor memory = state_->take(bytes, what);
   void* data = memory.mutable_data_ptr();
   auto give_back = [state = state_, memory, bytes](void*) { state->give(memory, bytes); };

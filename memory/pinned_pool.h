@@ -12,7 +12,7 @@ struct PinnedPoolOptions {
   // The device that copies from and to this memory.
   at::Device device = at::kCPU;
   // Page-locked, so that copies run beside host and device. On a CPU, which needs no locked pages, the memory is
-  // ordinary and counted as if it were locked.
+  // ordinary.
   bool pin = true;
   // The most that the pool may own, lent or idle. 0: no bound.
   int64_t limit_bytes = 0;
@@ -21,9 +21,9 @@ struct PinnedPoolOptions {
 // Host memory that a device exchanges data with: lent as tensors, reused when they die.
 //
 // Page-locking costs system calls and stalls, so memory once locked is kept for the next tensor of the same number of
-// bytes. The pool owns at most what was lent at one time, and frees idle memory of other sizes before it asks for more.
+// pages. The pool owns at most what was lent at one time, and frees idle memory of other sizes before it asks for more.
 // It keeps none that is not locked: MemoryCache is there for that.
-// Counts are exact: bytes asked for, of which locked memory takes whole pages (page_locked.h) and no more.
+// Counts are of what is taken: locked memory in whole pages (bytes_when_page_locked()), other memory as asked for.
 // Thread-safe; tensors may outlive the pool.
 class PinnedPool {
  public:

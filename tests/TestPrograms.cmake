@@ -60,6 +60,26 @@ function(tessera_add_test name)
     LABELS "${_labels}" COST ${arg_TIMEOUT})  # of several at a time, the long ones begin
 endfunction()
 
+# tessera_test_on_accelerator(<program> TESTS <pattern>... [EXCEPT <pattern>...]): tests of a program once more, as
+# <program>_on_accelerator, whose on_ranks() gives ranks devices of the simulated accelerator. The same objects in another
+# executable, since a process that has a device is another one for libtorch. EXCEPT has those that are of CPUs alone.
+function(tessera_test_on_accelerator program)
+  if(NOT TESSERA_SIMULATES)
+    return()
+  endif()
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "TESTS;EXCEPT")
+  set(_name ${program}_on_accelerator)
+  add_executable(${_name} $<TARGET_OBJECTS:${program}>)
+  get_target_property(_links ${program} LINK_LIBRARIES)
+  target_link_libraries(${_name} PRIVATE ${_links} tessera_accelerator tessera_tests_on_devices)
+  add_dependencies(tessera_tests ${_name})
+  list(JOIN arg_TESTS ":" _filter)
+  list(JOIN arg_EXCEPT ":" _except)
+  add_test(NAME ${_name} COMMAND ${_name} --gtest_brief=1 --gtest_filter=${_filter}-${_except})
+  set_tests_properties(${_name} PROPERTIES TIMEOUT 300 LABELS "threads;accelerator" COST 300
+    ENVIRONMENT "${TESSERA_TEST_ENVIRONMENT}")
+endfunction()
+
 # tessera_test_knows(<program> <NAME> <file or folder>): a macro for tests/support/built.h.
 function(tessera_test_knows program name path)
   target_compile_definitions(${program} PRIVATE

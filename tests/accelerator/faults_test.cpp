@@ -17,7 +17,8 @@ struct Fault {
   const char* name;
   const char* training;  // the case in which it is planted
   Request request;
-  const char* place;  // left out where this function is on the way to it
+  const char* place;   // left out where this function is on the way to it
+  int delay_us = 200;  // at first: more where the host's calls in between take long
 };
 void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
 
@@ -40,6 +41,12 @@ constexpr Fault kFaults[] = {
     {"an_input_is_fetched_before_it_is_there", "fsdp_activations", Request::kBlock, "ActivationOffload::fetch"},
     {"an_input_goes_back_before_it_is_used", "fsdp_activations_branches", Request::kRecordStream,
      "ActivationOffload::fetch"},
+    {"an_input_goes_back_before_it_has_left", "fsdp_activations_towers", Request::kRecordStream,
+     "ActivationOffload::keep", 6000},
+    {"a_gradient_goes_back_before_it_is_copied", "fsdp_one_unit_towers", Request::kRecordStream,
+     "BucketContent::copy_waiting"},
+    {"a_gradient_goes_back_before_it_is_reduced", "sdp_towers", Request::kRecordStream,
+     "GradientReducer::finish_oldest"},
     {"a_step_begins_before_parameters_are_published", "sdp", Request::kCollectiveEnds, "ShardedOptimizer::publish"},
 };
 
@@ -51,7 +58,7 @@ INSTANTIATE_TEST_SUITE_P(Faults, PlantedFaults, testing::ValuesIn(kFaults),
 bool is_found(const Fault& fault, uint64_t seed) {
   std::atomic<int> left_out = 0;
   const Simulation simulation({.seed = seed,
-                               .longest_delay_us = 200 * static_cast<int>(seed),
+                               .longest_delay_us = fault.delay_us * static_cast<int>(seed),
                                .leave_out = [&](Request request, std::string_view place) {
                                  const bool here =
                                      request == fault.request && place.find(fault.place) != std::string_view::npos;

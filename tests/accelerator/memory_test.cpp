@@ -36,9 +36,14 @@ TEST(AcceleratorMemory, PageLockedMemoryIsExact) {
   constexpr int64_t kBytes = (int64_t{1} << 20) + 100, kInPages = (int64_t{1} << 20) + 4096;
   const int64_t before = accelerator::page_locked_bytes();
   {
-    PinnedPool pool({.device = device, .limit_bytes = 2 * kBytes});
+    PinnedPool pool({.device = device, .limit_bytes = 2 * kInPages});
     const at::Tensor first = pool.take(kBytes, at::kByte, "a test"), second = pool.take(kBytes, at::kByte, "a test");
     EXPECT_EQ(accelerator::page_locked_bytes() - before, 2 * kInPages);
+    EXPECT_EQ(pool.lent_bytes(), 2 * kInPages);
+    // A limit is one of the machine's memory: two of these do not go into two times what they have.
+    PinnedPool tight({.device = device, .limit_bytes = 2 * kBytes});
+    const at::Tensor third = tight.take(kBytes, at::kByte, "a test");
+    expect_contains(error_of<std::runtime_error>([&] { tight.take(kBytes, at::kByte, "a test"); }), "of at most");
     expect_contains(error_of<std::runtime_error>([&] { pool.take(1, at::kByte, "a test"); }), "of at most");
   }
   EXPECT_EQ(accelerator::page_locked_bytes(), before);
@@ -49,13 +54,13 @@ TEST(AcceleratorMemory, PageLockedMemoryIsUsedAgain) {
   const Simulation simulation;
   PinnedPool pool({.device = at::Device(at::kCUDA, 0)});
   const void* const memory = pool.take(100, at::kFloat, "a test").data_ptr();
-  EXPECT_EQ(pool.owned_bytes(), 400);
+  EXPECT_EQ(pool.owned_bytes(), 4096);
   const at::Tensor again = pool.take(200, at::kBFloat16, "a test");
   EXPECT_EQ(again.data_ptr(), memory);
-  EXPECT_EQ(pool.owned_bytes(), 400);
-  for (int64_t numel = 1; numel <= 64; ++numel) pool.take(numel, at::kFloat, "a test");
-  EXPECT_LE(pool.owned_bytes(), 400 + 64 * 4);
-  EXPECT_EQ(pool.peak_lent_bytes(), 400 + 64 * 4);
+  EXPECT_EQ(pool.owned_bytes(), 4096);
+  for (int64_t pages = 1; pages <= 8; ++pages) pool.take(pages * 1024 - 1, at::kFloat, "a test");
+  EXPECT_LE(pool.owned_bytes(), 9 * 4096);
+  EXPECT_EQ(pool.peak_lent_bytes(), 9 * 4096);
   expect_no_findings();
 }
 

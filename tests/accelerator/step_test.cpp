@@ -87,17 +87,25 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
   });
 }
 
-// All gradients make one small tensor of flags, however many there are.
-TEST(AcceleratorStep, CheckFiniteStopsTheHostOnce) {
+// All gradients make one flag: launches are the same for however many there are.
+TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
-    auto net = chain(3);
-    net->to(comm->device());
-    FullyShardedDataParallel fsdp(net, comm,
-                                  {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .check_finite = true});
-    torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
-    const auto cost = cost_of_a_step(fsdp, optimizer, *comm, true);
-    EXPECT_EQ(cost.host_waits, 1);
+    std::vector<int64_t> launches;
+    for (const int layers : {3, 6}) {
+      std::map<bool, accelerator::Counts> cost;
+      for (const bool checks : {false, true}) {
+        auto net = chain(layers);
+        net->to(comm->device());
+        FullyShardedDataParallel fsdp(net, comm,
+                                      {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .check_finite = checks});
+        torch::optim::AdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+        cost[checks] = cost_of_a_step(fsdp, optimizer, *comm, true);
+      }
+      EXPECT_EQ(cost[true].host_waits, 1);
+      launches.push_back(cost[true].launches - cost[false].launches);
+    }
+    EXPECT_EQ(launches[0], launches[1]);
   });
 }
 

@@ -13,6 +13,8 @@ using testing_support::seeded;
 
 constexpr int64_t kFeatures = 24;
 constexpr int kBlocks = 4, kSteps = 3;
+// Blocks of two towers in the order in which the host calls them, and whether one is of the side stream's.
+constexpr bool kTowers[] = {true, false, true, false, false, true};
 
 void order(const c10::Stream& first, const c10::Stream& then) {
   c10::Event event(first.device_type());
@@ -26,17 +28,18 @@ c10::Stream new_stream(at::Device device) {
 
 struct NetImpl : torch::nn::Module {
   NetImpl(const Case& of, int rank) : of_(of), rank_(rank) {
-    for (int i = 0; i < kBlocks; ++i) blocks->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    const int count = of.towers ? static_cast<int>(std::size(kTowers)) : kBlocks;
+    for (int i = 0; i < count; ++i) blocks->push_back(torch::nn::Linear(kFeatures, kFeatures));
     register_module("blocks", blocks);
     register_module("norm", norm);
     register_module("unused", unused);
   }
   at::Tensor forward(at::Tensor x) {
+    if (of_.towers) return norm(towers(x));
     for (int i = 0; i < kBlocks; ++i) {
       if (i == 2 && rank_ == of_.unused_on) continue;
       auto block = blocks->ptr<torch::nn::LinearImpl>(i);
-      auto once = [block](const at::Tensor& in) { return torch::tanh(block->forward(in)); };
-      auto run = [&](const at::Tensor& in) { return of_.checkpointed ? checkpointed(once, in) : once(in); };
+      auto run = [&](const at::Tensor& in) { return call_block(i, in); };
       if (of_.branches && i % 2 == 1) {
         x = beside(x, run);
         watch(block->weight);
@@ -46,6 +49,39 @@ struct NetImpl : torch::nn::Module {
     }
     if (side_) order(*side_, current_stream(x.device()));
     return norm(x);
+  }
+  at::Tensor call_block(int i, const at::Tensor& x) {
+    auto block = blocks->ptr<torch::nn::LinearImpl>(i);
+    auto once = [block](const at::Tensor& in) { return torch::tanh(block->forward(in)); };
+    const bool ends_towers = of_.towers && i + 1 == static_cast<int>(std::size(kTowers));  // it keeps no input
+    return of_.checkpointed && !ends_towers ? checkpointed(once, x) : once(x);
+  }
+  // What the side stream makes stays there until both are through.
+  at::Tensor towers(const at::Tensor& x) {
+    at::Tensor ours = x, beside = x;
+    if (!x.is_cpu()) {
+      if (!side_) side_ = new_stream(x.device());
+      order(current_stream(x.device()), *side_);
+      x.record_stream(*side_);
+    }
+    for (size_t i = 0; i < std::size(kTowers); ++i) {
+      at::Tensor& tower = kTowers[i] ? beside : ours;
+      const c10::OptionalStreamGuard on(kTowers[i] ? side_ : std::nullopt);
+      tower = call_block(static_cast<int>(i), tower);
+    }
+    if (side_) {
+      order(*side_, current_stream(x.device()));
+      beside.record_stream(current_stream(x.device()));
+    }
+    return ours + beside;
+  }
+  // As one that loads data does: in memory of the side stream's own, after nothing of the loop's.
+  void make_next_batch() const {
+    if (!side_) return;
+    c10::StreamGuard on(*side_);
+    std::vector<at::Tensor> parts;
+    for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures, kFeatures}, side_->device()));
+    for (int i = 0; i < 6; ++i) parts.push_back(torch::ones({kFeatures}, side_->device()));
   }
   // A statistic of a weight, on the side stream: nothing waits for it before forward ends.
   void watch(const at::Tensor& weight) {
@@ -133,6 +169,7 @@ State run_steps(const Case& of, Wrapper& wrapper, torch::optim::Optimizer& optim
         backward(0.5);
       }
       backward(1);
+      if (of.towers) wrapper.module()->make_next_batch();
       if (of.clips) wrapper.clip_grad_norm_on_device_(0.5);
       if (of.evaluates) evaluate();
       optimizer.step();
@@ -156,7 +193,7 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
   const torch::optim::AdamWOptions adam(1e-2);
   if (of.wrapper == Case::kFsdp) {
     FsdpOptions options = of.fsdp;
-    options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+    if (!of.one_unit) options.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
     FullyShardedDataParallel fsdp(net, comm, options);
     if (of.host_adam) {
       HostAdamW optimizer(fsdp.parameters(), adam);
@@ -172,7 +209,7 @@ State train(const Case& of, std::shared_ptr<Communicator> comm) {
   }
   OSS<torch::optim::AdamW> optimizer(net->parameters(), adam, comm,
                                      OssOptions{.offload = {of.fsdp.offload.params, of.fsdp.offload.grads}});
-  ShardedDataParallel sdp(net, optimizer, comm, SdpOptions{.reduce_buffer_size = 1000});
+  ShardedDataParallel sdp(net, optimizer, comm, SdpOptions{.reduce_buffer_size = of.towers ? 0 : 1000});
   return run_steps(of, sdp, optimizer, *comm);
 }
 
@@ -225,12 +262,15 @@ const std::vector<Case>& cases() {
       {.name = "fsdp_two_streams", .two_streams = true, .evaluates = true},
       {.name = "fsdp_branches", .branches = true},
       {.name = "fsdp_branches_prefetch", .world = 3, .fsdp = {.prefetch = 2}, .branches = true, .accumulates = true},
+      {.name = "fsdp_activations_towers", .checkpointed = true, .activations = true, .towers = true},
+      {.name = "fsdp_one_unit_towers", .side_stream = true, .towers = true, .one_unit = true},
       {.name = "sdp", .wrapper = Case::kSdp},
       {.name = "sdp_three_ranks", .wrapper = Case::kSdp, .world = 3, .clips = true, .accumulates = true},
       {.name = "sdp_unused_on_a_rank", .wrapper = Case::kSdp, .world = 3, .unused_on = 1},
       {.name = "sdp_offload", .wrapper = Case::kSdp, .fsdp = {.offload = host}},
       {.name = "sdp_offload_two_streams", .wrapper = Case::kSdp, .fsdp = {.offload = host}, .two_streams = true},
       {.name = "sdp_branches", .wrapper = Case::kSdp, .branches = true},
+      {.name = "sdp_towers", .wrapper = Case::kSdp, .side_stream = true, .towers = true},
       {.name = "ddp", .wrapper = Case::kDdp, .world = 3, .clips = true},
       {.name = "ddp_two_streams", .wrapper = Case::kDdp, .two_streams = true},
       {.name = "ddp_branches", .wrapper = Case::kDdp, .branches = true, .accumulates = true},

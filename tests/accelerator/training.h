@@ -21,6 +21,8 @@ struct Case {
   bool side_stream = false;   // the loop runs on a stream that is not the default one
   bool two_streams = false;   // on two in turn
   bool branches = false;      // every other block computes on a stream of the model's own
+  bool towers = false;        // two, one of them on the model's own stream, which also makes the next batch
+  bool one_unit = false;      // FSDP's, of all blocks
   bool evaluates = false;     // before the step and after it
   bool clips = false;
   bool accumulates = false;  // under no_sync()

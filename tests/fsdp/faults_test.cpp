@@ -14,10 +14,10 @@ torch::nn::Sequential chain(int depth, int64_t width) {
     model->push_back(torch::nn::Linear(width, width));
     model->push_back(torch::nn::Tanh());
   }
-  return model;
+  return on_rank_device(model);
 }
 
-at::Tensor input(int64_t width = 8) { return torch::ones({2, width}); }
+at::Tensor input(int64_t width = 8) { return on_rank_device(torch::ones({2, width})); }
 FsdpOptions per_linear() { return {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()}; }
 
 // ---- mistakes
@@ -67,13 +67,13 @@ TEST(Mistakes, ConvertingParametersAfterWrapping) {
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     {
       torch::NoGradGuard no_grad;
-      model->parameters()[0].set_data(torch::zeros({8, 8}));
+      model->parameters()[0].set_data(on_rank_device(torch::zeros({8, 8})));
     }
     fsdp(input());  // other values are taken
     EXPECT_EQ(fsdp.full_state_dict()["0.weight"].abs().sum().item<float>(), 0);
     {
       torch::NoGradGuard no_grad;
-      model->parameters()[0].set_data(torch::zeros({8, 8}, at::kDouble));
+      model->parameters()[0].set_data(on_rank_device(torch::zeros({8, 8}, at::kDouble)));
     }
     expect_contains(error_of<std::logic_error>([&] { fsdp(input()); }), "parameter '0.weight'");
   });
@@ -116,6 +116,7 @@ TEST(Disagreement, AboutTheModelIsNamedOnEveryRank) {
   std::atomic<int> named = 0;
   on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::Linear(4, comm->rank() == 2 ? 5 : 4));
+    on_rank_device(model);
     const std::string error = error_of<std::invalid_argument>([&] { FullyShardedDataParallel fsdp(model, comm); });
     expect_contains(error, "rank 2");
     expect_contains(error, "'1.weight'");
@@ -163,7 +164,7 @@ TEST(Disagreement, ARankThatSkipsALayerIsNamedSoon) {
   const auto began = std::chrono::steady_clock::now();
   const std::string error = error_of<CommError>([] {
     on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-      FullyShardedDataParallel fsdp(Skipping(), comm, per_linear());
+      FullyShardedDataParallel fsdp(on_rank_device(Skipping()), comm, per_linear());
       fsdp(input(), -1).sum().backward();
       fsdp(input(), comm->rank() == 1 ? 2 : -1).sum().backward();
     });

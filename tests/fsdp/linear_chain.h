@@ -8,7 +8,7 @@ namespace tessera::testing_support {
 inline torch::nn::Sequential chain(int depth, int64_t width) {
   torch::nn::Sequential model;
   for (int i = 0; i < depth; ++i) model->push_back(torch::nn::Linear(width, width));
-  return model;
+  return on_rank_device(model);
 }
 
 // A rank's batch of four rows.

@@ -14,7 +14,7 @@ torch::nn::Sequential chain(int depth, int64_t width) {
     model->push_back(torch::nn::Linear(width, width));
     model->push_back(torch::nn::Tanh());
   }
-  return model;
+  return on_rank_device(model);
 }
 
 at::Tensor input(int rank, int64_t rows = 4, int64_t width = 8) {
@@ -70,7 +70,7 @@ TEST(Usage, ParametersAreEvenShardsByName) {
         EXPECT_TRUE(listed[i].is_leaf() && listed[i].requires_grad());
         own += listed[i].numel();
       }
-      at::Tensor total = torch::tensor({own});
+      at::Tensor total = on_rank_device(torch::tensor({own}));
       comm->all_reduce(total).wait();
       EXPECT_EQ(total.item<int64_t>(), 2 * (25 + 5));  // each element on one rank
     });
@@ -340,8 +340,8 @@ TEST(Usage, TiedWeightsStayTiedAcrossUnits) {
         sharded.zero_grad();
         whole.zero_grad();
         auto loss = [&](auto& net, int rank) {
-          return torch::nn::functional::cross_entropy(net((torch::arange(6) + rank) % 10),
-                                                      (torch::arange(6) * 3 + step) % 10);
+          const at::Tensor six = on_rank_device(torch::arange(6));
+          return torch::nn::functional::cross_entropy(net((six + rank) % 10), (six * 3 + step) % 10);
         };
         loss(fsdp, comm->rank()).backward();
         reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
@@ -440,15 +440,16 @@ TEST(Usage, BuffersComeFromRankZero) {
       norm.running_mean.fill_(comm->rank() + 1.0);
       norm.num_batches_tracked.fill_(comm->rank() + 5);
       model[1]->register_buffer("mask", torch::full({3}, comm->rank() == 0, at::kBool));
+      on_rank_device(model);
       FsdpOptions options;
       options.sync_module_states = sync;
       FullyShardedDataParallel fsdp(model, comm, options);
       const int source = sync ? 0 : comm->rank();
-      EXPECT_TRUE(torch::equal(norm.running_mean, torch::full({4}, source + 1.0f)));
+      EXPECT_TRUE(torch::equal(norm.running_mean.cpu(), torch::full({4}, source + 1.0f)));
       EXPECT_EQ(norm.num_batches_tracked.item<int64_t>(), source + 5);
       auto state = fsdp.full_state_dict();
       EXPECT_TRUE(torch::equal(state["1.running_mean"], norm.running_mean));
-      EXPECT_TRUE(torch::equal(state["1.mask"], torch::full({3}, source == 0, at::kBool)));
+      EXPECT_TRUE(torch::equal(state["1.mask"].cpu(), torch::full({3}, source == 0, at::kBool)));
     });
   }
 }

@@ -288,7 +288,7 @@ TEST(OssState, ConsolidatedStateTrainsOnInAnotherWorldAndInOneProcess) {
   for (int world : {1, 2, 5}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       std::vector<at::Tensor> parameters;
-      for (const auto& value : values) parameters.push_back(value.clone().requires_grad_());
+      for (const auto& value : values) parameters.push_back(on_rank_device(value.clone().requires_grad_()));
       OSS<Adam> optimizer(parameters, AdamOptions(1.0), comm);
       optimizer.load_state_dict(saved);
       continued(optimizer, parameters);

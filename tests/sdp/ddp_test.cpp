@@ -112,12 +112,12 @@ TEST(Ddp, CompressionHalvesTheBytes) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     int64_t bytes[2];
     for (bool compressed : {false, true}) {
-      torch::nn::Linear linear(200, 200);
+      const auto linear = on_rank_device(torch::nn::Linear(200, 200));
       DistributedDataParallel ddp(
           linear, comm, {.compression = compressed ? GradientCompression::kFp16 : GradientCompression::kNone});
       for (int step = 0; step < 3; ++step) {
         const int64_t before = comm->traffic().sent_bytes;
-        ddp(torch::ones({2, 200})).sum().backward();
+        ddp(on_rank_device(torch::ones({2, 200}))).sum().backward();
         bytes[compressed] = comm->traffic().sent_bytes - before;
       }
     }
@@ -152,13 +152,13 @@ TEST(Ddp, UnusedParametersCountAsZeroWhereOthersUsedThemAndBuffersFollowRankZero
     const auto [y, hidden] = ddp(mlp_input(comm->rank()), comm->rank() == 0);
     y.sum().backward();
     EXPECT_TRUE(model->left->bias.grad().defined());
-    EXPECT_TRUE(torch::allclose(model->left->bias.grad(), torch::full({2}, 1.0f)));
-    EXPECT_TRUE(torch::allclose(model->right->bias.grad(), torch::full({2}, 2.0f)));
+    EXPECT_TRUE(torch::allclose(model->left->bias.grad().cpu(), torch::full({2}, 1.0f)));
+    EXPECT_TRUE(torch::allclose(model->right->bias.grad().cpu(), torch::full({2}, 2.0f)));
     at::NoGradGuard no_grad;
     model->eval();
     ddp(mlp_input(7), true);  // the ranks' own statistics give way to rank 0's
     const auto means = model->norm->running_mean.clone();
-    auto all = torch::empty({3 * 4});
+    auto all = torch::empty({3 * 4}, comm->device());
     comm->all_gather(all, means.contiguous()).wait();
     EXPECT_TRUE(torch::equal(all.narrow(0, 0, 4), all.narrow(0, 4, 4)));
     EXPECT_TRUE(torch::equal(all.narrow(0, 0, 4), all.narrow(0, 8, 4)));
@@ -167,7 +167,7 @@ TEST(Ddp, UnusedParametersCountAsZeroWhereOthersUsedThemAndBuffersFollowRankZero
 
 TEST(Ddp, AnUnusedParameterIsAnErrorWithoutTheOption) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    DistributedDataParallel ddp(TwoHeads(), comm);
+    DistributedDataParallel ddp(on_rank_device(TwoHeads()), comm);
     std::get<0>(ddp(mlp_input(1), true)).sum().backward();
     EXPECT_ANY_THROW(ddp(mlp_input(1), true));
   });
@@ -186,7 +186,7 @@ TORCH_MODULE(OpaqueNet);
 TEST(Ddp, OutputsMayHideTheirTensors) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (bool find_unused : {false, true}) {
-      OpaqueNet model;
+      const auto model = on_rank_device(OpaqueNet());
       DistributedDataParallel ddp(model, comm, {.find_unused_parameters = find_unused});
       ddp(mlp_input(comm->rank())).hidden_somewhere.sum().backward();
       for (const at::Tensor& parameter : model->parameters()) {
@@ -208,13 +208,13 @@ TORCH_MODULE(TaughtNet);
 
 TEST(Ddp, FindsUnusedParametersThroughATypeThatTheProgramTeaches) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    TaughtNet model;
+    const auto model = on_rank_device(TaughtNet());
     DistributedDataParallel ddp(model, comm, {.find_unused_parameters = true});
     for (int step = 0; step < 2; ++step) {
       ddp.zero_grad();
       ddp(mlp_input(comm->rank()), comm->rank() == 0).chosen.sum().backward();
-      EXPECT_TRUE(torch::allclose(model->left->bias.grad(), torch::full({2}, 1.5f)));
-      EXPECT_TRUE(torch::allclose(model->right->bias.grad(), torch::full({2}, 1.5f)));
+      EXPECT_TRUE(torch::allclose(model->left->bias.grad().cpu(), torch::full({2}, 1.5f)));
+      EXPECT_TRUE(torch::allclose(model->right->bias.grad().cpu(), torch::full({2}, 1.5f)));
     }
   });
 }

@@ -57,13 +57,14 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
     torch::nn::Sequential model;
     for (int64_t i = 0; i < kLayers; ++i)
       model->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
+    on_rank_device(model);
     OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
     ShardedDataParallel sdp(model, optimizer, comm);
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
-      PeakMemory memory;
+      PeakMemory memory(comm->device());
       const int64_t before = memory.current_bytes();
-      loss_of(call(sdp, torch::ones({1, kWide}))).backward();
+      loss_of(call(sdp, on_rank_device(torch::ones({1, kWide})))).backward();
       // Half of the gradients stay; of the others at most three are here at a time, and as many
       // of the peer's for this rank's to be added to.
       EXPECT_LE(memory.peak_bytes() - before, (kLayers / 2 + 8) * kLayerBytes);
@@ -85,15 +86,15 @@ struct UsesTwoOfThree : torch::nn::Module {
 
 TEST(Sdp, AGradientThatIsThereGetsNoSecondMemory) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    const auto model = std::make_shared<UsesTwoOfThree>();
+    const auto model = on_rank_device(std::make_shared<UsesTwoOfThree>());
     OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
     ShardedDataParallel sdp(torch::nn::ModuleHolder<UsesTwoOfThree>(model), optimizer, comm);
     ASSERT_EQ(optimizer.owns(model->second), optimizer.owns(model->unused));
-    PeakMemory memory;
+    PeakMemory memory(comm->device());
     int64_t after_first = 0;
     for (int step = 0; step < 4; ++step) {
       optimizer.zero_grad(/*set_to_none=*/false);
-      loss_of(call(sdp, torch::ones({1}))).backward();
+      loss_of(call(sdp, on_rank_device(torch::ones({1})))).backward();
       if (step == 0) after_first = memory.current_bytes();
     }
     // From then on sums come in buckets of their own, to be added to the gradients, and these are kept.
@@ -106,12 +107,13 @@ TEST(Sdp, SendsEachGradientToItsOwnerOnceAndEachParameterBackOnce) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
     for (int64_t i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(300, 300).bias(false)));
+    on_rank_device(model);
     OSS<Adam> optimizer(model->parameters(), AdamOptions(1e-3), comm);
     ShardedDataParallel sdp(model, optimizer, comm);
     int64_t bytes = 0;
     for (int step = 0; step < 3; ++step) {
       const int64_t before = comm->traffic().sent_bytes;
-      loss_of(call(sdp, torch::ones({1, 300}))).backward();
+      loss_of(call(sdp, on_rank_device(torch::ones({1, 300})))).backward();
       optimizer.step();
       bytes = comm->traffic().sent_bytes - before;
     }
@@ -182,17 +184,17 @@ TEST(Sdp, UnusedOnSomeRanksCountsAsZeroAndUnusedOnAllKeepsNone) {
       at::Tensor forward(const at::Tensor& x, int64_t head) { return heads[head]->as<torch::nn::Linear>()->forward(x); }
       torch::nn::ModuleList heads;
     };
-    auto model = std::make_shared<Switch>(heads);
+    auto model = on_rank_device(std::make_shared<Switch>(heads));
     OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1.0), comm);
     ShardedDataParallel sdp(model, optimizer, comm);
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
-      sdp(torch::ones({1, kWidth}), comm->rank() == 2 ? 1 : 0).sum().backward();
+      sdp(on_rank_device(torch::ones({1, kWidth})), comm->rank() == 2 ? 1 : 0).sum().backward();
       for (int64_t head = 0; head < 3; ++head) {
         const auto& bias = heads[head]->as<torch::nn::Linear>()->bias;
         ASSERT_EQ(bias.grad().defined(), optimizer.owns(bias) && head != 2) << "head " << head;
         if (bias.grad().defined()) {
-          EXPECT_TRUE(torch::allclose(bias.grad(), torch::full({2}, head == 0 ? 2.0f / 3 : 1.0f / 3)));
+          EXPECT_TRUE(torch::allclose(bias.grad().cpu(), torch::full({2}, head == 0 ? 2.0f / 3 : 1.0f / 3)));
         }
       }
     }
@@ -240,11 +242,11 @@ TEST(Sdp, ClippingEqualsTheUnshardedOne) {
 
 TEST(Sdp, AverageThenOwnSumsThenAverageIsTheSumOfAll) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    torch::nn::Linear linear(torch::nn::LinearOptions(4, 1).bias(false));
+    const auto linear = on_rank_device(torch::nn::Linear(torch::nn::LinearOptions(4, 1).bias(false)));
     OSS<torch::optim::SGD> optimizer(linear->parameters(), torch::optim::SGDOptions(1.0), comm);
     ShardedDataParallel sdp(linear, optimizer, comm);
     const auto pass = [&](float value) {
-      sdp(torch::full({1, 4}, value + static_cast<float>(comm->rank()))).sum().backward();
+      sdp(on_rank_device(torch::full({1, 4}, value + static_cast<float>(comm->rank())))).sum().backward();
     };
     pass(1);  // averages 1.5
     {
@@ -254,14 +256,14 @@ TEST(Sdp, AverageThenOwnSumsThenAverageIsTheSumOfAll) {
     }
     pass(100);  // 100.5
     if (optimizer.owns(linear->weight)) {
-      EXPECT_TRUE(torch::equal(linear->weight.grad(), torch::full({1, 4}, 112.5f)));
+      EXPECT_TRUE(torch::equal(linear->weight.grad().cpu(), torch::full({1, 4}, 112.5f)));
     } else {
       EXPECT_FALSE(linear->weight.grad().defined());
     }
     optimizer.zero_grad();
     pass(1);
     if (optimizer.owns(linear->weight)) {
-      EXPECT_TRUE(torch::equal(linear->weight.grad(), torch::full({1, 4}, 1.5f)));
+      EXPECT_TRUE(torch::equal(linear->weight.grad().cpu(), torch::full({1, 4}, 1.5f)));
     }
   });
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -7,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,21 +16,49 @@
 
 namespace tessera::testing_support {
 
-// Ranks are threads and share torch's default generator: one at a time seeds it and draws.
+// Where this thread's rank has its tensors: on the CPU, unless the program runs its tests on simulated devices
+// (tests/support/accelerator/tests_on_devices.cpp).
+inline thread_local at::Device rank_device = at::kCPU;
+using RankBody = std::function<void(std::shared_ptr<Communicator>)>;
+inline void (*run_ranks_on_devices)(int world, const RankBody& body) = nullptr;
+
+// A tensor, a list of them or a module of this holder, moved there. Others stay.
+template <class What>
+What on_rank_device(What what) {
+  if (rank_device.is_cpu()) return what;
+  if constexpr (std::is_same_v<What, at::Tensor>) {
+    return what.detach().to(rank_device).requires_grad_(what.requires_grad());
+  } else if constexpr (std::is_same_v<What, std::vector<at::Tensor>>) {
+    for (at::Tensor& each : what) each = on_rank_device(each);
+  } else if constexpr (requires { what->to(rank_device); }) {
+    what->to(rank_device);
+  }
+  return what;
+}
+
+// Ranks are threads and share torch's default generator: one at a time seeds it and draws, on the CPU. The result is
+// moved to the rank's device without the lock: a copy waits for the device, which may wait for the other ranks.
 inline std::mutex generator_mutex;
 template <class Draw>
 auto seeded(uint64_t seed, Draw draw) {
-  std::lock_guard lock(generator_mutex);
-  torch::manual_seed(seed);
-  return draw();
+  auto drawn = [&] {
+    std::lock_guard lock(generator_mutex);
+    const auto back = c10::make_scope_exit([before = std::exchange(rank_device, at::kCPU)] { rank_device = before; });
+    torch::manual_seed(seed);
+    return draw();
+  }();
+  return on_rank_device(std::move(drawn));
 }
 
 // run_ranks with one intra-operator thread a rank, so that results do not depend on the machine.
-inline void on_ranks(int world, const std::function<void(std::shared_ptr<Communicator>)>& body) {
-  run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+inline void on_ranks(int world, const RankBody& body) {
+  auto run = [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(1);
+    const auto back =
+        c10::make_scope_exit([before = std::exchange(rank_device, comm->device())] { rank_device = before; });
     body(std::move(comm));
-  });
+  };
+  run_ranks_on_devices != nullptr ? run_ranks_on_devices(world, run) : run_ranks(world, run);
 }
 
 // Each parameter once, as the wrapper sees them.

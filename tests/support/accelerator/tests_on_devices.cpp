@@ -1,0 +1,27 @@
+// Tests that were written for CPUs, on devices: on_ranks() of a program that links this has them, each test being a
+// Simulation of its own. What a test makes by seeded() and on_rank_device() is there.
+#include <chrono>
+#include <optional>
+
+#include "tests/support/accelerator/ranks.h"
+#include "tests/support/accelerator/accelerator.h"
+#include "tests/support/reference.h"
+
+namespace tessera::accelerator {
+namespace {
+
+void run(int world, const testing_support::RankBody& body) {
+  std::optional<Simulation> simulation;
+  if (!Simulation::is_running()) simulation.emplace();
+  on_devices(world, body, std::chrono::seconds(60));
+  if (simulation)
+    for (const std::string& finding : Simulation::findings()) ADD_FAILURE() << finding;
+}
+
+const bool is_set = [] {
+  testing_support::run_ranks_on_devices = &run;
+  return true;
+}();
+
+}  // namespace
+}  // namespace tessera::accelerator
