@@ -3,8 +3,8 @@
 #include <chrono>
 #include <optional>
 
-#include "tests/support/accelerator/ranks.h"
 #include "tests/support/accelerator/accelerator.h"
+#include "tests/support/accelerator/ranks.h"
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator {
