@@ -615,7 +615,7 @@ TEST_P(Recipes, WeightsTiedByAssignmentAfterWrapping) {
 }
 
 // A learning rate of one bit: torch's SGD rounds its product with a gradient of bfloat16 in what is left over of a
-// vector, but not in vectors, which lie elsewhere in shards. So everything is as in one process, to the bit.
+// vector, but not in vectors, which lie elsewhere in shards. With one bit there is nothing to round.
 TEST_P(Recipes, HalfTheModelInBfloat16) {
   struct HalfHalf : Net {
     HalfHalf() {
