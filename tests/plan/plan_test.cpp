@@ -64,11 +64,13 @@ TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
     ::getrusage(RUSAGE_SELF, &usage);
     return usage.ru_maxrss;
   };
-  const int64_t before = most_kib();
+  [[maybe_unused]] const int64_t before = most_kib();
   const RunRecord record = model->run({.stage = 3, .bf16 = true, .checkpointed = true}, 65536, 17).record;
   EXPECT_GT(record.most[MemoryKind::kGathered], int64_t{3} << 30);
   EXPECT_LT(record.end[MemoryKind::kParameters], 5 << 20);
+#ifndef __SANITIZE_ADDRESS__  // which keeps what is freed for a while
   EXPECT_LT(most_kib() - before, 256 << 10);
+#endif
 }
 
 // Which submodule an operator is of: that of the parameter used last, and for a gradient that of what it is of.
