@@ -97,6 +97,13 @@ bool ReductionPipeline::sum_up(const Wait& wait) {
   return true;
 }
 
+void ReductionPipeline::let_go() {
+  own_.clear();
+  out_.clear();
+  places_.clear();
+  staging_.reset();
+}
+
 void PipelineThread::add(const std::shared_ptr<ReductionPipeline>& pipeline) {
   if (!thread_) thread_ = std::make_unique<TaskQueue>(1);
   {
@@ -112,6 +119,8 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   if (!stopped_) {
     lock.unlock();
     failure = pipeline.run([this](const ReductionPipeline::Work& work, int peer) { return wait_for(work, peer); });
+    // Whoever waits has the last reference to the tensors when it is through, not this thread at some time after that.
+    if (!failure) pipeline.let_go();
     lock.lock();
     pipeline.is_over_ = !failure;
   }

@@ -68,13 +68,14 @@ class ReductionPipeline {
   std::optional<MessageFailure> run(const Wait& wait);
   bool sum_up(const Wait& wait);
   void receive(size_t chunk);
+  void let_go();
   MessageFailure failure(std::string cause) const { return {peer_, is_send_, std::move(cause)}; }
   size_t ahead() const { return received_.size(); }
 
   const int rank_, world_;
   const ReduceOp op_;
   const Transport transport_;
-  const std::vector<at::Tensor> own_, out_;      // by chunk
+  std::vector<at::Tensor> own_, out_;            // by chunk
   at::Tensor staging_;                           // [chunks ahead, ranks - 1, elements of a chunk]
   std::vector<std::vector<at::Tensor>> places_;  // of it: by chunk modulo chunks ahead, and rank
   std::vector<std::vector<Work>> received_;      // the same; announced and not waited for yet
