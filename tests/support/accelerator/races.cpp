@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <unordered_map>
 #include <utility>
 
 #include "tests/support/accelerator/memory.h"
@@ -25,6 +26,18 @@ std::string short_name(const char* mangled) {
   return name.substr(ours.size(), name.find('(') - ours.size());
 }
 
+// short_name() of the function that holds the address. Each is looked up once: among libtorch's symbols that takes
+// longer than the operator whose place it is.
+const std::string& function_at(void* address) {
+  static std::mutex guards_names;
+  static auto* const names = new std::unordered_map<void*, std::string>;
+  const std::lock_guard lock(guards_names);
+  const auto [entry, is_new] = names->try_emplace(address);
+  Dl_info info;
+  if (is_new && dladdr(address, &info) != 0 && info.dli_sname != nullptr) entry->second = short_name(info.dli_sname);
+  return entry->second;
+}
+
 uintptr_t page_up(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 }  // namespace
@@ -40,9 +53,8 @@ std::string Place::text() const {
   std::string text;
   int shown = 0;
   for (void* frame : frames_) {
-    Dl_info info;
-    if (shown == 5 || dladdr(frame, &info) == 0 || info.dli_sname == nullptr) continue;
-    const std::string name = short_name(info.dli_sname);
+    if (shown == 5) break;
+    const std::string& name = function_at(frame);
     if (name.empty() || name.find("testing_support") != std::string::npos) continue;
     text += (shown++ > 0 ? " < " : "") + name;
   }
