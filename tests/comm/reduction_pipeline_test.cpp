@@ -9,9 +9,11 @@
 
 #include <array>
 #include <atomic>
+#include <cstdlib>
 #include <future>
 #include <limits>
 #include <thread>
+#include <vector>
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/rank_order_sum.h"
@@ -94,15 +96,22 @@ void expect_definition(int world, int64_t numel, ReduceOp op, at::ScalarType dty
   together > 0 ? on_hosts(world, together, body) : run_ranks(world, body, by_tcp());
 }
 
+// What threads share is the same at every world and dtype, and ThreadSanitizer takes ten times as long.
+template <class T>
+std::vector<T> unless_sanitized(std::vector<T> all, std::vector<T> some) {
+  return std::getenv("TESSERA_TEST_TREES") != nullptr ? some : all;
+}
+
 TEST(ReductionPipeline, SumsHaveTheBitsOfOnePassAroundTheBordersOfChunks) {
-  for (const int world : {2, 3, 4, 5})
+  for (const int world : unless_sanitized<int>({2, 3, 4, 5}, {2, 3}))
     for (const int64_t beyond : {-1, 0, 1}) expect_definition(world, world * kChunkFloats + beyond, ReduceOp::kAverage);
   for (const int64_t beyond : {-1, 1}) expect_definition(3, 6 * kChunkFloats + beyond, ReduceOp::kAverage);
 }
 
 TEST(ReductionPipeline, EveryDtypeThatIsReduced) {
-  for (const at::ScalarType dtype :
-       {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kDouble})
+  for (const at::ScalarType dtype : unless_sanitized<at::ScalarType>(
+           {at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16, at::kDouble},
+           {at::kLong, at::kBFloat16}))
     expect_definition(3, 3 * kChunkBytes / static_cast<int64_t>(c10::elementSize(dtype)) + 7, ReduceOp::kSum, dtype);
   for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) expect_definition(3, 3 * kChunkFloats + 7, op);
 }
