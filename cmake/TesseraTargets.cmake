@@ -27,7 +27,9 @@ target_compile_options(tessera_options INTERFACE $<BUILD_INTERFACE:-Wall -Wextra
   -Wno-missing-field-initializers $<$<NOT:$<BOOL:${CMAKE_DISABLE_PRECOMPILE_HEADERS}>>:-Winvalid-pch -fpch-preprocess>>
   # Everywhere, programs too: a precompiled header serves one setting only.
   # Messages name files (__FILE__) from the tree's root: what one clone has compiled then serves others by ccache.
-  $<BUILD_INTERFACE:-fPIC -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>)
+  $<BUILD_INTERFACE:-fPIC -ffile-prefix-map=${PROJECT_SOURCE_DIR}/=>
+  # `cmake -B build` alone, of this or of a user's project, has no build type and would mean no optimisation.
+  $<BUILD_INTERFACE:$<$<CONFIG:>:-O3>>)
 if(TESSERA_SANITIZE)
   target_compile_options(tessera_options INTERFACE
     $<BUILD_INTERFACE:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all

@@ -48,6 +48,11 @@ foreach(program ${programs})
 endforeach()
 
 if(MODE STREQUAL "add_subdirectory" AND GENERATOR STREQUAL "Ninja")
+  execute_process(COMMAND ninja -C "${build}" -t commands tessera_memory OUTPUT_VARIABLE compiled
+    COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT compiled MATCHES " -O3 ")
+    message(FATAL_ERROR "in a project without a build type Tessera's own files are not optimised:\n${compiled}")
+  endif()
   set(linked "${WORK_DIR}/linked") # as the build tree, with Tessera's own libraries in the place of this project's
   file(REMOVE_RECURSE "${linked}")
   file(MAKE_DIRECTORY "${linked}")
