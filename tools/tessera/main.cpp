@@ -75,6 +75,9 @@ const std::vector<Command>& commands() {
 const Command& command_of(const std::string& name) {
   for (const auto& command : commands())
     if (command.name == name) return command;
+  for (const auto& command : commands())
+    if (command.name.starts_with(name + " "))
+      throw po::error("expected: tessera " + command.name + " " + command.arguments);
   throw po::error("there is no command '" + name + "'; `tessera --help` lists them");
 }
 
@@ -131,7 +134,7 @@ int run_command(const std::string& name, const po::variables_map& values, const 
   const std::string with_default = command.run == calibrate ? "ranks" : "";
   for (const char* required : {"ranks", "model", "gpus", "memory", "output"})
     if (command.has(required) && values.count(required) == 0 && required != with_default)
-      throw po::error(std::string("--") + required + " is missing");
+      throw po::error(std::string("--") + required + " is missing; `tessera " + name + " --help` says what it takes");
   arguments.paths.assign(paths.begin(), paths.end());
   return command.run(arguments);
 }
