@@ -3,7 +3,10 @@
 # .deb of cpack, unpacked somewhere else, hold the same; from there the command `tessera` runs, and a consumer's program
 # finds the package, builds and runs. So it does from the Conan package. Nothing is installed outside of a temporary
 # folder; Conan comes from PyPI, into .deps/conan, and asks no remote.
+#
+#   tools/check_packages.sh create    the same, and Conan builds the recipe's own copy of the tree: minutes more
 set -euo pipefail
+case "${1:-}" in '' | create) ;; *) echo "usage: tools/check_packages.sh [create]" >&2; exit 2 ;; esac
 cd "$(dirname "$0")/.."
 root=$PWD
 preset=${PRESET:-release}
@@ -44,10 +47,10 @@ conan="$root/.deps/conan"
   touch "$conan/complete"
 }
 export CONAN_HOME="$work/conan" TESSERA_TEST_BUILD="$work/test_package"
-{
-  "$conan/bin/conan" profile detect
-  "$conan/bin/conan" export-pkg packaging/conan --no-remote -o "tessera/*:libtorch=$torch" -s build_type=Release \
-    -s compiler.cppstd=20
-} >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
-grep -q '2 of 2 have the sum' "$work/conan.log" || { cat "$work/conan.log"; exit 1; }
-say "the Conan package serves find_package"
+"$conan/bin/conan" profile detect >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
+for way in export-pkg ${1:-}; do
+  "$conan/bin/conan" "$way" packaging/conan --no-remote -o "tessera/*:libtorch=$torch" -s build_type=Release \
+    -s compiler.cppstd=20 >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
+  grep -q '2 of 2 have the sum' "$work/conan.log" || { cat "$work/conan.log"; exit 1; }
+  say "the package of \`conan $way\` serves find_package"
+done

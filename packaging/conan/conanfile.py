@@ -21,7 +21,8 @@ class TesseraConan(ConanFile):
     topics = ("libtorch", "distributed-training", "zero", "fsdp")
     package_type = "static-library"
     settings = "os", "arch", "compiler", "build_type"
-    # libtorch: its folder, with include/ and lib/. Empty: what tools/setup.sh has unpacked, or CMake finds.
+    # libtorch: its folder, with include/ and lib/. Empty: what CMake finds by itself (CMAKE_PREFIX_PATH), since Conan's
+    # copy of the tree has no .deps/.
     options = {"libtorch": ["", "ANY"], "cuda": [True, False]}
     default_options = {"libtorch": "", "cuda": False}
 
