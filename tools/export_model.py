@@ -21,7 +21,10 @@ import os
 import sys
 import warnings
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"export_model.py: {error}; call it as tools/python.sh tools/export_model.py ..., which has what it needs")
 
 TASKS = {  # --task: transformers' class, and what it is given
     "causal-lm": ("AutoModelForCausalLM", ("input_ids", "attention_mask", "labels")),

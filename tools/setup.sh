@@ -13,6 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 torch_version=${1:-2.11.0}
+[[ $torch_version =~ ^([0-9]+\.[0-9]+\.[0-9]+|docs)$ ]] || { sed -n 's/^#   tools/tools/p' "$0" >&2; exit 2; }
 deps="$PWD/.deps"
 torch_dir="$deps/torch-$torch_version"
 runtime_dir="$torch_dir/nvidia/cu13/lib" # where libtorch_cpu.so's own RPATH looks

@@ -14,7 +14,10 @@ import json
 import pathlib
 import sys
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"tokenize_text.py: {error}; call it as tools/python.sh tools/tokenize_text.py ..., which has what it needs")
 
 
 def texts_of(file):
