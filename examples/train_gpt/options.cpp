@@ -24,7 +24,7 @@ constexpr int kNameColumns = 34;
 
 constexpr const char* kUsage = R"(Trains a GPT on text, its state sharded over ranks.
 
-  train_gpt --demo --ranks 2            two processes of this machine, a couple of minutes
+  train_gpt --demo --ranks 2            two processes of this machine, about a minute
   torchrun --no-python --nproc-per-node 4 train_gpt --data my.txt
   srun -n 16 train_gpt ...              or mpirun: any launcher's ranks are found
 
@@ -176,7 +176,7 @@ po::options_description describe_sample(TrainOptions& options) {
 po::options_description describe(TrainOptions& options, RawOptions& raw) {
   auto all = section("General");
   all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
-      "demo", "other defaults: a model that two cores train in about two minutes")(
+      "demo", "other defaults: a model that two cores train in about a minute")(
       "plan", po::bool_switch(&options.plan),
       "print what memory each of --ranks would take, by kind, as a dry run tells it, and end");
   all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
