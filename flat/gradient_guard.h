@@ -42,7 +42,7 @@ class GradientGuard : public Pager, public std::enable_shared_from_this<Gradient
   void take_out(size_t index, const at::Tensor& leaf);
 
   void use(const std::vector<Page*>& pages) override;
-  void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+  bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
  private:
   struct Notice;
