@@ -192,7 +192,7 @@ void Scheduler::summon(const SummonOptions& options) {
   Quiet quiet;
   recover();
   inspect_all();
-  release_all();
+  resident_.release_all();
   summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
   for (Unit* unit : chosen)
     summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
@@ -207,7 +207,7 @@ void Scheduler::dismiss(bool writeback) {
     if (unit->is_pinned()) unit->unpin(writeback);
   summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
   inspect_all();
-  release_all();
+  resident_.release_all();
 }
 
 void Scheduler::show_in_shards() {
