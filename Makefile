@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz build setup docs packages conan newest ccache-check plan-page clean format check-format tidy
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops build setup docs packages conan newest ccache-check plan-page clean format check-format tidy
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -98,6 +98,14 @@ fuzz: setup
 	@$(compile) fuzz_readers exported_tests
 	@$(BUILD)/tests/checkpoint/fuzz/run $(FUZZ_SECONDS)
 	@TESSERA_FUZZ_SECONDS=$(FUZZ_SECONDS) $(BUILD)/tests/exported/exported_tests --gtest_filter='Archive.Graphs*'
+
+# Training loops drawn at random, by every wrapper: so many, from a seed on.
+LOOPS ?= 200
+SEED  ?= 1
+loops: setup
+	@$(configure) -DTESSERA_BUILD_TESTS=ON >/dev/null
+	@$(compile) loops_tests
+	@TESSERA_LOOP_PROGRAMS=$(LOOPS) TESSERA_LOOP_SEED=$(SEED) $(BUILD)/tests/loops/loops_tests --gtest_brief=1 --gtest_filter='*Drawn.*'
 
 build: setup
 	@$(configure) >/dev/null

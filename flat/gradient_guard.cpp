@@ -65,11 +65,12 @@ void GradientGuard::use(const std::vector<Page*>& pages) {
   throw std::logic_error(events_.reason(static_cast<size_t>(pages[0]->id())));
 }
 
-void GradientGuard::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
+bool GradientGuard::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
   const auto index = static_cast<size_t>(page.id());
   if (operation != "aten::zero_") throw std::logic_error(events_.reason(index));
   *slots_[index].is_awaited = false;
   events_.zeroed(index);
+  return true;
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -38,11 +39,13 @@ class GradientGuard : public Pager, public std::enable_shared_from_this<Gradient
   void put(size_t index, const std::string& name, const at::Tensor& leaf);
   // Whether leaf.grad is this guard's.
   bool is_in(size_t index, const at::Tensor& leaf) const;
+  // Throws the reason.
+  [[noreturn]] void refuse_step(size_t index) const { throw std::logic_error(events_.reason(index)); }
   // Takes it out: leaf.grad is undefined then. Nothing if it is not there.
   void take_out(size_t index, const at::Tensor& leaf);
 
   void use(const std::vector<Page*>& pages) override;
-  void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+  bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
  private:
   struct Notice;

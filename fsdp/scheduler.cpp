@@ -192,7 +192,7 @@ void Scheduler::summon(const SummonOptions& options) {
   Quiet quiet;
   recover();
   inspect_all();
-  release_all();
+  resident_.release_all();
   summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
   for (Unit* unit : chosen)
     summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
@@ -207,7 +207,7 @@ void Scheduler::dismiss(bool writeback) {
     if (unit->is_pinned()) unit->unpin(writeback);
   summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
   inspect_all();
-  release_all();
+  resident_.release_all();
 }
 
 void Scheduler::show_in_shards() {
@@ -218,7 +218,7 @@ void Scheduler::show_in_shards() {
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
 
-void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
+bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
   const std::string where = page.name() + " on rank " + model_.rank_text();
   const Unit& unit = *model_.units()[page.id()];
   if (unit.is_shard_page(page))
@@ -226,6 +226,7 @@ void Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
         operation + " would change " + where +
         " inside summon_full_params(), whose full parameters would not follow: leave the scope first "
         "(before optimizer.step(), say)");
+  if (operation == "aten::set_") return false;  // torch::load(): unit.bring_home() finds it, as it does set_data()
   throw std::logic_error(operation + " would change " + unit.parameter_at(page, view) + " of " + where +
                          ", which is sharded: change it inside summon_full_params(), or change the shards, "
                          "fsdp.parameters()");

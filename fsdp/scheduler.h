@@ -30,7 +30,7 @@ class Scheduler : public Pager, public BackwardPass {
                                          const FsdpOptions& options);
 
   void use(const std::vector<Page*>& pages) override;
-  void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+  bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
   void before_write(int index) override;
   void set_divisor(double divisor) override;
 

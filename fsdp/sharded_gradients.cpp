@@ -38,6 +38,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
       is_expected_(model.units().size(), false),
       versions_(model.units().size()),
+      shown_versions_(model.units().size()),
       incomplete_(model.units().size(), 0) {
   std::vector<GradientBucket> buckets;
   for (auto& unit : model.units()) {
@@ -56,6 +57,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       buckets.push_back(std::move(bucket));
     }
   }
+  for (const auto& unit : model.units()) shown_versions_[unit->index()] = unit->version();
   buckets_of_.push_back(buckets.size());
   bucket_done_.assign(buckets.size(), false);
   reducer_.set_buckets(std::move(buckets));
@@ -118,6 +120,16 @@ void ShardedGradients::clear(size_t parameter) {
   states_[parameter].shard.mutable_grad().reset();
 }
 
+// Where shards have changed, graphs that saved the parameters before must find them changed: what require_unchanged()
+// cannot tell, where a forward or a backward has come since.
+void ShardedGradients::show_version(const Unit& unit) {
+  const uint32_t version = unit.version();
+  if (std::exchange(shown_versions_[unit.index()], version) == version) return;
+  for (const auto& group : unit.groups())
+    for (const PlannedParameter& parameter : group->flat.parameters())
+      if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 // Autograd would find that a saved parameter was changed in place; here it is the shards that were.
 void ShardedGradients::require_unchanged(const Unit& unit) const {
   const auto& seen = versions_[unit.index()];
@@ -130,7 +142,10 @@ void ShardedGradients::require_unchanged(const Unit& unit) const {
 void ShardedGradients::forget_versions() { std::fill(versions_.begin(), versions_.end(), std::nullopt); }
 
 void ShardedGradients::expect(const Unit& unit, bool backward) {
-  if (!backward) versions_[unit.index()] = unit.version();
+  if (!backward) {
+    show_version(unit);
+    versions_[unit.index()] = shown_versions_[unit.index()];
+  }
   if (is_expected_[unit.index()]) return;
   is_expected_[unit.index()] = true;
   first_uses_.push_back(unit.index());
@@ -192,6 +207,8 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
 // ---- passes -------------------------------------------------------------------------------------
 
 void ShardedGradients::begin() {
+  for (const auto& unit : model_.units())
+    if (!versions_[unit->index()]) show_version(*unit);
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
     // A shard that the user has frozen since the forward gets no gradient, as a leaf would get none.

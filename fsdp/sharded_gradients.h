@@ -70,6 +70,7 @@ class ShardedGradients {
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
   };
   void settle();  // guards where they belong, after a pass
+  void show_version(const Unit& unit);
   std::string reason(size_t parameter) const;
   void forget(size_t parameter);
   bool take_zeros_by_hand(size_t parameter);
@@ -85,6 +86,7 @@ class ShardedGradients {
   std::vector<int> first_uses_;                    // units in order of their first use in forward
   std::vector<bool> is_expected_;                  // by unit
   std::vector<std::optional<uint32_t>> versions_;  // by unit: of its shards when forward recorded their use
+  std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
   std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters

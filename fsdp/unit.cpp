@@ -319,7 +319,9 @@ void Unit::unpin(bool writeback) {
     group.flat.set_shard_writable(true);
     const bool is_apart = !is_shard_itself(page, group);
     if (!writeback && !is_apart) group.flat.shard().copy_(saved_[i]);
-    if (writeback && is_apart) copy_own_part(group, group.flat.shard());
+    // Where no operator has written, to a backward that comes the shards are what they were.
+    const bool is_written = page.writes() != group.writes_before;
+    if (writeback && is_apart) copy_own_part(group, is_written ? group.flat.shard() : group.flat.shard().data());
     if (&page == group.page.get()) continue;
     page.take_back();
     point_parameters(group, *group.page, group.flat.gather_dtype());

@@ -33,11 +33,24 @@ void move_to_host(torch::optim::Optimizer& optimizer, void* key) {
 
 HostStep::HostStep(Factory make, HostStepOptions options)
     : make_(std::move(make)),
-      drops_gradients_(options.drops_gradients),
+      label_(std::move(options.label)),
       pool_(options.memory),
-      engine_(CopyEngine::make(options.memory.device)) {}
+      engine_(CopyEngine::make(options.memory.device)) {
+  if (!options.drops_gradients) return;
+  require_residency();
+  dropped_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+      [this](size_t number) {
+        return "the gradient of " + label_(parameters_[number]) +
+               " was dropped when a step had taken it, as offload.grads says: call zero_grad() "
+               "before the next backward or step";
+      },
+      [](size_t) {},
+      [this](size_t number) { parameters_[number].mutable_grad() = at::zeros_like(parameters_[number].detach()); }});
+}
 
-HostStep::~HostStep() = default;
+HostStep::~HostStep() {
+  for (size_t i = 0; i < parameters_.size() && dropped_; ++i) dropped_->take_out(i, parameters_[i]);
+}
 
 // The parameters are those of the groups, in order; more may have come.
 void HostStep::rebuild(torch::optim::Optimizer& optimizer) {
@@ -72,7 +85,9 @@ HostStep::HostCopy HostStep::copy_of(const at::Tensor& parameter) {
   at::Tensor host = parameter.is_non_overlapping_and_dense() ? memory.as_strided(parameter.sizes(), parameter.strides())
                                                              : memory.view(parameter.sizes());
   host.copy_(parameter.detach());
-  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version()), parameter.const_data_ptr()};
+  parameters_.push_back(parameter);
+  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version()), parameter.const_data_ptr(),
+          parameters_.size() - 1};
 }
 
 void HostStep::renew(HostCopy& copy) {
@@ -99,7 +114,7 @@ void HostStep::start_gradient(HostCopy& copy) {
 
 void HostStep::finish_gradient(HostCopy& copy) {
   copy.arriving.wait_on_host();
-  if (drops_gradients_) copy.parameter.mutable_grad().reset();
+  if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
 void HostStep::start_return(HostCopy& copy) {
@@ -148,7 +163,9 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   std::vector<HostCopy*> work;
   for (HostCopy& copy : host_copies_) {
     copy.host.mutable_grad().reset();  // of a step that failed
-    if (copy.parameter.grad().defined()) work.push_back(&copy);
+    if (!copy.parameter.grad().defined()) continue;
+    if (dropped_ && dropped_->is_in(copy.number, copy.parameter)) dropped_->refuse_step(copy.number);
+    work.push_back(&copy);
   }
 
   // Gives each parameter's state, or its copy's, to the other of the two.

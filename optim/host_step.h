@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "tessera/flat/gradient_guard.h"
 #include "tessera/memory/pinned_pool.h"
 #include "tessera/offload/copy_engine.h"
 #include "tessera/optim/partial_step.h"
@@ -14,8 +16,10 @@
 namespace tessera {
 
 struct HostStepOptions {
-  PinnedPoolOptions memory;      // for the copies and the gradients, of the parameters' device
-  bool drops_gradients = false;  // those on the device become undefined as soon as they have left
+  PinnedPoolOptions memory;  // for the copies and the gradients, of the parameters' device
+  // Those on the device go as soon as they have left, and a guard is in their place.
+  bool drops_gradients = false;
+  std::function<std::string(const at::Tensor&)> label = {};  // of a parameter, for the guard's errors
 };
 
 // Takes an optimizer's step in host memory for parameters that stay on their device. Each has a copy in host memory,
@@ -30,7 +34,8 @@ class HostStep {
   ~HostStep();
 
   // What optimizer.step() does, with its groups and options as they are now. Throws std::runtime_error beyond the
-  // memory's limit, with nothing changed.
+  // memory's limit and std::logic_error, naming the parameter, for a gradient that an earlier step has dropped, with
+  // nothing changed.
   void step(torch::optim::Optimizer& optimizer);
 
   int64_t host_bytes() const { return pool_.lent_bytes(); }
@@ -41,6 +46,7 @@ class HostStep {
     at::Tensor host;                    // of its sizes and strides
     uint32_t seen_version = 0;          // of the parameter, when both were the same
     const void* seen_memory = nullptr;  // the same
+    size_t number = 0;                  // of the parameter, in the guard
     Copy arriving;                      // the gradient
     Copy leaving;                       // the new values
   };
@@ -56,7 +62,9 @@ class HostStep {
   void step_one_by_one(const std::vector<HostCopy*>& work, PartialStep& partial);
 
   const Factory make_;
-  const bool drops_gradients_;
+  const std::function<std::string(const at::Tensor&)> label_;
+  std::vector<at::Tensor> parameters_;      // by number
+  std::shared_ptr<GradientGuard> dropped_;  // null: gradients stay
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;

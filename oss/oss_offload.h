@@ -10,8 +10,8 @@ struct OssOffload {
   // Copies of the parameters that this rank owns lie there, and so does their state: the optimizer steps the copies,
   // and the new values travel back.
   bool params = false;
-  // Gradients on the device are dropped once they have left. The step needs both in one place, so `params` goes with
-  // it, whether set or not.
+  // Gradients on the device are dropped once they have left: until zero_grad() an error, which names the parameter, is
+  // in their place. The step needs both in one place, so `params` goes with it, whether set or not.
   bool grads = false;
   // In page-locked memory, which devices copy from and to without the host's help.
   bool pin_memory = true;

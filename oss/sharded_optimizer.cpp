@@ -80,7 +80,9 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
   if (const OssOffload& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
-        make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes}, offload.grads});
+        make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
+                               offload.grads,
+                               [this](const at::Tensor& parameter) { return label_of(parameter); }});
   adopt_groups_from(0);
 }
 
@@ -221,6 +223,17 @@ std::vector<at::Tensor> ShardedOptimizer::all_parameters() const {
   for (const auto& group : param_groups_)
     parameters.insert(parameters.end(), group.params().begin(), group.params().end());
   return parameters;
+}
+
+std::string ShardedOptimizer::label_of(const at::Tensor& parameter) const {
+  for (size_t group = 0; group < param_groups_.size(); ++group) {
+    const auto& members = param_groups_[group].params();
+    const auto at = std::ranges::find_if(members, [&](const at::Tensor& member) { return member.is_same(parameter); });
+    if (at != members.end())
+      return "parameter " + std::to_string(at - members.begin()) + " of group " + std::to_string(group) + " on rank " +
+             std::to_string(comm_->rank());
+  }
+  return "a parameter on rank " + std::to_string(comm_->rank());
 }
 
 // ---- steps -------------------------------------------------------------------------------------

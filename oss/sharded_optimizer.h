@@ -133,6 +133,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   void publish();
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;
+  std::string label_of(const at::Tensor& parameter) const;
 
   const std::shared_ptr<Communicator> comm_;
   const OssOptions options_;

@@ -313,7 +313,7 @@ void DiskPager::use(const std::vector<Page*>& pages) {
   foretell(*mine.back());
 }
 
-void DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
+bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
   throw std::logic_error(operation + " may not write to " + page.name() +
                          " inside summon_full_params(), whose full parameters would not follow: leave the scope first");
 }

@@ -91,7 +91,7 @@ class DiskPager : public Pager {
   bool is_direct() const { return file_.is_direct(); }
 
   void use(const std::vector<Page*>& pages) override;
-  [[noreturn]] void refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
+  [[noreturn]] bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
 
  private:
   enum class State { kOnDisk, kReading, kResident, kWriting };

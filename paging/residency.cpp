@@ -136,7 +136,7 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
                              ", whose FullyShardedDataParallel no longer exists");
     if (is_written && !state.writable) {
-      pager->refuse(*state.page, tensor, schema.name());
+      if (!pager->refuse(*state.page, tensor, schema.name())) return;
       result.is_done = true;
     }
     if (is_written) ++state.writes;
@@ -392,7 +392,7 @@ void require_residency() {
   struct Probe : Pager {
     bool used = false;
     void use(const std::vector<Page*>&) override { used = true; }
-    [[noreturn]] void refuse(const Page& page, const at::Tensor&, const std::string&) override {
+    [[noreturn]] bool refuse(const Page& page, const at::Tensor&, const std::string&) override {
       throw std::logic_error(page.name());
     }
   };

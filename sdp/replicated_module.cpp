@@ -10,6 +10,7 @@
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/module_state.h"
 #include "tessera/flat/shardable.h"
+#include "tessera/paging/residency.h"
 #include "tessera/sdp/replicated_gradients.h"
 
 namespace tessera {
@@ -93,7 +94,8 @@ MemoryReport ReplicatedModule::memory() const {
   MemoryReport report;
   for (const PlannedParameter& parameter : parameters_) {
     report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
-    if (parameter.tensor.grad().defined()) report.grad_bytes += static_cast<int64_t>(parameter.tensor.grad().nbytes());
+    if (const at::Tensor gradient = parameter.tensor.grad(); gradient.defined() && !is_paged(gradient))  // a guard is
+      report.grad_bytes += static_cast<int64_t>(gradient.nbytes());
   }
   report.unsharded_bytes = report.shard_bytes;
   gradients_->report(report);

@@ -118,6 +118,41 @@ TEST_P(Backward, StepBetweenForwardAndBackwardWithAdam) {
   });
 }
 
+TEST_P(Backward, StepBetweenTheBackwardsOfTwoForwardsWithAdam) {
+  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    at::Tensor first = run.loss(1), second = run.loss(2);
+    second.backward();
+    run.optimizer().step();
+    first.backward();
+  });
+}
+
+TEST_P(Backward, StepBetweenTwoForwardsBeforeTheFirstOnesBackward) {
+  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    at::Tensor first = run.loss(2);
+    run.optimizer().step();
+    at::Tensor second = run.loss(3);
+    (first + second).backward();
+  });
+}
+
+TEST_P(Backward, StepAndALookAtFullParametersBeforeBackward) {
+  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    at::Tensor loss = run.loss(2);
+    run.optimizer().step();
+    if (run.fsdp() != nullptr) run.fsdp()->summon_full_params().leave();
+    loss.backward();
+  });
+}
+
 // SGD's loop writes behind autograd's back: the backward of one process uses the new values.
 TEST_P(Backward, StepBetweenForwardAndBackwardWithSgd) {
   play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kSgd}}, [](Trainer& run) {

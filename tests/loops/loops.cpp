@@ -111,6 +111,7 @@ class Rank final : public Trainer {
   torch::OrderedDict<std::string, at::Tensor> state() override { return wrapper_->full_state_dict(); }
   void set_gradient_divide_factor(double factor) override { wrapper_->set_gradient_divide_factor(factor); }
   int64_t divide_gradients_by_sum(int64_t own) override { return wrapper_->divide_gradients_by_sum(own); }
+  ModelShards* shards() override { return wrapper_.get(); }
   FullyShardedModule* fsdp() override {
     if constexpr (std::is_base_of_v<FullyShardedModule, Wrapper>) return wrapper_.get();
     return nullptr;
@@ -217,16 +218,17 @@ void record_loop(Trainer& run, const Play& play, const Loop& loop, Record& recor
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-bool is_close(const at::Tensor& value, const at::Tensor& expected) {
+bool is_close(const at::Tensor& value, const at::Tensor& expected, double rounding) {
   if (!at::isFloatingType(expected.scalar_type()) && !at::isComplexType(expected.scalar_type()))
     return torch::equal(value, expected);
   const bool fine = at::toRealValueType(expected.scalar_type()) == at::kDouble;
   return value.sizes() == expected.sizes() &&
-         torch::allclose(value, expected.to(value.dtype()), fine ? 1e-7 : 1e-4, fine ? 1e-9 : 1e-5);
+         torch::allclose(value, expected.to(value.dtype()), rounding * (fine ? 1e-7 : 1e-4),
+                         rounding * (fine ? 1e-9 : 1e-5));
 }
 
 // "" if the ranks have seen, as far as they came, what the one process did.
-std::string difference(const Record& expected, const std::vector<Record>& ranks) {
+std::string difference(const Record& expected, const std::vector<Record>& ranks, double rounding) {
   std::ostringstream text;
   size_t notes = expected.notes.size();
   for (const Record& record : ranks) {
@@ -237,7 +239,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks)
   for (size_t i = 0; i < notes; ++i) {
     double mean = 0;
     for (const Record& record : ranks) mean += record.notes[i] / static_cast<double>(ranks.size());
-    if (!(std::abs(mean - expected.notes[i]) <= 1e-5 * std::abs(expected.notes[i]) + 1e-8)) {
+    if (!(std::abs(mean - expected.notes[i]) <= 1e-5 * std::abs(expected.notes[i]) + rounding * 1e-8)) {
       text << "note " << i << " is " << mean << ", expected " << expected.notes[i];
       return text.str();
     }
@@ -247,7 +249,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks)
     for (const auto& entry : expected.state) {
       const at::Tensor* value = ranks[rank].state.find(entry.key());
       if (value == nullptr) return entry.key() + " is not in the state";
-      if (is_close(*value, entry.value())) continue;
+      if (is_close(*value, entry.value(), rounding)) continue;
       text << entry.key() << " on rank " << rank;
       if (value->sizes() != entry.value().sizes()) {
         text << " has sizes " << value->sizes();
@@ -274,27 +276,23 @@ bool has_name(const std::string& text, const Net& model) {
   return text.find("extra") != std::string::npos;
 }
 
-void judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
-           const Net& model, const std::string& where) {
-  const std::string wrong = difference(expected, ranks);
+// What is wrong with what the ranks did, "" if nothing is.
+std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
+                  const Net& model) {
+  const std::string wrong = difference(expected, ranks, play.rounding);
   if (error.empty()) {
     if (play.expect == Expect::kRefused && (!wrong.empty() || ranks.size() > 1 || !play.equal_alone))
-      ADD_FAILURE() << where << ": not refused, and " << (wrong.empty() ? "equal" : wrong);
-    else if (play.expect == Expect::kThrows || (!expected.has_ended && play.expect != Expect::kRefused))
-      ADD_FAILURE() << where << ": one process throws '" << first_line(expected.error) << "', the ranks do not";
-    else if (!wrong.empty())
-      ADD_FAILURE() << where << ": " << wrong;
-    return;
+      return "not refused, and " + (wrong.empty() ? "equal" : wrong);
+    if (play.expect == Expect::kThrows || (!expected.has_ended && play.expect != Expect::kRefused))
+      return "one process throws '" + first_line(expected.error) + "', the ranks do not";
+    return wrong;
   }
-  if (error.find("timed out") != std::string::npos) {
-    ADD_FAILURE() << where << ": a rank waited for others in vain: " << first_line(error);
-  } else if (play.expect == Expect::kEqual) {
-    ADD_FAILURE() << where << ": throws " << first_line(error);
-  } else if (!wrong.empty()) {
-    ADD_FAILURE() << where << ": refused too late (" << first_line(error) << "): " << wrong;
-  } else if (play.expect != Expect::kThrows && expected.has_ended && !has_name(error, model)) {
-    ADD_FAILURE() << where << ": names no parameter or unit: " << first_line(error);
-  }
+  if (error.find("timed out") != std::string::npos) return "a rank waited for others in vain: " + first_line(error);
+  if (play.expect == Expect::kEqual) return "throws " + first_line(error);
+  if (!wrong.empty()) return "refused too late (" + first_line(error) + "): " + wrong;
+  if (play.expect != Expect::kThrows && expected.has_ended && !has_name(error, model))
+    return "names no parameter or unit: " + first_line(error);
+  return "";
 }
 
 const char* name_of(Optim kind) {
@@ -465,42 +463,50 @@ std::vector<int> worlds_of(const Setup& setup) {
   return worlds;
 }
 
-void play(const Setup& setup, const Play& given, const Loop& loop) {
+Outcome outcome_of(const Setup& setup, const Play& given, const Loop& loop, int world, Optim kind,
+                   std::chrono::milliseconds timeout) {
   Play play = given;
   // There is no wrapper to refuse what each rank does as the one process.
   if (setup.name == "oss_alone" && play.expect == Expect::kRefused) play.expect = Expect::kEither;
   InitOptions options;
-  options.timeout = std::chrono::seconds(20);
+  options.timeout = timeout;
   at::set_num_threads(1);
+  Record expected;
+  const auto alone = make_one_process(play.model(), kind);
+  try {
+    record_loop(*alone, play, loop, expected);
+  } catch (const std::exception&) {  // recorded
+  }
+  std::vector<Record> ranks(world);
+  Outcome outcome;
+  try {
+    on_ranks_of_choice(
+        world,
+        [&](std::shared_ptr<Communicator> comm) {
+          at::set_num_threads(1);
+          auto make = [&](const Model& model) {
+            if (!comm->device().is_cpu()) model->to(comm->device());
+            return setup.make(model, comm, kind, play);
+          };
+          std::unique_ptr<Trainer> run = make(play.model());
+          run->make_another = make;
+          record_loop(*run, play, loop, ranks[comm->rank()]);
+        },
+        options);
+  } catch (const std::exception& thrown) {
+    outcome.error = thrown.what();
+  }
+  outcome.expected_error = expected.error;
+  outcome.wrong = judge(play, expected, ranks, outcome.error, *play.model());
+  return outcome;
+}
+
+void play(const Setup& setup, const Play& play, const Loop& loop) {
   for (int world : worlds_of(setup)) {
     for (Optim kind : optimizers_at(world, play)) {
-      Record expected;
-      const auto alone = make_one_process(play.model(), kind);
-      try {
-        record_loop(*alone, play, loop, expected);
-      } catch (const std::exception&) {  // recorded
-      }
-      std::vector<Record> ranks(world);
-      std::string error;
-      try {
-        on_ranks_of_choice(
-            world,
-            [&](std::shared_ptr<Communicator> comm) {
-              at::set_num_threads(1);
-              auto make = [&](const Model& model) {
-                if (!comm->device().is_cpu()) model->to(comm->device());
-                return setup.make(model, comm, kind, play);
-              };
-              std::unique_ptr<Trainer> run = make(play.model());
-              run->make_another = make;
-              record_loop(*run, play, loop, ranks[comm->rank()]);
-            },
-            options);
-      } catch (const std::exception& thrown) {
-        error = thrown.what();
-      }
-      judge(play, expected, ranks, error, *play.model(),
-            setup.name + " world " + std::to_string(world) + " " + name_of(kind));
+      const Outcome outcome = outcome_of(setup, play, loop, world, kind);
+      if (!outcome.wrong.empty())
+        ADD_FAILURE() << setup.name << " world " << world << " " << name_of(kind) << ": " << outcome.wrong;
     }
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <ostream>
@@ -68,6 +69,7 @@ class Trainer {
   virtual void set_gradient_divide_factor(double factor) = 0;
   // Of this process's share of a sum over all.
   virtual int64_t divide_gradients_by_sum(int64_t own) = 0;
+  virtual ModelShards* shards() { return nullptr; }  // null without a wrapper
   // Null but under FullyShardedDataParallel.
   virtual FullyShardedModule* fsdp() { return nullptr; }
   // The same wrapper and optimizer around another model.
@@ -114,6 +116,7 @@ struct Play {
   bool same_data = false;
   // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
   bool unused = false;
+  double rounding = 1;  // how many times the rounding of other loops
   // A world of one may do what is refused in others, if it does it right.
   bool equal_alone = false;
   // Empty: all, at some world.
@@ -138,7 +141,16 @@ std::vector<Setup> replicated_setups();  // stages 0 to 2
 // setup, but by one in four of those that take turns; at 2, 3 or 4 ranks by turns, and at one by every fourth.
 std::vector<int> worlds_of(const Setup& setup);
 
-// Runs the loop by one process and by the setup's ranks, at these worlds, and compares.
+// What came of a loop that one process and the setup's ranks ran.
+struct Outcome {
+  std::string wrong;           // "": equal, or refused by name before anything was wrong, as the play expects
+  std::string error;           // that the ranks threw
+  std::string expected_error;  // that the one process threw
+};
+Outcome outcome_of(const Setup& setup, const Play& play, const Loop& loop, int world, Optim kind,
+                   std::chrono::milliseconds timeout = std::chrono::seconds(20));
+
+// The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 
 inline std::string setup_name(const testing::TestParamInfo<Setup>& info) { return info.param.name; }

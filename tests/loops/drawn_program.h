@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/loops/loops.h"
+
+// A training loop drawn at random: a model, an optimizer and a list of what users do between making and leaving them.
+// Each action can be done in any state (a backward without a forward before it does nothing), so that any part of a
+// program is a program, and one that fails can be cut down to what it fails by. The same seed draws the same program.
+namespace tessera::loops {
+
+struct Player;
+
+struct Action {
+  std::string text;  // as a user would write it
+  std::function<void(Player&)> run;
+  int model = 0;  // of two
+};
+
+struct DrawnProgram {
+  uint64_t seed;
+  Optim optim;
+  unsigned tree;   // of the model's two parts
+  bool same_data;  // the tree looks at rows together
+  std::vector<Action> actions;
+};
+
+DrawnProgram draw_program(uint64_t seed);
+std::string text_of(const DrawnProgram& program);
+Play play_of(const DrawnProgram& program);
+Loop loop_of(const DrawnProgram& program);
+
+}  // namespace tessera::loops
