@@ -120,10 +120,8 @@ class Pager {
   // Makes all of `pages` resident; all are needed by one operator. May throw, and the operator's
   // caller sees it, in forward() and in backward() alike.
   virtual void use(const std::vector<Page*>& pages) = 0;
-  // Called before a write that the page does not allow: throws std::logic_error that names the parameter. Or returns
-  // true where it has done on its own what the operator, which then is not called, would do (zero_()), and false where
-  // the operator may go on, since it leaves the page's memory as it is (set_(), by which torch::load() gives a
-  // parameter other memory).
+  // Before a write that the page does not allow: throws std::logic_error that names the parameter, or returns whether
+  // it has done the operator's work (zero_()). If not, the operator goes on and leaves the page alone (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
   // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. May use and write to it.

@@ -92,8 +92,8 @@ struct Player {
   Trainer& run;
   const std::string name;  // of its checkpoint
   const unsigned tree;
-  std::vector<at::Tensor> losses;         // of forwards whose backward is to come
-  std::unique_ptr<Scope> alone;           // no_sync
+  std::vector<at::Tensor> losses;  // of forwards whose backward is to come
+  std::unique_ptr<Scope> alone;    // no_sync
   std::vector<at::Tensor> average;
   bool is_saved = false;
   torch::OrderedDict<std::string, at::Tensor> saved_values;  // without a wrapper
@@ -217,22 +217,46 @@ class Drawer {
     return {"optimizer.step()", [](Player& player) { player.run.optimizer().step(); }};
   }
   static Action clip() {
-    return {"note(clip_grad_norm_(0.5))", [](Player& player) {
-              player.run.notes.push_back(player.run.clip_grad_norm_(0.5));
-            }};
+    return {"note(clip_grad_norm_(0.5))",
+            [](Player& player) { player.run.notes.push_back(player.run.clip_grad_norm_(0.5)); }};
   }
 
   // What is done beside an iteration, anywhere in it.
   Action draw_extra() {
     using Draw = Action (Drawer::*)();
-    static constexpr Draw kAll[] = {
-        &Drawer::evaluation, &Drawer::evaluation, &Drawer::evaluation_with_a_graph, &Drawer::write_values,
-        &Drawer::write_values, &Drawer::load_values, &Drawer::new_data, &Drawer::freeze, &Drawer::freeze,
-        &Drawer::other_rate, &Drawer::average, &Drawer::swap_average, &Drawer::failing_forward,
-        &Drawer::failing_backward, &Drawer::no_sync_edge, &Drawer::any_zero_grad, &Drawer::any_step, &Drawer::save,
-        &Drawer::load, &Drawer::summon, &Drawer::scale_gradients, &Drawer::optimizer_through_torch, &Drawer::closure,
-        &Drawer::gradients_of_inputs, &Drawer::forget, &Drawer::skip, &Drawer::look_at_state, &Drawer::clear_layer,
-        &Drawer::zeros_by_hand, &Drawer::vector_to_values, &Drawer::forget_state, &Drawer::thread, &Drawer::decay};
+    static constexpr Draw kAll[] = {&Drawer::evaluation,
+                                    &Drawer::evaluation,
+                                    &Drawer::evaluation_with_a_graph,
+                                    &Drawer::write_values,
+                                    &Drawer::write_values,
+                                    &Drawer::load_values,
+                                    &Drawer::new_data,
+                                    &Drawer::freeze,
+                                    &Drawer::freeze,
+                                    &Drawer::other_rate,
+                                    &Drawer::average,
+                                    &Drawer::swap_average,
+                                    &Drawer::failing_forward,
+                                    &Drawer::failing_backward,
+                                    &Drawer::no_sync_edge,
+                                    &Drawer::any_zero_grad,
+                                    &Drawer::any_step,
+                                    &Drawer::save,
+                                    &Drawer::load,
+                                    &Drawer::summon,
+                                    &Drawer::scale_gradients,
+                                    &Drawer::optimizer_through_torch,
+                                    &Drawer::closure,
+                                    &Drawer::gradients_of_inputs,
+                                    &Drawer::forget,
+                                    &Drawer::skip,
+                                    &Drawer::look_at_state,
+                                    &Drawer::clear_layer,
+                                    &Drawer::zeros_by_hand,
+                                    &Drawer::vector_to_values,
+                                    &Drawer::forget_state,
+                                    &Drawer::thread,
+                                    &Drawer::decay};
     return (this->*kAll[pick(std::size(kAll))])();
   }
 
@@ -427,8 +451,10 @@ class Drawer {
             [=](Player& player) {
               for (auto& parameter : player.run.parameters()) {
                 if (!parameter.grad().defined()) continue;
-                if (replaces) parameter.mutable_grad() = parameter.grad() * 0.5;
-                else parameter.mutable_grad().mul_(0.5);
+                if (replaces)
+                  parameter.mutable_grad() = parameter.grad() * 0.5;
+                else
+                  parameter.mutable_grad().mul_(0.5);
               }
             }};
   }

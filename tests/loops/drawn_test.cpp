@@ -61,7 +61,8 @@ TEST_P(Drawn, Loops) {
     } else if (outcome.error.empty()) {
       ++equal;
     } else {
-      auto& [times, last] = refusals[first_line(outcome.error) + (outcome.expected_error.empty() ? "" : " (one process throws, too)")];
+      auto& [times, last] =
+          refusals[first_line(outcome.error) + (outcome.expected_error.empty() ? "" : " (one process throws, too)")];
       ++times;
       last = seed;
     }
