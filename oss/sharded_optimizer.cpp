@@ -338,6 +338,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 }
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  require_ready_gradients(all_parameters());
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> others;  // what other ranks own and this one has, too
   std::unordered_set<const c10::TensorImpl*> seen;

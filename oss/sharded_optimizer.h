@@ -59,7 +59,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
 
   // torch::nn::utils::clip_grad_norm_ over all parameters: gradients that DistributedDataParallel
   // or ShardedDataParallel have averaged. Each parameter counts once, at its owner. Returns the norm
-  // before. Collective: one all-reduce of one number. Throws as clip_shards_by_norm().
+  // before. Collective: one all-reduce of one number. Throws as clip_shards_by_norm(), and as step() for gradients.
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     return clip_grad_norm_on_device_(max_norm, norm_type, error_if_nonfinite);
   }

@@ -107,6 +107,19 @@ TEST_P(Programs, ClippedGradientsAfterNoSync) {
   });
 }
 
+// The norm would be that of a rank's own sums.
+TEST_P(Programs, ClippedGradientsAfterNoSyncAlone) {
+  play(GetParam(), {.expect = Expect::kRefused, .equal_alone = true}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    {
+      auto scope = run.no_sync();
+      run.loss(1).backward();
+    }
+    run.note(torch::tensor(run.clip_grad_norm_(0.1), at::kDouble));
+  });
+}
+
 // Where each rank has parts, or only owners have gradients, torch's own function sees this rank's norm.
 void play_clipped_by_torch(const Setup& setup, const std::function<std::vector<at::Tensor>(Trainer&)>& parameters) {
   play(setup, {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual, .equal_alone = true}, [&](Trainer& run) {
