@@ -26,7 +26,9 @@
 #include <thread>
 #include <utility>
 
+#include "tessera/async/in_time.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/stall_watch.h"
 
@@ -101,6 +103,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   }
 
   void abort_this(const std::string& reason) noexcept override {
+    if (!process_.is_this()) return;
     watch_.publish_failure(reason);
     end("this rank left the group: " + reason, true);
   }
@@ -122,11 +125,19 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    c10::DeviceGuard guard(device());
-    auto group = backends_->split(*group_, store, members, timeout());
+    // Its ranks wait for each other there, and for those that have died as well.
+    auto group = in_time(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
+                                                    timeout = timeout(), device = device()] {
+      c10::DeviceGuard guard(device);
+      return backends->split(*group, store, members, timeout);
+    });
+    if (!group)
+      throw CommError(c10::str("rank ", rank(), " of ", size(),
+                               " could not split the NCCL group: not all of its ranks ", "have come within ",
+                               timeout().count() / 1000, " s"));
     if (position < 0) return nullptr;
-    return std::make_shared<NcclCommunicator>(backends_, std::move(group), std::move(store), position,
-                                              static_cast<int>(members.size()), device(), options_);
+    return make_group<NcclCommunicator>(backends_, std::move(*group), std::move(store), position,
+                                        static_cast<int>(members.size()), device(), options_);
   }
   Pending start(Collective collective) override;
   void require_ended(std::string_view what, bool all) override;
@@ -149,6 +160,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   void end_by(const std::string& error);
   void end(std::string reason, bool is_complete) noexcept;
 
+  const GroupProcess process_;
   const NcclOptions options_;
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -296,6 +308,7 @@ Work NcclCommunicator::launch_scatter(Collective& collective) {
 // ---- failures -----------------------------------------------------------------------------------
 
 void NcclCommunicator::require_whole(std::string_view what) {
+  process_.require_this(what);
   std::lock_guard lock(mutex_);
   if (!broken_) return;
   is_told_ = true;
@@ -414,16 +427,21 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
   if (!device.is_cuda() || !device.has_index())
     throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend was given device ", device,
                                          ", expected a CUDA device with an index"));
-  c10::DeviceGuard guard(device);
   c10::intrusive_ptr<c10d::Backend> group;
   try {
-    group = backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
+    auto made = in_time(options.timeout + kAnswerGrace, [=] {
+      c10::DeviceGuard guard(device);
+      return backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
+    });
+    if (!made)
+      throw std::runtime_error(
+          c10::str("not all of its ranks have come within ", options.timeout.count() / 1000, " s"));
+    group = std::move(*made);
   } catch (const std::exception& error) {
     throw CommError(
         c10::str("rank ", rank, " of ", size, " on ", device, " could not join the NCCL group: ", error.what()));
   }
-  auto comm =
-      std::make_shared<NcclCommunicator>(std::move(backends), group, std::move(store), rank, size, device, options);
+  auto comm = make_group<NcclCommunicator>(std::move(backends), group, std::move(store), rank, size, device, options);
   if (options.registered_memory && size > 1 && !group->supportsTensorAlloc(device.index()))
     throw std::invalid_argument(c10::str("rank ", rank, ": InitOptions::registered_memory on ", device,
                                          ": its driver, or this NCCL, has no memory that is registered with a group "
