@@ -79,7 +79,7 @@ void settle_all(Communicator& comm, const Outcome& own, const std::string& what)
     const at::Tensor well =
         at::full({1}, own.error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
     comm.all_reduce(well, ReduceOp::kMin, what).wait();
-    if (well.cpu().item<int64_t>() == 1) return;
+    if (comm.to_host(well, what).item<int64_t>() == 1) return;
   }
   settle(comm, own, what);
 }
@@ -125,7 +125,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, SignOfLife
                                                 : 1,
                                      at::TensorOptions().dtype(at::kLong).device(comm.device()));
     comm.all_reduce(sign, ReduceOp::kMin, what).wait();
-    const auto least = sign.cpu().item<int64_t>();
+    const auto least = comm.to_host(sign, what).item<int64_t>();
     all_ended = least == 2;
     if (least > 0) continue;
     const auto seconds = std::to_string(std::chrono::duration<double>(patience).count());

@@ -21,7 +21,7 @@ std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const st
   at::Tensor own = at::full({1}, number, at::TensorOptions().dtype(at::kLong).device(comm.device()));
   at::Tensor all = at::empty({comm.size()}, own.options());
   comm.all_gather(all, own, {}, what).wait();
-  all = all.cpu();
+  all = comm.to_host(all, what);
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + comm.size()};
 }
 
@@ -35,7 +35,7 @@ std::vector<std::string> gather_texts(Communicator& comm, const std::string& tex
   own = own.to(comm.device());
   at::Tensor all = at::empty({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, own.options());
   comm.all_gather(all, own, counts, what).wait();
-  all = all.cpu();
+  all = comm.to_host(all, what);
   std::vector<std::string> texts;
   const uint8_t* begin = all.const_data_ptr<uint8_t>();
   for (int64_t count : counts) texts.emplace_back(std::exchange(begin, begin + count), begin);

@@ -212,7 +212,22 @@ void Communicator::barrier(std::string_view what) {
   c10::InferenceMode quiet;
   at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
   all_reduce(arrived, ReduceOp::kMax, what.empty() ? "barrier" : what).wait();
-  if (device_.is_cuda()) arrived.cpu();  // the host, too, must not pass before the others arrive
+  if (device_.is_cuda())
+    to_host(arrived, what.empty() ? "barrier" : what);  // the host, too, must not pass before the others arrive
+}
+
+void Communicator::settle(std::string_view what) {
+  if (size_ > 1) require_ended(what, /*all=*/true);
+  std::unique_lock lock(parts_mutex_);
+  const auto parts = parts_;
+  lock.unlock();
+  for (const auto& part : parts) part->settle(what);
+}
+
+at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what) {
+  at::Tensor copy = result.cpu();
+  if (size_ > 1) require_ended(what, /*all=*/false);
+  return copy;
 }
 
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
@@ -221,7 +236,7 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong)).to(device_);
   at::Tensor all = at::empty({size_, 2}, own.options());
   all_gather(all, own, {}, "the colors of a split").wait();
-  all = all.cpu();
+  all = to_host(all, "the colors of a split");
   const auto pairs = all.accessor<int64_t, 2>();
   std::vector<int> members;
   for (int rank = 0; rank < size_; ++rank)

@@ -24,15 +24,13 @@ namespace tessera {
 // Every operation is collective: all ranks call it in the same order with the same counts. It starts the exchange and
 // returns; Pending::wait() ends it, at most timeout() later. Tensors are contiguous, on device(); their contents must
 // not change, and results not be read, before wait(). What only moves data takes any dtype; reductions take integers of
-// 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of these. (For a bool, reduce a uint8; for
-// a complex tensor, its view_as_real.) `what` says what the operation is for ("unit 'blocks.3'"), the same on all
-// ranks, and appears in errors. Counts, where taken, are numbers of elements per rank in rank order; empty means even,
-// full = size() * shard. Counts of 0 are fine, and so are tensors of 0 elements.
+// 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of these. `what` says what the operation
+// is for ("unit 'blocks.3'"), the same on all ranks, and appears in errors. Counts, where taken, are numbers of
+// elements per rank in rank order, 0 too; empty means even, full = size() * shard.
 //
-// On gloo every operation is a set of direct exchanges between pairs of ranks, and reductions add the ranks'
-// contributions in rank order, so that results are the same on every run and in every operation (a reduce-scatter and
-// an all-reduce of the same numbers agree bit for bit). 16-bit types are added in fp32 and rounded once. An average is
-// the sum divided by size(). On NCCL the operations are NCCL's own.
+// On gloo reductions add the ranks' contributions in rank order, so that results are the same on every run and in every
+// operation. 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the
+// operations are NCCL's own.
 //
 // One thread at a time calls a communicator. All operations throw std::invalid_argument for arguments that cannot be
 // meant, and CommError for a group that is broken.
@@ -73,37 +71,37 @@ class Communicator {
   Pending all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
                      std::vector<int64_t> send_counts, std::string_view what = {});
 
-  // Returns when all ranks have called it.
-  void barrier(std::string_view what = {});
+  void barrier(std::string_view what = {});  // returns when all ranks have called it
 
-  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank here
-  // (MPI_Comm_split): what hybrid sharding is made of. It has this group's backend, device and timeout, lives as long
-  // as this one (so that a rank that fails can still say why to those who wait for it there), and what it moves counts
-  // in this group's traffic() too. Its errors number ranks as the new group does, and list who they are here. Null
-  // where color is negative. Collective over this group; throws as the operations do.
+  // On NCCL, where wait() does not stop the host, a peer's death leaves anything in results. Before they are given
+  // away: waits for all that this rank has begun, in groups split from this one too, and throws CommError, which begins
+  // with `what`, if any of it was cut. Not collective.
+  void settle(std::string_view what);
+  // The same of one result that was waited for: in host memory.
+  at::Tensor to_host(const at::Tensor& result, std::string_view what);
+
+  // A new group of those ranks that give the same `color`, numbered by `key`, then by their rank here (MPI_Comm_split).
+  // It has this group's backend, device and timeout, lives as long as this one (so that a rank that fails can still say
+  // why to those who wait for it there), and what it moves counts in this group's traffic() too. Its errors number
+  // ranks as the new group does, and list who they are here. Null where color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // The same where every rank knows the color of all (0 or more): nothing travels, and members are numbered in rank
-  // order.
+  // The same where every rank knows the color of all (0 or more): nothing travels; members are in rank order.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // "" for the group of all ranks, else who its members are: "ranks 0, 2 of 4".
   const std::string& label() const noexcept { return label_; }
 
-  // Ends the group because this rank cannot go on: every operation of every rank then fails soon, with `reason` in its
-  // error. So do the groups split from it. Not collective; safe from any thread, and more than once.
+  // Ends the group, and those split from it, since this rank cannot go on: every operation of every rank then fails
+  // soon, with `reason` in its error. Not collective; safe from any thread, and more than once.
   void abort(const std::string& reason) noexcept;
+  Traffic traffic() const noexcept;  // what this rank has moved so far; any thread
 
-  // What this rank has moved so far. Any thread.
-  Traffic traffic() const noexcept;
-
-  // For how many seconds this rank's thread has waited since the last call, by operation: "all-reduce of losses (1
-  // elements)", also of groups split from this one. The first call begins to keep that, and returns nothing. For one
-  // caller: WaitReporter (comm/wait_report.h). Any thread.
+  // For how many seconds this rank's thread has waited since the last call, by operation, also of groups split from
+  // this one. The first call begins to keep that. For one caller: WaitReporter (comm/wait_report.h). Any thread.
   std::map<std::string, double> take_waits();
 
-  // Uninitialised memory [numel] on device() for tensors of operations, which the backend may know beforehand:
-  // InitOptions::registered_memory. Goes to the current stream as any tensor's. Not collective.
+  // Uninitialised memory [numel] on device(), which the backend may know: InitOptions::registered_memory.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
   // How many operations of any group this thread has begun.
@@ -116,12 +114,14 @@ class Communicator {
   // What backends implement; they get the operation checked. A world of one never gets here.
   virtual Pending start(Collective collective) = 0;
 
-  // abort(), and split() once it is known who is in the group: these ranks of this one, `position` being this rank's
-  // among them. `name` is the same on them and no other group's. Called on ranks that are in no group too, with none
-  // and -1, which return null.
+  // abort(), and split() into these ranks of this one, `position` being this rank's among them. `name` is the same on
+  // them and no other group's. Called on ranks that are in no group too, with none and -1, which return null.
   virtual void abort_this(const std::string& reason) noexcept = 0;
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
+
+  // Throws CommError if an operation that has ended was cut. With `all`, waits for those that have begun.
+  virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
   virtual void require_other_ranks(std::string_view /*what*/) const {}

@@ -1,9 +1,12 @@
 #include "tessera/comm/descriptors.h"
 
 #include <c10/util/StringUtil.h>
+#include <fcntl.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <iterator>
 #include <system_error>
@@ -38,6 +41,11 @@ void require_descriptors(int64_t needed, const std::string& for_what) {
                            " descriptors of sockets and files are needed, but this process may open ",
                            std::max<int64_t>(bounded(limit.rlim_max) - open_descriptors() - kReserve, 0),
                            " more (hard limit RLIMIT_NOFILE ", bounded(limit.rlim_max), "): raise it (ulimit -Hn)"));
+}
+
+void open_standard_descriptors() {
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(fd, F_GETFD) < 0 && errno == EBADF) ::open("/dev/null", O_RDWR);  // the lowest that is free
 }
 
 }  // namespace tessera

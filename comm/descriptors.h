@@ -10,4 +10,8 @@ namespace tessera {
 // are: gloo would end the process in the middle of connecting. `for_what`: "the connections of 256 ranks".
 void require_descriptors(int64_t needed, const std::string& for_what);
 
+// Opens /dev/null as those of stdin, stdout and stderr that are closed: a socket would get that number, and with it
+// what anybody prints.
+void open_standard_descriptors();
+
 }  // namespace tessera

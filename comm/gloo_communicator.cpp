@@ -20,10 +20,12 @@
 #include <thread>
 #include <unordered_set>
 
+#include "tessera/async/in_time.h"
 #include "tessera/comm/backends.h"
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/descriptors.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/rank_order_sum.h"
@@ -47,6 +49,8 @@ constexpr int kMostDirectRanks = 8;
 // What PeerMemory's outcomes, in their order, say of an operation that failed; "" where the watch knows more.
 constexpr const char* kCauses[] = {
     "", "", "timed out", "it has left the group", "its process is gone", "it has another number of bytes for it"};
+
+constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
 
 std::string closed_text(int peer, const std::string& cause) {
   return c10::str(peer < 0 ? "a connection" : c10::str("the connection to rank ", peer),
@@ -140,6 +144,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
 
   void abort_this(const std::string& reason) noexcept override {
+    if (!process_.is_this()) return;
     watch_.publish_failure(reason);
     {
       std::lock_guard lock(mutex_);
@@ -193,6 +198,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   void end_waits();
   [[noreturn]] void fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause);
 
+  const GroupProcess process_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
   const std::unique_ptr<PeerMemory> memory_;          // null: no other rank on this host, or none that can be reached
@@ -239,6 +245,7 @@ GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string
       description_(std::move(description)),
       fingerprint_(static_cast<uint32_t>(Fingerprint().add(description_).value())),
       sequence_(comm_->sequence_++) {
+  comm_->process_.require_this(description_);
   comm_->watch_.started(sequence_, description_);
   std::lock_guard lock(comm_->mutex_);
   if (comm_->broken_) throw CommError(c10::str(description_, " on rank ", comm_->rank(), ": ", *comm_->broken_));
@@ -400,9 +407,12 @@ c10::intrusive_ptr<c10d::ProcessGroupGloo> GlooCommunicator::connections() {
     std::lock_guard lock(mutex_);
     if (auto group = known()) return group;
   }
-  auto made = connect_by_tcp(store_, rank(), size(), options_, /*connections=*/1);
+  auto made = in_time(timeout() + kAnswerGrace, [store = store_, rank = rank(), size = size(), options = options_] {
+    return connect_by_tcp(store, rank, size, options, /*connections=*/1);
+  });
+  if (!made) throw std::runtime_error(kNoAnswer);
   std::lock_guard lock(mutex_);
-  if (!known()) group_ = std::move(made);
+  if (!known()) group_ = std::move(*made);
   return group_;
 }
 
@@ -726,23 +736,40 @@ int64_t tcp_descriptors(int size) {
   return kConnections * (size - 1 + kOfDevice);
 }
 
+namespace {
+
+struct Transports {
+  std::unique_ptr<PeerMemory> memory;
+  c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
+};
+
+// With the other ranks.
+Transports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GlooOptions& options) {
+  Transports made;
+  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
+  // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
+  if (!made.memory || !made.memory->reaches_all()) {
+    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+    made.group = connect_by_tcp(store, rank, size, options, kConnections);
+  }
+  // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
+  // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
+  if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
+  store->wait({"tessera/all_connected"}, options.timeout);
+  return made;
+}
+
+}  // namespace
+
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options) {
-  c10::intrusive_ptr<c10d::ProcessGroupGloo> group;
-  std::unique_ptr<PeerMemory> memory;
+  Transports transports;
   if (size > 1) {
     ignore_broken_pipes();
     try {
-      memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
-      // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
-      if (!memory || !memory->reaches_all()) {
-        require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
-        group = connect_by_tcp(store, rank, size, options, kConnections);
-      }
-      // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
-      // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
-      if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
-      store->wait({"tessera/all_connected"}, options.timeout);
+      auto made = in_time(options.timeout + kAnswerGrace, [=] { return connect(store, rank, size, options); });
+      if (!made) throw std::runtime_error(kNoAnswer);
+      transports = std::move(*made);
     } catch (const CommError&) {
       throw;
     } catch (const std::exception& error) {
@@ -751,8 +778,8 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
                                static_cast<double>(options.timeout.count()) * 1e-3, " s: ", error.what()));
     }
   }
-  return std::make_shared<GlooCommunicator>(std::move(group), std::move(memory), std::move(store), rank, size,
-                                            std::move(options));
+  return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory), std::move(store), rank,
+                                      size, std::move(options));
 }
 
 }  // namespace tessera

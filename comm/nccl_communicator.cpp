@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -25,7 +26,9 @@
 #include <thread>
 #include <utility>
 
+#include "tessera/async/in_time.h"
 #include "tessera/comm/backends.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/stall_watch.h"
 
@@ -35,6 +38,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
+constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between looks of a thread that waits for all
 // By ReduceOp.
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
@@ -79,6 +83,10 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     looks_ = {};  // ends the thread
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return !ends_ || broken_; });
+    if (broken_ && !is_told_ && std::uncaught_exceptions() == 0)
+      std::fprintf(stderr,
+                   "tessera: rank %d of %d: %s; no call has told so: what was read of the device since may be wrong\n",
+                   rank(), size(), broken_->c_str());
     if (broken_) return;
     try {
       group_->shutdown();
@@ -95,6 +103,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   }
 
   void abort_this(const std::string& reason) noexcept override {
+    if (!process_.is_this()) return;
     watch_.publish_failure(reason);
     end("this rank left the group: " + reason, true);
   }
@@ -116,13 +125,22 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    c10::DeviceGuard guard(device());
-    auto group = backends_->split(*group_, store, members, timeout());
+    // Its ranks wait for each other there, and for those that have died as well.
+    auto group = in_time(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
+                                                    timeout = timeout(), device = device()] {
+      c10::DeviceGuard guard(device);
+      return backends->split(*group, store, members, timeout);
+    });
+    if (!group)
+      throw CommError(c10::str("rank ", rank(), " of ", size(),
+                               " could not split the NCCL group: not all of its ranks ", "have come within ",
+                               timeout().count() / 1000, " s"));
     if (position < 0) return nullptr;
-    return std::make_shared<NcclCommunicator>(backends_, std::move(group), std::move(store), position,
-                                              static_cast<int>(members.size()), device(), options_);
+    return make_group<NcclCommunicator>(backends_, std::move(*group), std::move(store), position,
+                                        static_cast<int>(members.size()), device(), options_);
   }
   Pending start(Collective collective) override;
+  void require_ended(std::string_view what, bool all) override;
 
  private:
   struct UnderWay {
@@ -135,11 +153,14 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   void make_sendable(Collective& collective) const;
   Work launch(Collective& collective);
   Work launch_scatter(Collective& collective);
-  void require_whole(const std::string& description);
+  void require_whole(std::string_view what);
+  std::string take_ended(std::deque<UnderWay>& over);
   void look_after_operations(const std::stop_token& stop);
   void wait_for_operations();
+  void end_by(const std::string& error);
   void end(std::string reason, bool is_complete) noexcept;
 
+  const GroupProcess process_;
   const NcclOptions options_;
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -148,7 +169,9 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::condition_variable_any changed_;
   bool ends_ = false;  // and broken_ soon
   std::optional<std::string> broken_;
+  bool is_told_ = false;            // by an exception, or this rank knows by itself
   std::deque<UnderWay> under_way_;  // the oldest first
+  uint64_t ended_ = 0;              // how many were taken from there
   uint64_t sequence_ = 0;
   StallWatch watch_;
   std::jthread looks_;  // last: it uses the rest
@@ -284,36 +307,71 @@ Work NcclCommunicator::launch_scatter(Collective& collective) {
 
 // ---- failures -----------------------------------------------------------------------------------
 
-void NcclCommunicator::require_whole(const std::string& description) {
+void NcclCommunicator::require_whole(std::string_view what) {
+  process_.require_this(what);
   std::lock_guard lock(mutex_);
-  if (broken_) throw CommError(c10::str(description, " on rank ", rank(), ": ", *broken_));
+  if (!broken_) return;
+  is_told_ = true;
+  throw CommError(c10::str(what, " on rank ", rank(), ": ", *broken_));
+}
+
+// With the lock. Moves what is through to `over`, to be let go without the lock, until one has an error: which it is.
+std::string NcclCommunicator::take_ended(std::deque<UnderWay>& over) {
+  while (!under_way_.empty() && under_way_.front().work->isCompleted()) {
+    std::string error = error_of(*under_way_.front().work);  // c10d's, too, are completed
+    if (!error.empty()) return error;
+    over.push_back(std::move(under_way_.front()));
+    under_way_.pop_front();
+    ++ended_;
+  }
+  return "";
+}
+
+// An operation that the group's end has cut has ended as well: that it is broken is known before.
+void NcclCommunicator::require_ended(std::string_view what, bool all) {
+  const auto began = steady_clock::now();
+  std::string waits_for;
+  for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, kLongestPause)) {
+    std::deque<UnderWay> over;
+    std::unique_lock lock(mutex_);
+    const std::string error = take_ended(over);
+    const bool is_over = !ends_ && error.empty() && (under_way_.empty() || !all);
+    if (waits_for.empty() && !under_way_.empty()) waits_for = under_way_.front().description;
+    lock.unlock();
+    require_whole(what);
+    if (is_over) break;
+    if (!error.empty()) {
+      end_by(error);
+    } else {
+      std::this_thread::sleep_for(pause);
+    }
+  }
+  if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
+}
+
+// A peer that failed is NCCL's reason, too, but not named there.
+void NcclCommunicator::end_by(const std::string& error) {
+  const std::string known = watch_.explanation();
+  end(known.empty() ? error : known, false);
 }
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   std::unique_lock lock(mutex_);
-  uint64_t ended = 0, waits_for = static_cast<uint64_t>(-1);
+  uint64_t waits_for = static_cast<uint64_t>(-1);
   int silent_looks = 0;  // several in a row: a machine that was held up asks first, and has its answer soon
   while (!changed_.wait_for(lock, stop, kLookAfterEvery, [&] { return stop.stop_requested(); })) {
-    std::deque<UnderWay> over;  // let go without the lock
-    std::string error;
-    while (!under_way_.empty() && under_way_.front().work->isCompleted()) {
-      error = error_of(*under_way_.front().work);  // c10d's, too, are completed
-      if (!error.empty()) break;
-      over.push_back(std::move(under_way_.front()));
-      under_way_.pop_front();
-      ++ended;
-    }
+    std::deque<UnderWay> over;
+    const std::string error = take_ended(over);
     const bool waits = !under_way_.empty() && !ends_;
     const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
-    const bool is_new = waits && waits_for != ended;
+    const bool is_new = waits && waits_for != ended_;
     const auto unanswered = watch_.unanswered();
     silent_looks = waits && unanswered > StallWatch::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
-    if (waits) waits_for = ended;
+    if (waits) waits_for = ended_;
     lock.unlock();
     over.clear();
     if (!error.empty() && waits) {
-      const std::string known = watch_.explanation();  // a peer that failed is NCCL's reason, too, not named there
-      end(known.empty() ? error : known, false);
+      end_by(error);
     } else if (silent_looks > 4) {
       end(c10::str("the store, in rank 0's process, has not answered for ", unanswered.count() / 1000,
                    " s: that process has stopped, or its host is gone"),
@@ -351,6 +409,7 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (!is_complete && rank() == 0) std::this_thread::sleep_for(StallWatch::kLookEvery * 2);
   {
     std::lock_guard lock(mutex_);
+    is_told_ = is_complete;
     broken_ = is_complete ? reason : "the group is broken since: " + reason;
     changed_.notify_all();
   }
@@ -368,16 +427,21 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
   if (!device.is_cuda() || !device.has_index())
     throw std::invalid_argument(c10::str("rank ", rank, ": the NCCL backend was given device ", device,
                                          ", expected a CUDA device with an index"));
-  c10::DeviceGuard guard(device);
   c10::intrusive_ptr<c10d::Backend> group;
   try {
-    group = backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
+    auto made = in_time(options.timeout + kAnswerGrace, [=] {
+      c10::DeviceGuard guard(device);
+      return backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
+    });
+    if (!made)
+      throw std::runtime_error(
+          c10::str("not all of its ranks have come within ", options.timeout.count() / 1000, " s"));
+    group = std::move(*made);
   } catch (const std::exception& error) {
     throw CommError(
         c10::str("rank ", rank, " of ", size, " on ", device, " could not join the NCCL group: ", error.what()));
   }
-  auto comm =
-      std::make_shared<NcclCommunicator>(std::move(backends), group, std::move(store), rank, size, device, options);
+  auto comm = make_group<NcclCommunicator>(std::move(backends), group, std::move(store), rank, size, device, options);
   if (options.registered_memory && size > 1 && !group->supportsTensorAlloc(device.index()))
     throw std::invalid_argument(c10::str("rank ", rank, ": InitOptions::registered_memory on ", device,
                                          ": its driver, or this NCCL, has no memory that is registered with a group "

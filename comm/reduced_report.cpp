@@ -28,7 +28,8 @@ int64_t folded(uint64_t fingerprint) {
 }  // namespace
 
 ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers,
-                             const std::string& what) {
+                             const std::string& what)
+    : comm_(&comm), what_(what) {
   c10::InferenceMode quiet;
   const bool on_cpu = comm.device().is_cpu();
   const auto count = kAgreement + static_cast<int64_t>(numbers.size());
@@ -56,6 +57,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
+  comm_->to_host(host_, what_);  // where it is by now
 }
 
 const int64_t* ReducedReport::largest() {

@@ -19,9 +19,9 @@ namespace tessera {
 // behind what is computed there, and can be looked at when it has come. Used by one thread at a time.
 class ReducedReport {
  public:
-  // Collective, with as many numbers on all ranks. The communicator outlives finish().
+  // Collective, with as many numbers on all ranks. The communicator outlives the last call.
   ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
-  // Waits for the exchange as Pending::wait() does. Once, before the others.
+  // Waits for the exchange as Pending::wait() does. Once, before the others, which throw CommError if it was cut.
   void finish();
   // Whether the next ones return at once.
   bool has_arrived() const;
@@ -35,6 +35,8 @@ class ReducedReport {
  private:
   void wait();
 
+  Communicator* comm_;
+  std::string what_;
   at::Tensor host_;    // [2 + numbers]
   at::Tensor device_;  // the same, which travels; of a CPU group one and the same
   Pending exchange_;

@@ -5,6 +5,7 @@
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -87,6 +88,11 @@ class ChannelLock {
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share them");
 
 std::shared_ptr<SharedBoard> SharedBoard::create(int ranks) {
+  // The kernel would end the process (SIGXFSZ).
+  if (rlimit files{}; ::getrlimit(RLIMIT_FSIZE, &files) == 0 && files.rlim_cur < bytes_for(sizeof(Header), ranks)) {
+    errno = EFBIG;
+    fail("the limit of the size of files (ulimit -f)");
+  }
   const int fd = ::memfd_create("tessera", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("memfd_create");
   if (::ftruncate(fd, static_cast<off_t>(bytes_for(sizeof(Header), ranks))) != 0 ||

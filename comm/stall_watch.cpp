@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <condition_variable>
 #include <deque>
-#include <future>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -13,6 +12,8 @@
 #include <sstream>
 #include <utility>
 #include <vector>
+
+#include "tessera/async/in_time.h"
 
 namespace tessera {
 namespace {
@@ -54,17 +55,6 @@ void find_absent(c10d::Store& store, std::span<const int> ranks, std::vector<int
   if (ranks.size() == 1) return absent.push_back(ranks[0]);
   find_absent(store, ranks.first(ranks.size() / 2), absent);
   find_absent(store, ranks.subspan(ranks.size() / 2), absent);
-}
-
-// What `ask` returns, by a thread that is left to itself if that takes too long: then nothing. Throws what `ask` does.
-template <class Ask>
-auto in_time(Ask ask) -> std::optional<decltype(ask())> {
-  std::packaged_task<decltype(ask())()> task(std::move(ask));
-  auto answer = task.get_future();
-  std::thread thread(std::move(task));
-  const bool is_answered = answer.wait_for(StallWatch::kPatience) == std::future_status::ready;
-  is_answered ? thread.join() : thread.detach();
-  return is_answered ? std::optional(answer.get()) : std::nullopt;
 }
 
 }  // namespace
@@ -159,7 +149,7 @@ void StallWatch::publish_failure(const std::string& reason) noexcept {
       std::lock_guard lock(state_->mutex);
       if (std::exchange(state_->failure_published, true) || !state_->store_failure.empty()) return;
     }
-    in_time([store = state_->store, text = c10::str("rank ", state_->rank, " failed: ", reason)] {
+    in_time(kPatience, [store = state_->store, text = c10::str("rank ", state_->rank, " failed: ", reason)] {
       store->set(failure_key(store->add("tessera/failures", 1)), text);
       return true;
     });
@@ -174,7 +164,7 @@ auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   if (!store_failure().empty()) return std::nullopt;
   std::string failure = "the store, in rank 0's process, does not answer";
   try {
-    if (auto answer = in_time(std::move(ask))) return answer;
+    if (auto answer = in_time(kPatience, std::move(ask))) return answer;
   } catch (const std::exception& error) {
     failure = lost_store_text(error);
   }

@@ -30,7 +30,9 @@ int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
   sums[0].fill_(own);
   sums[1].fill_(own < 0 ? 1 : 0);
   sums = sums.to(comm()->device());
-  comm()->all_reduce(sums, ReduceOp::kSum, "what gradients are divided by").wait();
+  constexpr auto kWhat = "what gradients are divided by";
+  comm()->all_reduce(sums, ReduceOp::kSum, kWhat).wait();
+  sums = comm()->to_host(sums, kWhat);
   const int64_t total = sums[0].item<int64_t>();
   if (sums[1].item<int64_t>() > 0 || total == 0)
     throw std::invalid_argument("divide_gradients_by_sum on rank " + std::to_string(comm()->rank()) + ": got " +

@@ -44,7 +44,7 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
 at::Tensor of_all_ranks(const at::Tensor& own, Communicator& comm) {
   at::Tensor all = at::empty({comm.size(), own.numel()}, own.options());
   comm.all_gather(all, own, {}, "the check for finite gradients").wait();
-  return all.cpu();
+  return comm.to_host(all, "the check for finite gradients");
 }
 
 }  // namespace

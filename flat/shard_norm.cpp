@@ -62,7 +62,7 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
   comm.all_reduce(norm, op, "the gradient norm").wait();
   if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
   if (error_if_nonfinite)
-    if (const double value = norm.item<double>(); !std::isfinite(value))
+    if (const double value = comm.to_host(norm, "the gradient norm").item<double>(); !std::isfinite(value))
       throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
                                ": the norm of the gradients is " + std::to_string(value));
   // fmin() is 1 for NaN: gradients are left as they are.
@@ -86,8 +86,10 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
     norms.push_back(
         part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);
   at::Tensor squares = at::stack(norms).square_();
-  if (comm != nullptr) comm->all_reduce(squares, ReduceOp::kSum, "the norms of parameters").wait();
-  squares = squares.sqrt_().cpu();
+  constexpr auto kWhat = "the norms of parameters";
+  if (comm != nullptr) comm->all_reduce(squares, ReduceOp::kSum, kWhat).wait();
+  squares.sqrt_();
+  squares = comm != nullptr ? comm->to_host(squares, kWhat) : squares.cpu();
   return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
 }
 

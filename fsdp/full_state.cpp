@@ -10,7 +10,9 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   const bool keep = !options.rank0_only || model.mesh().world->rank() == 0;
   std::unordered_set<std::string> sharded;
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
-    if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+    if (!keep) return;
+    model.mesh().world->settle("full_state_dict");
+    visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
   };
   for (auto& unit : model.units()) {
     for (auto& group : unit->groups()) {

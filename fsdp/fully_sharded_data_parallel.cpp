@@ -13,6 +13,8 @@ FullyShardedModule::FullyShardedModule(torch::nn::Module& module, std::shared_pt
 
 Scope FullyShardedModule::begin_forward() { return scheduler_->begin_forward(); }
 
+void FullyShardedModule::end_forward() { scheduler_->end_forward(); }
+
 std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
   const MixedPrecision& precision = scheduler_->model().options().mixed_precision;
   return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;

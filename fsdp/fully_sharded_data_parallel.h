@@ -85,11 +85,18 @@ class FullyShardedDataParallel : public FullyShardedModule {
   template <class Call>
   decltype(auto) finished(Call call) {
     using Result = decltype(call());
-    if constexpr (std::is_void_v<Result> || !kHoldsTensors<Result>) {
+    if constexpr (std::is_void_v<Result>) {
       if (output_dtype()) refuse_output_dtype();
-      return call();
+      call();
+      end_forward();
+    } else if constexpr (!kHoldsTensors<Result>) {
+      if (output_dtype()) refuse_output_dtype();
+      decltype(auto) result = call();
+      end_forward();
+      return result;
     } else {
       std::decay_t<Result> result = call();
+      end_forward();
       if (output_dtype()) convert_floating(result, *output_dtype());
       return result;
     }

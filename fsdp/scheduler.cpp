@@ -108,6 +108,10 @@ Scope Scheduler::begin_forward() {
   });
 }
 
+void Scheduler::end_forward() {
+  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->settle("forward()");
+}
+
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
@@ -187,15 +191,21 @@ void Scheduler::summon(const SummonOptions& options) {
   require_outside_backward("summon_full_params");
   require_use("summon_full_params");
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
-  const Communicator& world = *model_.mesh().world;
+  Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
   Quiet quiet;
   recover();
   inspect_all();
   resident_.release_all();
   summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
-  for (Unit* unit : chosen)
-    summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
+  try {
+    for (Unit* unit : chosen)
+      summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
+    world.settle("summon_full_params");
+  } catch (...) {
+    dismiss(/*writeback=*/false);  // nobody is to see these values
+    throw;
+  }
   summoned_ = true;
   summoned_to_host_ = options.offload_to_cpu && !world.device().is_cpu();
 }

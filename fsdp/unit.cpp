@@ -277,17 +277,21 @@ void Unit::pin(bool writeback, bool on_host) {
   at::NoGradGuard no_grad;
   release();
   on_host = on_host && !comm_.device().is_cpu();
-  for (auto& group : groups_) {
+  std::vector<at::Tensor> full;  // of all groups before any is lent: a gather may fail
+  for (auto& group : groups_)
+    if (on_host || !is_whole_) full.push_back(on_host ? full_values(*group).cpu() : full_values(*group));
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    auto& group = groups_[i];
     if (on_host) {
       if (!group->host_page) group->host_page = std::make_unique<Page>(group->page->pager(), index_, name_, at::kCPU);
       group->page->accept_writes();
-      group->host_page->lend(full_values(*group).cpu());
+      group->host_page->lend(full[i]);
       point_parameters(*group, *group->host_page, group->flat.dtype());
       group->flat.set_shard_writable(false);
     } else if (!is_whole_) {
       Page& page = group->exact_page ? *group->exact_page : *group->page;
       group->page->accept_writes();
-      buffers_.push_back(full_values(*group));
+      buffers_.push_back(full[i]);
       page.lend(buffers_.back());
       if (group->exact_page) point_parameters(*group, page, group->flat.dtype());
       group->flat.set_shard_writable(false);

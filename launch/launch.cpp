@@ -83,6 +83,7 @@ std::string reason_of(const std::exception_ptr& error) {
 bool launched() { return read_launch_environment().launched(); }
 
 std::shared_ptr<Communicator> init(InitOptions options) {
+  open_standard_descriptors();
   const auto environment = read_launch_environment();
   const auto [nccl, device] = choose(options, environment);
   if (!environment.note.empty()) {

@@ -13,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "tessera/async/in_time.h"
 #include "tessera/comm/errors.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/launch/clock_exchange.h"
@@ -50,6 +51,12 @@ std::string name_ranks(const std::vector<int>& ranks) {
   const std::string more = ranks.size() > named ? c10::str(" and ", ranks.size() - named, " more") : "";
   const std::vector<int> first(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(named));
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", c10::Join(", ", first), more);
+}
+
+[[noreturn]] void fail_to_join(const LaunchEnvironment& own, milliseconds timeout, const std::string& reason) {
+  throw CommError(c10::str("tessera::init: rank ", own.rank, " of ", own.world_size, " (", own.launcher,
+                           ") could not join its group at ", own.master_address, ":", own.master_port, " (timeout ",
+                           seconds_text(timeout), "): ", reason));
 }
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
@@ -101,10 +108,7 @@ class Joining {
  private:
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... reason) const {
-    const LaunchEnvironment& own = environment_;
-    throw CommError(c10::str("tessera::init: rank ", own.rank, " of ", own.world_size, " (", own.launcher,
-                             ") could not join its group at ", own.master_address, ":", own.master_port, " (timeout ",
-                             seconds_text(timeout_), "): ", reason...));
+    fail_to_join(environment_, timeout_, c10::str(reason...));
   }
 
   milliseconds remaining() const {
@@ -294,7 +298,12 @@ class Joining {
 
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
-  return Joining(environment, timeout).join(address);
+  // Calls of c10d's store have no end where whoever listens says nothing.
+  auto found = in_time(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
+  if (!found)
+    fail_to_join(environment, timeout,
+                 "whoever listens there does not answer: it is no store, or its process has stopped");
+  return std::move(*found);
 }
 
 }  // namespace tessera

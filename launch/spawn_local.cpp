@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/descriptors.h"
 #include "tessera/launch/launch.h"
 #include "tessera/memory/container_limits.h"
 
@@ -395,6 +396,7 @@ int spawn_local(int world, int argc, char** argv) {
     throw std::logic_error(
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
+  open_standard_descriptors();
   ListeningSocket socket;
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
   std::vector<char*> arguments(argv, argv + argc);

@@ -98,7 +98,7 @@ void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
   if (!parts().are_cut()) return;
   at::Tensor travels = sums.to(parts().comm()->device());
   parts().comm()->all_reduce(travels, ReduceOp::kSum, what).wait();
-  sums = travels.to(sums.device());
+  sums = parts().comm()->to_host(travels, what);
 }
 
 // The first sums of a step: squares of gradients by row and column, which become the states, and of parameters.

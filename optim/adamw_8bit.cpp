@@ -198,7 +198,7 @@ AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) c
   }
   at::Tensor travels = largest.to(parts().comm()->device());
   parts().comm()->all_reduce(travels, ReduceOp::kMax, "the scales of shared blocks").wait();
-  largest = travels.cpu();
+  largest = parts().comm()->to_host(travels, "the scales of shared blocks");
   SharedScales scales;
   const auto values = largest.accessor<float, 2>();
   row = 0;

@@ -99,7 +99,7 @@ struct Lbfgs::Run {
     std::ranges::copy(own, mine.mutable_data_ptr<double>());
     at::Tensor all = at::empty({comm->size(), count}, at::TensorOptions().dtype(at::kDouble).device(comm->device()));
     comm->all_gather(all, mine.to(comm->device()), {}, "inner products for Lbfgs").wait();
-    all = all.cpu();
+    all = comm->to_host(all, "inner products for Lbfgs");
     const auto ranks = all.accessor<double, 2>();
     auto over_ranks = [&](int64_t column, bool is_sum) {
       double value = is_sum ? 0 : ranks[0][column];

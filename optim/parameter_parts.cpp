@@ -28,7 +28,7 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   own = own.to(comm_->device());
   at::Tensor all = at::empty({world, count, 3}, own.options());
   comm_->all_gather(all, own, {}, "the parts of parameters").wait();
-  all = all.cpu();
+  all = comm_->to_host(all, "the parts of parameters");
   const auto parts = all.accessor<int64_t, 3>();
   for (int64_t i = 0; i < count; ++i) {
     const NamedShard& shard = shards[i];
@@ -84,7 +84,7 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   if (are_cut_ && count > 0) {
     at::Tensor travels = have.to(comm_->device());
     comm_->all_reduce(travels, ReduceOp::kMax, "which parameters have gradients").wait();
-    have = travels.cpu();
+    have = comm_->to_host(travels, "which parameters have gradients");
     flags = have.mutable_data_ptr<uint8_t>();
   }
   return std::vector<bool>(flags, flags + count);

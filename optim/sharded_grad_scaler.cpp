@@ -49,7 +49,7 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     found.add_(found_here.to(comm_->device()));
   }
   comm_->all_reduce(found, ReduceOp::kSum, "whether the gradients are finite").wait();
-  entry->second.is_finite = found.item<float>() == 0;
+  entry->second.is_finite = comm_->to_host(found, "whether the gradients are finite").item<float>() == 0;
 }
 
 bool ShardedGradScaler::step(torch::optim::Optimizer& optimizer) {

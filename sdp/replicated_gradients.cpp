@@ -302,7 +302,7 @@ void ReplicatedGradients::agree_on_order() {
   std::copy(order.begin(), order.end(), numbers.mutable_data_ptr<int64_t>());
   numbers = numbers.to(mesh_.world->device());
   mesh_.world->broadcast(numbers, 0, "the order of gradients").wait();
-  numbers = numbers.cpu();
+  numbers = mesh_.world->to_host(numbers, "the order of gradients");
   std::copy_n(numbers.const_data_ptr<int64_t>(), order.size(), order.begin());
   plan(order);
   order_agreed_ = true;

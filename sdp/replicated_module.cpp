@@ -52,6 +52,7 @@ void ReplicatedModule::begin_forward() {
 void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
   if (Trace::active() != nullptr) trace_passes(outputs);
   gradients_->end_forward(outputs);
+  if (!c10::GradMode::is_enabled()) comm_->settle("forward()");
 }
 
 // ---- what users ask for -------------------------------------------------------------------------
@@ -68,6 +69,7 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
+  comm_->settle("full_state_dict");                     // of the last step's gradients, or parameters
   std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {

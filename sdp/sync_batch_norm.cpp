@@ -67,7 +67,7 @@ Statistics over_ranks(const at::Tensor& input, Communicator& group) {
   group.all_gather(all, own, {}, "statistics of a batch").wait();
   all = all.to(x.device());
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);  // [ranks, 1]
-  Statistics made{{}, {}, counts.sum().item<double>()};
+  Statistics made{{}, {}, group.to_host(counts.sum(), "statistics of a batch").item<double>()};
   if (made.count < 2)
     throw std::invalid_argument(
         c10::str("SyncBatchNorm: ", made.count, " values a channel over all ranks, expected 2 or more in training"));

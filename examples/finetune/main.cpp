@@ -207,6 +207,7 @@ void train(const Options& options, const Comm& comm) {
     if (step % options.log_every != 0 && step != 1) continue;
     at::Tensor mean = loss.detach().clone();
     comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
+    mean = comm->to_host(mean, "the loss");
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
   }
 

@@ -126,7 +126,7 @@ MemoryUse Trainer::memory() const {
 std::vector<double> Trainer::mean_over_ranks(const std::vector<double>& values) {
   auto means = torch::tensor(values, torch::kFloat64).to(comm_.device());
   comm_.all_reduce(means, tessera::ReduceOp::kAverage, "losses").wait();
-  means = means.to(torch::kCPU);
+  means = comm_.to_host(means, "losses");
   return {means.data_ptr<double>(), means.data_ptr<double>() + means.numel()};
 }
 
@@ -138,7 +138,7 @@ std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Commun
                          .to(comm.device());
   auto full = torch::empty({comm.size() * kFigures}, shard.options());
   comm.all_gather(full, shard, {}, "memory figures").wait();
-  full = full.to(torch::kCPU);
+  full = comm.to_host(full, "memory figures");
   std::vector<MemoryUse> memory;
   for (const auto* f = full.data_ptr<int64_t>(); f != full.data_ptr<int64_t>() + full.numel(); f += kFigures) {
     memory.push_back({f[0], f[1], f[2], f[3], f[4], f[5], f[6]});

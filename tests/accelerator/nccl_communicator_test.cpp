@@ -319,6 +319,84 @@ TEST(NcclCommunicator, ARankThatFailsInBackwardEndsTheOthersByItsReason) {
   for (const std::string& text : others) expect_contains(text, "rank 2 failed: the disk is full");
 }
 
+// Kernels that the group's end has cut are over as others are, and leave anything behind. What the host gets of them
+// must not look like a result.
+TEST(NcclCommunicator, WhatAFailureHasCutIsNotGivenAway) {
+  using Fsdp = FullyShardedDataParallel<torch::nn::Sequential>;
+  struct Case {
+    const char* name;
+    std::function<void(Fsdp& fsdp, const at::Tensor& x)> look;
+  };
+  std::string given;  // of the look, if nothing was thrown
+  const auto give = [&](const at::Tensor& tensor) { given += c10::str(tensor.sum().item<float>(), " "); };
+  const std::vector<Case> cases = {
+      {"full_state_dict", [&](Fsdp& fsdp, const auto&) { give(fsdp.full_state_dict().values()[0]); }},
+      {"visit_full_state",
+       [&](Fsdp& fsdp, const auto&) { fsdp.visit_full_state([&](const auto&, const at::Tensor& t) { give(t); }); }},
+      {"summon_full_params",
+       [&](Fsdp& fsdp, const auto&) {
+         const Scope scope = fsdp.summon_full_params();
+         give(fsdp.module()->parameters()[0]);
+       }},
+      {"forward",
+       [&](Fsdp& fsdp, const at::Tensor& x) {
+         const at::NoGradGuard no_grad;
+         give(fsdp(x));
+       }},
+      {"clip_grad_norm",
+       [&](Fsdp& fsdp, const auto&) {
+         fsdp.clip_grad_norm_on_device_(1.0, 2.0, /*error_if_nonfinite=*/true);
+         given = "clipped";
+       }},
+      {"barrier",
+       [&](Fsdp& fsdp, const auto&) {
+         fsdp.comm()->barrier();
+         given = "met";
+       }},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    given = "";
+    std::string error;
+    const Simulation simulation;
+    first_error(2, [&](std::shared_ptr<Communicator> comm) {
+      torch::nn::Sequential net(torch::nn::Linear(8, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8));
+      net->to(comm->device());
+      Fsdp fsdp(net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+      const at::Tensor x = torch::ones({2, 8}, comm->device());
+      fsdp(x).sum().backward();
+      comm->barrier();
+      if (comm->rank() == 1) throw std::runtime_error("out of memory");
+      error = error_of<CommError>([&] { c.look(fsdp, x); });
+      fsdp.comm()->abort("the test is over");
+    });
+    EXPECT_EQ(given, "");
+    expect_contains(error, "rank 1 failed: out of memory");
+  }
+}
+
+// The last step's all-reduce, after which nothing else travels.
+TEST(NcclCommunicator, AReplicaWhoseLastStepWasCutIsNotGivenAway) {
+  const Simulation simulation;
+  std::string of_state, of_forward;
+  first_error(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential net(torch::nn::Linear(8, 8));
+    net->to(comm->device());
+    DistributedDataParallel ddp(net, comm);
+    torch::optim::SGD optimizer(ddp.parameters(), 0.1);
+    const at::Tensor x = torch::ones({2, 8}, comm->device());
+    for (int step = 0; step < 3; ++step) {
+      if (comm->rank() == 1 && step == 2) throw std::runtime_error("out of memory");
+      ddp(x).sum().backward();
+      optimizer.step();
+    }
+    of_state = error_of<CommError>([&] { ddp.full_state_dict(); });
+    const at::NoGradGuard no_grad;
+    of_forward = error_of<CommError>([&] { ddp(x); });
+  });
+  for (const std::string& error : {of_state, of_forward}) expect_contains(error, "rank 1 failed: out of memory");
+}
+
 // Copies of a model on parts of the ranks: three groups, and each rank in all of them.
 TEST(NcclCommunicator, HybridTrainingUsesItsGroupsInOneOrder) {
   const accelerator_training::Case& of = accelerator_training::case_named("fsdp_hybrid");

@@ -9,6 +9,8 @@
 //   hang    never ends             stubborn  never ends, and ignores SIGTERM and SIGINT
 //   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
 //   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
+//   split   stops, as does stop, while groups are made one after the other
+//   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
 //   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
 //   torn    ends in the middle of a large message, which it cannot read to its end
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
@@ -79,8 +81,8 @@ void end_badly(const std::string& mode) {
   if (mode == "exit" || mode == "reaped") std::_Exit(3);
   if (mode == "throw") throw std::runtime_error("rank has thrown this");
   if (mode == "kill") ::raise(SIGKILL);
-  if (mode == "stop" || mode == "cut") {
-    std::thread([signal = mode == "stop" ? SIGSTOP : SIGKILL] {
+  if (mode == "stop" || mode == "split" || mode == "cut") {
+    std::thread([signal = mode == "cut" ? SIGKILL : SIGSTOP] {
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       say("stops");
       ::kill(::getpid(), signal);
@@ -97,6 +99,24 @@ at::Tensor torn() {
   if (memory == MAP_FAILED) throw std::runtime_error("mmap");
   ::mprotect(static_cast<char*>(memory) + tessera::kChunkBytes / 2, ::sysconf(_SC_PAGESIZE), PROT_NONE);
   return torch::from_blob(memory, {kLargeNumel}, torch::kFloat);
+}
+
+void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
+  const pid_t child = ::fork();
+  if (child != 0) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return say("the child's status is " + std::to_string(status));
+  }
+  ::alarm(10);
+  try {
+    sum_of_ranks(*comm);
+  } catch (const tessera::CommError& error) {
+    say(std::string("child: ") + error.what());
+  }
+  comm->abort("the child's business");
+  comm.reset();
+  std::_Exit(0);
 }
 
 // As a kernel of NCCL's, for which this thread waits.
@@ -152,11 +172,18 @@ int main(int argc, char** argv) {
   }
   if (arguments.mode == "ok") return 0;
   if (arguments.mode == "beats") wait_by_beats(*comm, chosen);
+  if (arguments.mode == "fork") {
+    if (chosen) use_in_a_child(comm);
+    for (int i = 0; i < 20; ++i) sum_of_ranks(*comm);
+    return 0;
+  }
   if (chosen) end_badly(arguments.mode);
   if (arguments.mode == "hang" || arguments.mode == "stubborn") say("hangs");
   for (;;) {
     if (arguments.mode == "hang" || arguments.mode == "stubborn") {
       ::pause();
+    } else if (arguments.mode == "split") {
+      sum_of_ranks(*comm->split(0));
     } else if (arguments.mode == "stop" || arguments.mode == "cut" || arguments.mode == "torn") {
       auto tensor = torch::ones({kLargeNumel});
       if (arguments.mode == "torn" && comm->rank() == arguments.rank) tensor = torn();

@@ -381,16 +381,18 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   struct Case {
     int stopped;
     const char* peer_memory;
+    const char* mode = "stop";
     Processes processes{};
   };
   std::vector<Case> cases;
   cases.push_back({0, "1"});
   cases.push_back({2, "1"});
   cases.push_back({0, "0"});
+  cases.push_back({0, "1", "split"});
   for (Case& c : cases)
-    c.processes = start_ranks(3, c.peer_memory, {"--timeout-ms", "3000", "stop", std::to_string(c.stopped)});
+    c.processes = start_ranks(3, c.peer_memory, {"--timeout-ms", "3000", c.mode, std::to_string(c.stopped)});
   for (Case& c : cases) {
-    SCOPED_TRACE(c10::str("rank ", c.stopped, " stops, TESSERA_PEER_MEMORY=", c.peer_memory));
+    SCOPED_TRACE(c10::str("rank ", c.stopped, " stops, TESSERA_PEER_MEMORY=", c.peer_memory, " ", c.mode));
     const auto stopped = static_cast<size_t>(c.stopped);
     ASSERT_TRUE(c.processes[stopped]->await("stops", 1)) << outputs(c.processes);
     bool some_timed_out = false;
@@ -399,11 +401,25 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
       EXPECT_EQ(c.processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(c.processes);
       // The second to notice may see the first one's end before its own time is up.
       const std::string output = c.processes[rank]->output();
-      EXPECT_TRUE(contains(output, "timed out after 3 s") || contains(output, "is closed")) << outputs(c.processes);
-      some_timed_out = some_timed_out || (contains(output, "timed out after 3 s") &&
-                                          contains(output, "rank " + std::to_string(c.stopped)));
+      const bool made_no_group = contains(output, "could not join the group within 3 s");
+      EXPECT_TRUE(contains(output, "timed out after 3 s") || contains(output, "is closed") || made_no_group)
+          << outputs(c.processes);
+      some_timed_out =
+          some_timed_out || made_no_group ||
+          (contains(output, "timed out after 3 s") && contains(output, "rank " + std::to_string(c.stopped)));
     }
     EXPECT_TRUE(some_timed_out) << outputs(c.processes);
+  }
+}
+
+// Of its group: it has the memory, the connections, and none of the threads.
+TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
+  for (const char* peer_memory : {"0", "1"}) {
+    const Processes processes = start_ranks(2, peer_memory, {"--timeout-ms", "5000", "fork", "1"});
+    for (const auto& process : processes) EXPECT_EQ(process->wait(seconds(15)), 0) << outputs(processes);
+    EXPECT_TRUE(contains(processes[1]->output(), "child: all-reduce of sum of ranks (1 elements): process "))
+        << outputs(processes);
+    EXPECT_TRUE(contains(processes[1]->output(), "the child's status is 0")) << outputs(processes);
   }
 }
 
@@ -525,6 +541,29 @@ TEST(LaunchErrors, NobodyListens) {
   EXPECT_TRUE(contains(output, "rank 1 of 3 (torchrun)")) << output;
   EXPECT_TRUE(contains(output, "127.0.0.1:" + port + " (timeout 1.5 s)")) << output;
   EXPECT_TRUE(contains(output, "Connection refused")) << output;
+}
+
+TEST(LaunchErrors, SomebodyListensAndSaysNothing) {
+  const int fd = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  ASSERT_EQ(::bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(::listen(fd, 5), 0);
+  ASSERT_EQ(::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  const auto output = run_to_error(torchrun(1, 2, std::to_string(ntohs(address.sin_port))), kCommError);
+  EXPECT_TRUE(contains(output, "whoever listens there does not answer")) << output;
+  ::close(fd);
+}
+
+// What is printed must not go to a socket that has got the number of stderr.
+TEST(SpawnLocal, RunsWithoutStandardDescriptors) {
+  ChildProcess program({"sh", "-c", "exec " + kProgram + " --spawn 2 exit 1 <&- >&- 2>&-"});
+  EXPECT_EQ(program.wait(seconds(20)), 3);
+  ChildProcess well({"sh", "-c", kProgram + " --spawn 2 <&- 2>&-"});
+  EXPECT_EQ(well.wait(seconds(20)), 0);
+  EXPECT_EQ(well.printed("sum 1 "), 2) << well.output();
 }
 
 TEST(LaunchErrors, MissingRanksAreNamed) {

@@ -1,0 +1,20 @@
+#include "tessera/comm/group_process.h"
+
+#include <c10/util/StringUtil.h>
+#include <unistd.h>
+
+#include "tessera/comm/errors.h"
+
+namespace tessera {
+
+GroupProcess::GroupProcess() : pid_(::getpid()) {}
+
+bool GroupProcess::is_this() const { return pid_ == ::getpid(); }
+
+void GroupProcess::require_this(std::string_view what) const {
+  if (!is_this())
+    throw CommError(c10::str(what, ": process ", ::getpid(), " is a child (fork) of process ", pid_,
+                             ", to which the group belongs"));
+}
+
+}  // namespace tessera

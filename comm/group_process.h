@@ -1,0 +1,32 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <memory>
+#include <string_view>
+#include <utility>
+
+namespace tessera {
+
+// The process that has made a group. A child of fork() has a copy of the group's memory and the same connections, but
+// none of its threads: what it sent would be its parent's, and its end would wait for ever. So there operations throw,
+// abort() does nothing, and a group's last owner leaves it as it is.
+class GroupProcess {
+ public:
+  GroupProcess();
+  bool is_this() const;
+  // Throws CommError elsewhere, which begins with `what`.
+  void require_this(std::string_view what) const;
+
+ private:
+  const pid_t pid_;
+};
+
+template <class Group, class... Args>
+std::shared_ptr<Group> make_group(Args&&... args) {
+  return std::shared_ptr<Group>(new Group(std::forward<Args>(args)...), [process = GroupProcess()](Group* group) {
+    if (process.is_this()) delete group;
+  });
+}
+
+}  // namespace tessera
