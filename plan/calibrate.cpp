@@ -44,7 +44,7 @@ class Bench {
     MachineSpeed speed;
     say("operators where they stand in training steps");
     OperatorSpeeds seen = measure_operators(comm_, options_.quick);
-    speed.operators = std::move(seen.curves);
+    speed.operators = std::move(seen.operators);
     speed.operator_s = seen.between_s;
     c10::InferenceMode quiet;
     const auto set = [&](auto& curves, WorkClass work, SpeedCurve curve) {

@@ -1,6 +1,11 @@
 #include "tessera/plan/calibrate_operators.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cross_entropy_loss.h>
+#include <ATen/ops/eye.h>
+#include <ATen/ops/linalg_solve.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -85,8 +90,7 @@ double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicat
   return median_of(std::move(seconds));
 }
 
-// Kernels' seconds by name and amount.
-using Samples = std::map<std::string, std::vector<std::pair<double, double>>>;
+using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
 // Adds a step's kernels, each by the median of the steps; returns how many and their seconds. Steps from the second on
 // call the same.
@@ -101,10 +105,10 @@ std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples)
       if (i < steps[step].size() && steps[step][i]->name == steps[2][i]->name)
         seconds.push_back(steps[step][i]->seconds);
     const RecordedOperator& op = *steps[2][i];
-    const double median_s = median_of(std::move(seconds));
-    const int64_t amount = op.flop > 0 ? op.flop : op.bytes;
-    if (amount > 0) samples[op.name].emplace_back(static_cast<double>(amount), median_s);
-    total_s += median_s;
+    const double kernel_s = median_of(std::move(seconds));
+    if (op.flop > 0 || op.bytes > 0)
+      samples[op.name].push_back({static_cast<double>(op.flop), static_cast<double>(op.bytes), kernel_s});
+    total_s += kernel_s;
   }
   return {static_cast<double>(steps[2].size()), total_s};
 }
@@ -136,7 +140,7 @@ struct Pool {
 // One point for each quarter of an octave: the median of what was seen there. Where more work took less (other shapes,
 // other strides, noise), both take their mean: a slow point is not to make all larger ones slow. Less work than was
 // seen takes as much as the least that was.
-SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, double factor) {
+SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples) {
   constexpr double kPerOctave = 4;
   std::map<int, std::vector<std::pair<double, double>>> bins;
   for (const auto& sample : samples)
@@ -145,7 +149,7 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, 
   for (const auto& [bin, inside] : bins) {
     std::vector<double> amounts, seconds;
     for (const auto& [amount, each_s] : inside) amounts.push_back(amount), seconds.push_back(each_s);
-    Pool pool{median_of(std::move(amounts)), std::max(1e-9, factor * median_of(std::move(seconds))), 1};
+    Pool pool{median_of(std::move(amounts)), std::max(1e-9, median_of(std::move(seconds))), 1};
     while (!pools.empty() && pools.back().seconds > pool.seconds) {
       const Pool& slower = pools.back();
       const double count = slower.count + pool.count;
@@ -161,7 +165,35 @@ SpeedCurve curve_through(const std::vector<std::pair<double, double>>& samples, 
   return SpeedCurve(std::move(points));
 }
 
+// How many FLOP a byte is worth: that of the best plane through all kernels, seconds = a + b FLOP + c bytes, by
+// relative errors; none where more bytes do not take more time.
+double flop_per_byte_of(const std::vector<TimedKernel>& kernels) {
+  std::vector<double> rows;
+  for (const auto& [flop, bytes, seconds] : kernels)
+    for (const double coefficient : {1.0, flop, bytes}) rows.push_back(coefficient / std::max(seconds, 1e-9));
+  const auto count = static_cast<int64_t>(kernels.size());
+  const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3});
+  const at::Tensor scale = a.norm(2, {0}, false);  // columns of one magnitude
+  const at::Tensor ones = at::ones({count, 1}, at::kDouble);
+  // By the normal equations, with a little of the identity: all shapes may be alike, and a plane then is one of many.
+  constexpr double kRidge = 1e-9;
+  const at::Tensor scaled = a / scale;
+  const at::Tensor square = scaled.t().mm(scaled) + kRidge * at::eye(3, at::kDouble);
+  const at::Tensor found = at::linalg_solve(square, scaled.t().mm(ones)).squeeze(1) / scale;
+  const double flop_s = found[1].item<double>(), byte_s = found[2].item<double>();
+  return flop_s > 0 && byte_s > 0 ? byte_s / flop_s : 0;
+}
+
 }  // namespace
+
+OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels) {
+  const bool has_flop = std::ranges::all_of(kernels, [](const TimedKernel& each) { return each.flop > 0; });
+  OperatorSpeed speed{.flop_per_byte = has_flop ? flop_per_byte_of(kernels) : 0};
+  std::vector<std::pair<double, double>> samples;
+  for (const auto& [flop, bytes, seconds] : kernels) samples.emplace_back(speed.work_of(flop, bytes), seconds);
+  speed.curve = curve_through(samples);
+  return speed;
+}
 
 OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick) {
   const auto trainings =
@@ -179,7 +211,10 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   OperatorSpeeds speeds;
   const auto [factor, between_s] = explain(explained);
   speeds.between_s = between_s;
-  for (const auto& [name, seen] : samples) speeds.curves.emplace(name, curve_through(seen, factor));
+  for (auto& [name, seen] : samples) {
+    for (TimedKernel& kernel : seen) kernel.seconds *= factor;
+    speeds.operators.emplace(name, speed_through(seen));
+  }
   return speeds;
 }
 

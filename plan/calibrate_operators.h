@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/plan/machine_speed.h"
@@ -11,9 +12,17 @@ namespace tessera {
 
 // What training steps show of a rank's operators.
 struct OperatorSpeeds {
-  std::map<std::string, SpeedCurve> curves;  // of kernels in fp32, as MachineSpeed::operators
-  double between_s = 0;                      // of each, outside its kernel: autograd, hooks, views, allocations
+  std::map<std::string, OperatorSpeed> operators;  // of kernels in fp32, as MachineSpeed::operators
+  double between_s = 0;                            // of each, outside its kernel: autograd, hooks, views, allocations
 };
+
+// A kernel's call.
+struct TimedKernel {
+  double flop, bytes, seconds;
+};
+
+// The speed of one operator that explains its calls. At least one; each with FLOP or bytes.
+OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 
 // Trains small decoders of several widths and lengths on all ranks at once and takes each kernel's time where it stands
 // in a step, with the caches as they are there. What unrecorded steps take, less their waits, then says `between_s`,

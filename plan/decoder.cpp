@@ -175,21 +175,27 @@ DecoderOptions gpt2_of(const ConfigFile& config, int64_t sequence) {
   return options;
 }
 
-DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, bool is_mistral) {
+DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, const std::string& kind) {
+  const bool is_mistral = kind == "mistral", is_qwen = kind == "qwen2" || kind == "qwen3";
   DecoderOptions options;
   options.is_llama = true;
   options.layers = config.number("num_hidden_layers");
   options.width = config.number("hidden_size");
   options.heads = config.number("num_attention_heads");
-  options.key_value_heads = config.number("num_key_value_heads", is_mistral ? 8 : 0);
-  options.head_dim = config.number("head_dim", 0);
+  // Where transformers' own default is of one published size, the file has to say it.
+  options.key_value_heads =
+      is_qwen ? config.number("num_key_value_heads") : config.number("num_key_value_heads", is_mistral ? 8 : 0);
+  options.head_dim = config.number("head_dim", kind == "qwen3" ? 128 : 0);
   options.mlp_width = config.number("intermediate_size");
   options.sequence = sequence > 0 ? sequence : config.number("max_position_embeddings");
   options.tie = config.flag("tie_word_embeddings", false);
-  // Mistral has none, whatever its file says.
-  options.attention_bias = !is_mistral && config.flag("attention_bias", false);
-  options.mlp_bias = !is_mistral && config.flag("mlp_bias", false);
-  const int64_t window = is_mistral ? config.number("sliding_window", options.sequence) : options.sequence;
+  // Mistral and Qwen2 have theirs, whatever their files say.
+  options.attention_bias = (kind == "llama" || kind == "qwen3") && config.flag("attention_bias", false);
+  options.mlp_bias = kind == "llama" && config.flag("mlp_bias", false);
+  options.input_bias = kind == "qwen2";
+  options.head_norms = kind == "qwen3";
+  const bool has_window = is_mistral || (is_qwen && config.flag("use_sliding_window", false));
+  const int64_t window = has_window ? config.number("sliding_window", options.sequence) : options.sequence;
   if (window < options.sequence)
     config.cannot_plan("sliding_window is " + std::to_string(window) + ", less than the sequence of " +
                        std::to_string(options.sequence) + ": a plan's attention sees all of it; take --sequence " +
@@ -203,10 +209,10 @@ DecoderOptions llama_of(const ConfigFile& config, int64_t sequence, bool is_mist
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch) {
   const ConfigFile config(file);
   const std::string kind = config.text("model_type");
-  if (kind != "gpt2" && kind != "llama" && kind != "mistral")
-    config.cannot_plan("model_type is '" + kind + "', expected gpt2, llama or mistral");
+  if (kind != "gpt2" && kind != "llama" && kind != "mistral" && kind != "qwen2" && kind != "qwen3")
+    config.cannot_plan("model_type is '" + kind + "', expected gpt2, llama, mistral, qwen2 or qwen3");
   if (config.has("quantization_config")) config.cannot_plan("quantization_config: its weights are not trained");
-  DecoderOptions options = kind == "gpt2" ? gpt2_of(config, sequence) : llama_of(config, sequence, kind == "mistral");
+  DecoderOptions options = kind == "gpt2" ? gpt2_of(config, sequence) : llama_of(config, sequence, kind);
   options.vocabulary = config.number("vocab_size");
   options.batch = batch;
   return checked(options);
@@ -214,6 +220,7 @@ DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequ
 
 DecoderBlockImpl::DecoderBlockImpl(const DecoderOptions& options) : options_(options) {
   const bool attention_bias = !options.is_llama || options.attention_bias;
+  const bool input_bias = attention_bias || options.input_bias;
   const bool mlp_bias = !options.is_llama || options.mlp_bias;
   const int64_t features = features_of(options);
   const int64_t width = options.width, mlp = options.mlp_width > 0 ? options.mlp_width : 4 * width;
@@ -226,8 +233,12 @@ DecoderBlockImpl::DecoderBlockImpl(const DecoderOptions& options) : options_(opt
       layer_norms_.push_back(register_module(name, torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}))));
     }
   }
-  query_ = register_module("query", linear(width, options.heads * features, attention_bias));
-  key_value_ = register_module("key_value", linear(width, 2 * shared * features, attention_bias));
+  query_ = register_module("query", linear(width, options.heads * features, input_bias));
+  key_value_ = register_module("key_value", linear(width, 2 * shared * features, input_bias));
+  if (options.head_norms) {
+    query_norm_ = register_parameter("query_norm", at::ones({features}));
+    key_norm_ = register_parameter("key_norm", at::ones({features}));
+  }
   out_ = register_module("out", linear(options.heads * features, width, attention_bias));
   if (options.is_llama) gate_ = register_module("gate", linear(width, mlp, mlp_bias));
   up_ = register_module("up", linear(width, mlp, mlp_bias));
@@ -245,6 +256,7 @@ at::Tensor DecoderBlockImpl::attend(const at::Tensor& x) {
   auto query = query_->forward(x).view({batch, length, options_.heads, features}).transpose(1, 2);
   const auto both = key_value_->forward(x).view({batch, length, 2, shared, features}).permute({2, 0, 3, 1, 4});
   auto key = both[0], value = both[1];
+  if (options_.head_norms) query = rms_norm(query, query_norm_), key = rms_norm(key, key_norm_);
   if (options_.is_llama) query = rotate(query), key = rotate(key);
   if (shared != options_.heads) {
     key = key.repeat_interleave(options_.heads / shared, 1);

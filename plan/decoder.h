@@ -31,7 +31,9 @@ struct DecoderOptions {
   bool tie = true;              // the output layer is the table of tokens
   int64_t positions = 0;        // GPT-2: of the learned table; 0: as many as the sequence
   bool attention_bias = false;  // Llama: in the four products of attention
-  bool mlp_bias = false;        // Llama: in those of the MLP
+  bool input_bias = false;      // Llama: in those of queries, keys and values, as Qwen2's
+  bool head_norms = false;      // Llama: norms of each head's query and key, as Qwen3's
+  bool mlp_bias = false;        // Llama: in the products of the MLP
   std::string left_out = {};    // of a file's model: what it has beside this, for people; "" for nothing
 };
 
@@ -40,11 +42,11 @@ struct DecoderOptions {
 // part.
 DecoderOptions decoder_of(const std::string& text);
 
-// Hugging Face's config.json of a model_type gpt2, llama or mistral, with as many parameters as transformers makes of
-// it. `batch` and, unless the file's full context is meant (0), `sequence` are the caller's. Throws
-// std::invalid_argument, naming the file and the field: for what is missing or of another type, and for what would be
-// planned wrongly (a window of attention shorter than the sequence, cross attention, quantized weights, more positions
-// than there are).
+// Hugging Face's config.json of a model_type gpt2, llama, mistral, qwen2 or qwen3, with as many parameters as
+// transformers makes of it. `batch` and, unless the file's full context is meant (0), `sequence` are the caller's.
+// Throws std::invalid_argument, naming the file and the field: for what is missing or of another type, and for what
+// would be planned wrongly (a window of attention shorter than the sequence, cross attention, quantized weights, more
+// positions than there are).
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
 // The options; throws std::invalid_argument for ones that make no model.
@@ -64,6 +66,7 @@ class DecoderBlockImpl : public torch::nn::Module {
   const DecoderOptions options_;
   std::vector<torch::nn::LayerNorm> layer_norms_;
   std::vector<at::Tensor> rms_weights_;
+  at::Tensor query_norm_, key_norm_;
   torch::nn::Linear query_{nullptr}, key_value_{nullptr}, out_{nullptr}, gate_{nullptr}, up_{nullptr}, down_{nullptr};
 };
 TORCH_MODULE(DecoderBlock);

@@ -103,8 +103,8 @@ double MachineSpeed::seconds_of(const RecordedOperator& op) const {
   const WorkClass work_class = work_class_of(op);
   const auto named = is_16bit(op.dtype) ? operators.end() : operators.find(op.name);
   if (named != operators.end()) {
-    const int64_t amount = op.flop > 0 ? op.flop : op.bytes;
-    return operator_s + (amount > 0 ? named->second.seconds_of(static_cast<double>(amount)) : 0);
+    const double amount = named->second.work_of(static_cast<double>(op.flop), static_cast<double>(op.bytes));
+    return operator_s + (amount > 0 ? named->second.curve.seconds_of(amount) : 0);
   }
   const auto curve_of = [&](WorkClass which) -> const SpeedCurve& {
     const auto index = static_cast<size_t>(which);

@@ -30,6 +30,15 @@ class SpeedCurve {
   std::vector<std::pair<double, double>> points_;
 };
 
+// Seconds of one operator by its work: FLOP and, since a product of flat matrices waits for memory, the bytes that it
+// touches, each as if it were so many FLOP. Of operators without FLOP bytes alone.
+struct OperatorSpeed {
+  double flop_per_byte = 0;
+  SpeedCurve curve;  // of work
+
+  double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
+};
+
 // What an operator's time depends on: FLOP of its class or, with none, the bytes that it touches.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
@@ -52,9 +61,8 @@ struct MachineSpeed {
   std::array<SpeedCurve, kWorkClasses> work;
   // The same of 16-bit operators. What is not known is as `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit;
-  // Of single operators in fp32, by name: FLOP, or bytes of those without, to seconds; before `work`.
-  std::map<std::string, SpeedCurve> operators;
-  double operator_s = 0;  // of every operator, beside its work
+  std::map<std::string, OperatorSpeed> operators;  // of single ones in fp32, by name; before `work`
+  double operator_s = 0;                           // of every operator, beside its work
   LinkSpeed within_host;
   LinkSpeed between_hosts;
   int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first, and so on; 0: all on one

@@ -12,7 +12,7 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kFormat = "tessera machine speed";
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 
 json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   json all = json::object();
@@ -21,9 +21,10 @@ json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   return all;
 }
 
-json json_of(const std::map<std::string, SpeedCurve>& curves) {
+json json_of(const std::map<std::string, OperatorSpeed>& operators) {
   json all = json::object();
-  for (const auto& [name, curve] : curves) all[name] = curve.points();
+  for (const auto& [name, speed] : operators)
+    all[name] = {{"flop_per_byte", speed.flop_per_byte}, {"points", speed.curve.points()}};
   return all;
 }
 
@@ -84,6 +85,13 @@ std::array<SpeedCurve, kWorkClasses> curves_of(const json& object, const std::st
   return curves;
 }
 
+OperatorSpeed operator_of(const json& object, const std::string& path) {
+  Fields fields(object, path + ".");
+  OperatorSpeed speed{fields.number("flop_per_byte"), curve_of(fields.at("points"), path + ".points")};
+  fields.expect_no_others();
+  return speed;
+}
+
 LinkSpeed link_of(const json& object, const std::string& path) {
   Fields fields(object, path);
   LinkSpeed link{fields.number("latency_s"), fields.number("bytes_per_s"), fields.number("reduced_bytes_per_s")};
@@ -102,8 +110,8 @@ MachineSpeed speed_of(const json& object) {
   speed.work_16bit = curves_of(fields.at("work_16bit"), "work_16bit.");
   const json& operators = fields.at("operators");
   if (!operators.is_object()) throw std::invalid_argument("'operators' is no object");
-  for (const auto& [name, points] : operators.items())
-    speed.operators.emplace(name, curve_of(points, "operators." + name));
+  for (const auto& [name, each] : operators.items())
+    speed.operators.emplace(name, operator_of(each, "operators." + name));
   speed.operator_s = fields.number("operator_s");
   speed.within_host = link_of(fields.at("within_host"), "within_host.");
   speed.between_hosts = link_of(fields.at("between_hosts"), "between_hosts.");

@@ -271,6 +271,9 @@ TEST(PlanModels, FromTextAndHuggingFace) {
   const std::string llama = R"("model_type": "llama", "num_attention_heads": 32, "max_position_embeddings": 8192, )";
   const std::string mistral =
       R"("model_type": "mistral", "num_attention_heads": 32, "max_position_embeddings": 32768, )";
+  const std::string qwen2 =
+      R"("model_type": "qwen2", "max_position_embeddings": 32768, "sliding_window": 4096, "use_sliding_window": false, )";
+  const std::string qwen3 = R"("model_type": "qwen3", "max_position_embeddings": 40960, )";
   const std::pair<int64_t, std::string> published[] = {
       {124439808, R"("model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
                      "n_inner": null, "vocab_size": 50257)"},
@@ -290,6 +293,16 @@ TEST(PlanModels, FromTextAndHuggingFace) {
                                 "vocab_size": 32000, "sliding_window": null, "attention_bias": true)"},
       {12247782400, mistral + R"("hidden_size": 5120, "intermediate_size": 14336, "num_hidden_layers": 40,
                                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072)"},  // Nemo
+      {494032768, qwen2 + R"("hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                             "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+                             "tie_word_embeddings": true)"},                                          // 2.5, 0.5B
+      {7615616512, qwen2 + R"("hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                              "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064)"},
+      {8190735360, qwen3 + R"("hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                              "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936)"},
+      {596049920, qwen3 + R"("hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                             "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+                             "vocab_size": 151936, "tie_word_embeddings": true)"},
   };
   for (const auto& [parameters, fields] : published) EXPECT_EQ(numel(of(fields)), parameters) << fields;
   const std::string small = llama + R"("hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -307,6 +320,12 @@ TEST(PlanModels, FromTextAndHuggingFace) {
                                        "vocab_size": 10, "sliding_window": 4096)",
                           8192),
                   "sliding_window is 4096, less than the sequence of 8192");
+  const std::string small_qwen = R"("model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96,
+                                    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 10)";
+  expect_contains(why_not(small_qwen), "has no num_key_value_heads");
+  expect_contains(
+      why_not(small_qwen + R"(, "num_key_value_heads": 2, "use_sliding_window": true, "sliding_window": 32)"),
+      "sliding_window is 32, less than the sequence of 64");
   expect_contains(why_not(small + R"(, "quantization_config": {"bits": 4})"), "quantization_config");
   expect_contains(why_not(small + R"(, "mlp_bias": 3)"), "mlp_bias is neither true nor false");
   EXPECT_EQ(of(published[0].second).left_out, "dropout (resid_pdrop, embd_pdrop, attn_pdrop)");

@@ -1,4 +1,5 @@
 // Seconds of steps that were written by hand, so that they are known; and of real ones, as far as they are.
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -7,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "tessera/plan/calibrate_operators.h"
 #include "tessera/plan/machine_speed.h"
 #include "tessera/plan/measured_step.h"
 #include "tessera/plan/step_time.h"
@@ -75,13 +77,13 @@ TEST(StepTime, OperatorsFollowEachOther) {
 TEST(StepTime, NamedOperatorsHaveTheirOwnSpeed) {
   MachineSpeed speed = plain();
   speed.operator_s = 0.5;
-  speed.operators.emplace("aten::gelu", SpeedCurve::of_speed(0.25e9));
-  speed.operators.emplace("aten::mm", SpeedCurve::of_speed(2e12));
+  speed.operators["aten::gelu"] = {0, SpeedCurve::of_speed(0.25e9)};
+  speed.operators["aten::mm"] = {1000, SpeedCurve::of_speed(2e12)};  // a byte as a thousand FLOP
   RecordedOperator gelu{.name = "aten::gelu", .step = 1, .bytes = kGB};
   EXPECT_NEAR(speed.seconds_of(gelu), 4.5, kExact);
   gelu.dtype = c10::ScalarType::BFloat16;
   EXPECT_NEAR(speed.seconds_of(gelu), 1.5, kExact);
-  EXPECT_NEAR(speed.seconds_of({.name = "aten::mm", .flop = 4'000'000'000'000, .bytes = kGB}), 2.5, kExact);
+  EXPECT_NEAR(speed.seconds_of({.name = "aten::mm", .flop = 4'000'000'000'000, .bytes = kGB}), 3, kExact);
   EXPECT_NEAR(speed.seconds_of({.name = "aten::gelu"}), 0.5, kExact);
 }
 
@@ -165,6 +167,28 @@ TEST(StepTime, ComputeIsSlowerWhileSomethingIsCommunicated) {
   EXPECT_NEAR(predict_step(script.record, speed).compute_s, 7, kExact);
 }
 
+// Flat products take longer than square ones of as many FLOP, whichever of both the calls were more of.
+TEST(OperatorSpeed, IsFoundFromCallsOfAnyShape) {
+  constexpr double kFlops = 1e11, kBytesPerS = 1e10;
+  const auto call = [](double m, double n, double k) {
+    const double flop = 2 * m * n * k, bytes = 4 * (m * n + n * k + k * m);
+    return TimedKernel{flop, bytes, 1e-6 + flop / kFlops + bytes / kBytesPerS};
+  };
+  std::vector<TimedKernel> calls;
+  for (const double n : {32, 48, 100, 160, 300, 512})
+    for (const double m : {16, 64, 200}) calls.push_back(call(m, n, 4 * n)), calls.push_back(call(n, n, n));
+  const OperatorSpeed speed = speed_through(calls);
+  EXPECT_NEAR(speed.flop_per_byte, kFlops / kBytesPerS, 0.01 * kFlops / kBytesPerS);
+  for (const auto& [m, n, k] : {std::array{8., 700., 700.}, {256., 256., 256.}, {40., 128., 1000.}}) {
+    const TimedKernel other = call(m, n, k);
+    EXPECT_NEAR(speed.curve.seconds_of(speed.work_of(other.flop, other.bytes)), other.seconds, 0.05 * other.seconds);
+  }
+  // One shape says nothing of bytes, and operators without FLOP go by bytes.
+  const OperatorSpeed one = speed_through({call(8, 8, 8), call(8, 8, 8)});
+  EXPECT_NEAR(one.curve.seconds_of(one.work_of(1024, 768)), call(8, 8, 8).seconds, 1e-9);
+  EXPECT_NEAR(speed_through({{0, 1000, 1e-3}}).curve.seconds_of(2000), 2e-3, kExact);
+}
+
 // What a step leaves on its way is in the way of the next.
 TEST(StepTime, StepsGoOnIntoEachOther) {
   Script script;
@@ -224,7 +248,7 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   const auto file = folder.path() / "speed.json";
   MachineSpeed speed = plain();
   speed.work_16bit[0] = SpeedCurve({{1e6, 1e-5}, {1e9, 0.125}});
-  speed.operators.emplace("aten::gelu", SpeedCurve({{3e3, 1e-6}, {5e5, 1e-3}}));
+  speed.operators["aten::mm"] = {7.5, SpeedCurve({{3e3, 1e-6}, {5e5, 1e-3}})};
   speed.operator_s = 3e-6;
   speed.between_hosts = {1e-5, 5e10, 4e10};
   speed.ranks_per_host = 8;
@@ -236,7 +260,8 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
     EXPECT_EQ(read.work_16bit[i].points(), speed.work_16bit[i].points());
   }
   ASSERT_EQ(read.operators.size(), 1U);
-  EXPECT_EQ(read.operators.at("aten::gelu").points(), speed.operators.at("aten::gelu").points());
+  EXPECT_EQ(read.operators.at("aten::mm").curve.points(), speed.operators.at("aten::mm").curve.points());
+  EXPECT_EQ(read.operators.at("aten::mm").flop_per_byte, 7.5);
   EXPECT_EQ(read.operator_s, speed.operator_s);
   EXPECT_EQ(read.within_host, speed.within_host);
   EXPECT_EQ(read.between_hosts, speed.between_hosts);
@@ -257,10 +282,12 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   };
   expect_contains(refused("\"operator_s\"", "\"operators\""), "'operator_s' is missing");
   expect_contains(refused("\"version\"", "\"extra\": 1, \"version\""), "'extra' is not known");
-  expect_contains(refused("\"version\": 1", "\"version\": 9"), "9");
+  expect_contains(refused("\"version\": 2", "\"version\": 9"), "9");
   expect_contains(refused("\"latency_s\": 0.0", "\"latency_s\": -1"), "'within_host.latency_s' is -1");
   expect_contains(refused("\"lost_to_communication\": 0.25", "\"lost_to_communication\": 2"), "0 to 1");
   expect_contains(refused("1000000.0", "0"), "'work_16bit.matmul'");
+  expect_contains(refused("\"flop_per_byte\": 7.5", "\"flop_per_byte\": -1"),
+                  "'operators.aten::mm.flop_per_byte' is -1");
   refused("{", "");
   expect_contains(error_of<std::invalid_argument>([&] { read_speed(folder.path() / "none.json"); }), "none.json");
   EXPECT_DOUBLE_EQ(bytes_per_s_of_text("400Gbit"), 50e9);

@@ -74,6 +74,7 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machi
     if (!text.empty()) curve = SpeedCurve::of_speed(bytes_per_s_of_text(text));
   };
   if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {};
+  if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();  // else they would hide what is given
   if (!given.flops.empty() && given.bandwidth.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
   set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32);

@@ -173,7 +173,7 @@ int run(int argc, char** argv) {
   add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
   add("model", po::value(&arguments.model),
       "plan: gpt: or llama: with layers, width, heads, kv_heads, mlp, vocab, sequence, batch, tie; or Hugging Face's "
-      "config.json of GPT-2, Llama or Mistral; or an archive of torch.export");
+      "config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3; or an archive of torch.export");
   add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
   add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB");
   add("sequence", po::value(&arguments.sequence),
