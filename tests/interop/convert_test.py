@@ -5,6 +5,8 @@ the suite Convert, `make interop-peers` the suite Peers, on files that DeepSpeed
       build/release/tools/tessera/tessera Convert
 """
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -20,6 +22,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -235,6 +238,35 @@ class Convert(Base):
         self.assert_close(self.go_on(self.path / "both", 2, 3), expected)
         self.convert(self.path / "model.pt", self.path / "two", "--optimizer-file", self.path / "optimizer.pt", "--extra", '{"epoch": 5}')
         self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "both", self.path / "two"))
+
+    def test_files_of_lightning(self):
+        model, optimizer = self.train()
+        file = {"epoch": 5, "global_step": 2**40, "pytorch-lightning_version": "2.6", "state_dict": model.state_dict(), "best": math.inf,
+                "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [{"last_epoch": 5}], "loops": {"fit_loop": {}}}
+        torch.save(file, self.path / "last.ckpt")
+        expected = steps(model, optimizer, 3)
+        errors = io.StringIO()
+        with contextlib.redirect_stderr(errors):
+            self.convert(self.path / "last.ckpt", self.path / "ours")
+        self.assertIn("left out, beside the model, its optimizer, and numbers and texts: best, lr_schedulers, loops", errors.getvalue())
+        self.assert_close(self.go_on(self.path / "ours", 2, 3), expected)
+        torch.save({**file, "optimizer_states": [optimizer.state_dict()] * 2}, self.path / "two.ckpt")
+        told = self.convert(self.path / "two.ckpt", self.path / "two", code=1)
+        self.assertIn("optimizer_states/0, optimizer_states/1 may each be the optimizer", told)
+        self.convert(self.path / "two.ckpt", self.path / "two", "--optimizer", "optimizer_states/1")
+        self.run_words(COMMAND, "verify", self.path / "two")
+        torch.save({**file, "global_step": 2**70}, self.path / "large.ckpt")
+        self.assertIn("extra/global_step is 1180591620717411303424, which has more than 64 bits",
+                      self.convert(self.path / "large.ckpt", self.path / "large", code=1))
+
+    def test_a_transposed_view_is_no_tied_weight(self):
+        weight = torch.arange(9.0).view(3, 3)
+        torch.save({"a": weight, "b": weight.t(), "c": weight}, self.path / "model.pt")
+        self.convert(self.path / "model.pt", self.path / "ours")
+        told = json.loads(self.run_words(COMMAND, "inspect", self.path / "ours", "--json"))
+        self.assertEqual(sorted(told["tensors"]), ["a", "b"])
+        self.run_words(COMMAND, "consolidate", self.path / "ours", self.path / "ours.safetensors")
+        self.assertTrue(torch.equal(load_file(self.path / "ours.safetensors")["b"], weight.t()))
 
     def test_what_is_converted_later_is_newer_and_numbers_are_as_ours_print_them(self):
         torch.save(make_model().state_dict(), self.path / "model.pt")

@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import math
 import os
 import pathlib
 import re
@@ -88,6 +89,26 @@ def sum_of_manifest(manifest):
     return xxh3(json_text.dumps(fields).encode())
 
 
+def check_values(value, where):
+    """What the manifest's readers would take for something else, or for damage."""
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            check_values(str(key), where)
+            check_values(entry, f"{where}/{key}")
+    elif isinstance(value, (list, tuple)):
+        for i, entry in enumerate(value):
+            check_values(entry, f"{where}/{i}")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConvertError(f"{where} is {value}, which JSON has no number for")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConvertError(f"{where} is {value}, which has more than 64 bits")
+    elif isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConvertError(f"{where} has characters that UTF-8 does not") from None
+
+
 def write(target, checkpoint, progress=lambda name: None):
     """Writes a checkpoint of one rank, in the memory of one tensor. The folder appears when it is complete."""
     target = pathlib.Path(target)
@@ -96,6 +117,8 @@ def write(target, checkpoint, progress=lambda name: None):
     for entry in checkpoint.tensors:
         if entry.dtype not in NAMES:
             raise ConvertError(f"'{entry.name}' has the dtype {entry.dtype}, which safetensors files have no name for")
+    check_values(checkpoint.extra, "extra")
+    check_values(checkpoint.optimizer, "optimizer")
     identity = secrets.token_hex(8)
     partial = target.parent / f".{target.name}.converting-{identity}"
     partial.mkdir(parents=True)

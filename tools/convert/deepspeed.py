@@ -63,6 +63,10 @@ def read_deepspeed(path, options):
 
 def add_optimizer(result, groups, shapes, parts, options):
     if len(groups) != len(shapes):
+        kind = optimizers.kind_of(groups[0], options.optimizer_kind)
+        if any(optimizers.options_to_ours(group, kind) != optimizers.options_to_ours(groups[0], kind) for group in groups):
+            raise ConvertError(f"the optimizer's {len(groups)} groups have options of their own, and which parameters are in which is "
+                               "not in the files: --no-optimizer leaves it out")
         groups = [groups[0]]
         shapes = [{name: shape for group in shapes for name, shape in group.items()}]
     named = [{**group, "params": list(names)} for group, names in zip(groups, shapes)]

@@ -1,6 +1,7 @@
 """Files of torch.save: a model's state dict, or one with an optimizer's beside it. Among them what FairScale's
 consolidated states are saved as."""
 
+import math
 import re
 
 import torch
@@ -34,6 +35,8 @@ def is_optimizer(value):
 
 def at(state, keys, path):
     for key in keys:
+        if isinstance(state, (list, tuple)) and key.isdigit():
+            key, state = int(key), dict(enumerate(state))
         if not isinstance(state, dict) or key not in state:
             raise ConvertError(f"{path}: has no '{'.'.join(keys)}'")
         state = state[key]
@@ -41,10 +44,15 @@ def at(state, keys, path):
 
 
 def the_one(state, fits, what, option, path):
-    found = [name for name, value in state.items() if fits(value)]
+    found = {}
+    for name, value in state.items():
+        if fits(value):
+            found[name] = value
+        elif isinstance(value, (list, tuple)):  # Lightning's "optimizer_states"
+            found.update({f"{name}/{i}": entry for i, entry in enumerate(value) if fits(entry)})
     if len(found) > 1:
         raise ConvertError(f"{path}: {', '.join(found)} may each be the {what}: say with {option}")
-    return state[found[0]] if found else None
+    return next(iter(found.values()), None)
 
 
 def read_torch(path, options):
@@ -65,7 +73,14 @@ def read_torch(path, options):
         optimizer = load(options.optimizer_file, options)
         if not is_optimizer(optimizer):
             raise ConvertError(f"{options.optimizer_file}: is not an optimizer's state dict")
-    extra = {name: value for name, value in state.items() if model is not state and isinstance(value, (bool, int, float, str))}
+    extra, left_out = {}, []
+    for name, value in state.items() if model is not state else ():
+        if isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
+            extra[name] = value
+        elif value is not model and not (is_optimizer(value) or (isinstance(value, (list, tuple)) and any(map(is_optimizer, value)))):
+            left_out.append(str(name))
+    if left_out:
+        options.warn(f"{path}: left out, beside the model, its optimizer, and numbers and texts: {', '.join(left_out)}")
     return from_state_dicts(model, optimizer, extra, options)
 
 
@@ -73,7 +88,8 @@ def from_state_dicts(model, optimizer, extra, options):
     """A model's and an optimizer's state dicts, whose parameters may be numbers or names."""
     by_storage, tensors = {}, []
     for name, tensor in model.items():
-        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+                 tensor.dtype)
         if tensor.numel() and place in by_storage:  # tied
             by_storage[place].aliases.append(name)
             continue
