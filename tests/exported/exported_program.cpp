@@ -3,11 +3,12 @@
 //   exported_program ARCHIVE INPUTS.safetensors RESULTS.safetensors [ranks=N] [steps=K] [classes=A,B] [checkpointed=A]
 //                    [weights=PATH] [stage=S] [forces=INPUT] [eval]
 //
-// INPUTS has "input.<name>" for each input that is a tensor. RESULTS gets, of the first step, "output.<leaf>", "loss"
-// and "grad.<fqn>", and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, the outputs alone. With ranks,
-// all of them get the same batch, so that the results are those of one process. With a stage of ZeRO, 0 to 3, the
-// losses alone, of steps of SGD with a rate of 1e-2. With forces, the loss is that of the gradients of the outputs' sum
-// with regard to the input, beside the outputs'.
+// INPUTS has "input.<name>" for each input that is a tensor, "number.<name>" and "text.<name>" (bytes) for others, and
+// "none.<name>"; elements of structures are "<name>/<key>", "<name>/<index>". RESULTS gets, of the first step,
+// "output.<leaf>", "loss" and "grad.<fqn>", and "loss.<step>" of AdamW's steps with a rate of 1e-3; with `eval`, the
+// outputs alone. With ranks, all of them get the same batch, so that the results are those of one process. With a stage
+// of ZeRO, 0 to 3, the losses alone, of steps of SGD with a rate of 1e-2. With forces, the loss is that of the
+// gradients of the outputs' sum with regard to the input, beside the outputs'.
 
 #include <torch/torch.h>
 
@@ -104,11 +105,46 @@ at::Tensor loss_of(const tessera::ExportedValue& outputs) {
   return loss;
 }
 
+tessera::ExportedValue plain_value(const std::string& kind, const at::Tensor& tensor) {
+  if (kind == "none") return std::nullopt;
+  if (kind == "text") return std::string(tensor.data_ptr<uint8_t>(), tensor.data_ptr<uint8_t>() + tensor.numel());
+  if (tensor.scalar_type() == at::kBool) return tensor.item<bool>();
+  if (tensor.is_floating_point()) return tensor.item<double>();
+  return tensor.item<int64_t>();
+}
+
+// A value, or a structure of them by keys; where keys are digits, a sequence.
+struct Tree {
+  std::optional<tessera::ExportedValue> leaf;
+  std::map<std::string, Tree> children;
+
+  Tree& at(const std::string& path) {
+    const size_t slash = path.find('/');
+    Tree& child = children[path.substr(0, slash)];
+    return slash == std::string::npos ? child : child.at(path.substr(slash + 1));
+  }
+  tessera::ExportedValue value() const {
+    if (leaf) return *leaf;
+    std::vector<tessera::ExportedValue> elements;
+    tessera::ExportedValue::Named named;
+    for (const auto& [key, child] : children) {
+      elements.push_back(child.value());
+      named.emplace_back(key, elements.back());
+    }
+    const bool is_sequence = std::isdigit(static_cast<unsigned char>(children.begin()->first[0])) != 0;
+    return is_sequence ? tessera::ExportedValue(elements) : tessera::ExportedValue::dict(std::move(named));
+  }
+};
+
 tessera::NamedInputs named_inputs(const Tensors& inputs, const std::string& differentiated) {
+  Tree tree;
+  for (const auto& [key, tensor] : inputs) {
+    const std::string kind = key.substr(0, key.find('.')), name = key.substr(kind.size() + 1);
+    tree.at(name).leaf =
+        kind == "input" ? tensor.clone().set_requires_grad(name == differentiated) : plain_value(kind, tensor);
+  }
   tessera::NamedInputs named;
-  for (const auto& [name, tensor] : inputs)
-    if (name.starts_with("input."))
-      named.add(name.substr(6), tensor.clone().set_requires_grad(name.substr(6) == differentiated));
+  for (const auto& [name, input] : tree.children) named.add(name, input.value());
   return named;
 }
 

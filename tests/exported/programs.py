@@ -2,12 +2,15 @@
 `shapes` are dynamic_shapes; without them nothing is dynamic.
 """
 
+import dataclasses
 import math
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
+from torch._higher_order_ops.scan import scan
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -562,12 +565,305 @@ class Tied(nn.Module):
                 torch.median(z, 0).values, z.var(0, unbiased=False), torch.cummax(z, 0).values, z.prod(-1), torch.atan2(z, z + 2))
 
 
+class Operator(nn.Module):
+    """A Fourier neural operator in two dimensions: complex weights on parts of a spectrum that is filled in place."""
+
+    shapes = {"x": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.last = nn.Conv2d(2, 4, 1), nn.Conv2d(4, 1, 1)
+        self.low, self.high = (nn.ParameterList([nn.Parameter(torch.randn(4, 4, 3, 3, dtype=torch.cfloat) * 0.1) for _ in range(2)])
+                               for _ in range(2))
+        self.skip = nn.ModuleList([nn.Conv2d(4, 4, 1) for _ in range(2)])
+
+    def inputs(self):
+        return {"x": torch.randn(2, 2, 8, 12)}
+
+    def forward(self, x):
+        x = self.lift(x)
+        for low, high, skip in zip(self.low, self.high, self.skip):
+            spectrum = torch.fft.rfft2(x)
+            out = torch.zeros_like(spectrum)
+            out[:, :, :3, :3] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :3, :3], low)
+            out[:, :, -3:, :3] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, -3:, :3], high)
+            x = F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + skip(x))
+        return self.last(x)
+
+
+class Mesh(nn.Module):
+    """A mesh of any size: messages by scatter, inputs normalised by sums that forward itself keeps."""
+
+    shapes = {"nodes": {0: torch.export.Dim("node", min=2, max=50)}, "lengths": {0: torch.export.Dim("edge", min=2, max=50)},
+              "edges": {1: torch.export.Dim("edge", min=2, max=50)}}
+
+    def __init__(self):
+        super().__init__()
+
+        def perceptron(into, out):
+            return nn.Sequential(nn.Linear(into, 12), nn.ReLU(), nn.Linear(12, out), nn.LayerNorm(out))
+
+        self.node, self.edge = perceptron(3, 8), perceptron(1, 8)
+        self.messages, self.updates = (nn.ModuleList([perceptron(into, 8) for _ in range(2)]) for into in (24, 16))
+        self.last = nn.Linear(8, 3)
+        for name, value in (("count", torch.tensor(0.0)), ("total", torch.zeros(3)), ("squares", torch.zeros(3))):
+            self.register_buffer(name, value)
+
+    def inputs(self):
+        return {"nodes": torch.randn(7, 3), "lengths": torch.rand(12, 1), "edges": torch.arange(24).view(2, 12) * 5 % 7}
+
+    def forward(self, nodes, lengths, edges):
+        with torch.no_grad():
+            self.count += nodes.shape[0]
+            self.total += nodes.sum(0)
+            self.squares += nodes.pow(2).sum(0)
+        mean = self.total / self.count
+        deviation = (self.squares / self.count - mean**2).clamp(min=1e-4).sqrt()
+        node, edge = self.node((nodes - mean) / deviation), self.edge(lengths)
+        for message, update in zip(self.messages, self.updates):
+            edge = edge + message(torch.cat([edge, node[edges[0]], node[edges[1]]], -1))
+            got = torch.zeros(node.shape[0], 8).scatter_add_(0, edges[1].unsqueeze(-1).expand(-1, 8), edge)
+            node = node + update(torch.cat([node, got], -1))
+        return self.last(node)
+
+
+class Molecule(nn.Module):
+    """An energy of atoms by distances, as SchNet has it; the zoo takes its forces."""
+
+    shapes = {"positions": {0: torch.export.Dim("atom", min=2, max=20)}, "kinds": {0: torch.export.Dim("atom", min=2, max=20)}}
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.last = nn.Embedding(10, 8), nn.Sequential(nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1))
+        self.filters = nn.Sequential(nn.Linear(5, 8), nn.Softplus(), nn.Linear(8, 8))
+        self.register_buffer("centers", torch.linspace(0, 3, 5))
+
+    def inputs(self):
+        return {"positions": torch.randn(5, 3), "kinds": torch.tensor([1, 6, 8, 1, 7])}
+
+    def forward(self, positions, kinds):
+        same = torch.eye(positions.shape[0])
+        distance = ((positions[:, None] - positions[None]).pow(2).sum(-1) + same).sqrt()
+        cut = (0.5 * (torch.cos(distance * math.pi / 5) + 1) * (1 - same)).unsqueeze(-1)
+        weight = self.filters(torch.exp(-(distance.unsqueeze(-1) - self.centers) ** 2)) * cut
+        atoms = self.embed(kinds)
+        return self.last(atoms + torch.einsum("ijk,jk->ik", weight, atoms)).sum()
+
+
+class Structures(nn.Module):
+    """Inputs as simulators give them: dictionaries, lists and dataclasses of tensors, numbers, texts and None."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.extra = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def inputs(self):
+        return {"batch": {"x": torch.randn(3, 4), "extras": [torch.randn(3, 3), torch.randn(3, 3)], "scale": {"by": torch.tensor(2.0)}},
+                "state": State(torch.randn(3, 4), torch.randn(3, 4)), "steps": 3, "dt": 0.25, "act": "tanh", "flipped": True, "mask": None}
+
+    def forward(self, batch, state, steps=1, dt=0.1, act="relu", flipped=False, mask=None):
+        force = self.first(batch["x"]) * batch["scale"]["by"]
+        for extra in batch["extras"]:
+            force = force + self.extra(extra)
+        position, velocity = state.position, state.velocity
+        for _ in range(steps):
+            velocity = velocity + dt * getattr(torch, act)(force - position)
+            position = position + dt * velocity
+        if flipped:
+            position = position.flip(0)
+        return State(position, velocity), {"all": [force, (position, {"steps": steps, "mask": mask})], "batch": batch["x"].shape[0]}
+
+
+@dataclasses.dataclass
+class State:
+    position: torch.Tensor
+    velocity: torch.Tensor
+
+
+torch.export.register_dataclass(State, serialized_type_name="programs.State")
+
+
+class Weather(nn.Module):
+    """Fields on a globe: longitudes wrap around, latitudes weigh, windows are shifted."""
+
+    shapes = {"now": {0: BATCH}, "later": {0: BATCH}}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.back = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ConvTranspose2d(4, 2, 1)
+        self.places = nn.Parameter(torch.zeros(1, 4, 8, 16))
+        self.register_buffer("areas", torch.cos(torch.linspace(-1.5, 1.5, 8)))
+
+    def inputs(self):
+        return {"now": torch.randn(2, 2, 8, 16), "later": torch.randn(2, 2, 8, 16)}
+
+    def forward(self, now, later):
+        x = F.pad(F.pad(now, (1, 1, 0, 0), mode="circular"), (0, 0, 1, 1), mode="replicate")
+        x = torch.roll(F.silu(self.norm(self.conv(x))) + self.places, (2, -3), (-2, -1))
+        x = torch.roll(F.pixel_shuffle(F.pixel_unshuffle(x, 2) * 1.5, 2), (-2, 3), (-2, -1))
+        errors = (now + self.back(x) - later) ** 2 * (self.areas / self.areas.mean()).unsqueeze(-1)
+        return {"loss": errors.mean(), "rmse": errors.detach().mean((0, 2, 3)).sqrt(), "next": now + self.back(x)}
+
+
+class Routed(nn.Module):
+    """Experts: tokens sorted by where they go, weights gathered, a balance that a buffer follows."""
+
+    shapes = {"x": {0: torch.export.Dim("token", min=2, max=32)}}
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.into, self.out = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 8)), nn.Parameter(torch.randn(3, 8, 4))
+        self.register_buffer("load", torch.zeros(3))
+
+    def inputs(self):
+        return {"x": torch.randn(6, 4)}
+
+    def forward(self, x):
+        share = self.gate(x).softmax(-1)
+        weight, expert = share.topk(2, -1)
+        expert, weight = expert.flatten(), (weight / weight.sum(-1, keepdim=True)).flatten()
+        order = expert.argsort(stable=True)
+        count = torch.zeros(3).scatter_add(0, expert, torch.ones_like(expert, dtype=torch.float))
+        self.load.lerp_(count, 0.1)
+        hidden = torch.bmm(x.repeat_interleave(2, 0)[order].unsqueeze(1), self.into[expert[order]]).relu()
+        made = torch.bmm(hidden, self.out[expert[order]]).squeeze(1) * weight[order].unsqueeze(-1)
+        y = torch.zeros_like(x).index_add(0, order // 2, made)
+        return {"loss": y.pow(2).mean() + 0.03 * (count / count.sum() * share.mean(0)).sum(), "y": y, "count": count}
+
+
+class Chosen(nn.Module):
+    """Results whose sizes are in the data, and what comes back to known sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def inputs(self):
+        return {"x": torch.randn(6, 4), "mask": torch.tensor([1, 0, 1, 1, 0, 1]).bool(), "repeats": torch.tensor([1, 2, 0, 3, 1, 1])}
+
+    def forward(self, x, mask, repeats):
+        y = self.fc(x)
+        chosen = y[mask]
+        _, inverse = torch.unique(repeats, return_inverse=True)
+        return (chosen.sum(0), torch.masked_select(y, y > 0).pow(2).sum(), inverse, y[mask.nonzero()[:, 0]].mean(),
+                torch.repeat_interleave(y, repeats, dim=0, output_size=8),
+                torch.zeros(6, 4).masked_scatter(mask.unsqueeze(-1).expand(6, 4), chosen))
+
+
+class FreeSizes(nn.Module):
+    """Sizes that torch.export itself finds to be free, an integer among the inputs, a size that is twice another."""
+
+    half = torch.export.Dim("half", min=2, max=8)
+    shapes = {"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}, "count": torch.export.Dim.DYNAMIC, "y": {0: half},
+              "z": {0: 2 * half}}
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv1d(1, 3, 3, padding=1), nn.AdaptiveAvgPool1d(4), nn.Linear(4, 4)
+
+    def inputs(self):
+        return {"x": torch.randn(3, 10), "count": 5, "y": torch.randn(3, 4), "z": torch.randn(6, 4)}
+
+    def others(self):
+        return {"x": torch.randn(5, 10), "count": 9, "y": torch.randn(4, 4), "z": torch.randn(8, 4)}
+
+    def forward(self, x, count, y, z):
+        h = F.max_pool1d(self.conv(x.unsqueeze(1)), 2)
+        last = h[:, :, -(x.shape[1] // 4):]
+        return (self.pool(h), last, h.reshape(x.shape[0], -1)[:, : 3 * (x.shape[1] // 2)], F.interpolate(h, size=x.shape[1]),
+                self.fc(y).repeat(2, 1) + z, self.fc(z).view(y.shape[0], 2, 4).mean(1) * count / 7, torch.arange(count).sum())
+
+
+class Scans(nn.Module):
+    """A recurrence by scan, backwards in time, and one by associative_scan. The first value of what is carried has to need
+    a gradient: of another torch 2.11 leaves out, in Python, what goes through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.gates, self.first = nn.Linear(4, 4), nn.Linear(4, 8), nn.Parameter(torch.randn(3, 4))
+
+    def inputs(self):
+        return {"x": torch.randn(3, 5, 4)}
+
+    def forward(self, x):
+        last, rows = scan(lambda carried, row: ((carried + self.fc(row)).tanh(), (carried * row).clone()), self.first, x, dim=1, reverse=True)
+        keep, new = self.gates(x).chunk(2, -1)
+        _, states = associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (keep.sigmoid(), new), 1, combine_mode="generic")
+        return last, rows, states
+
+
+class Distributions(nn.Module):
+    """Losses of torch.distributions: mixtures, divergences, entropies."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.centers = nn.Linear(4, 6), nn.Parameter(torch.randn(3, 4))
+
+    def inputs(self):
+        return {"x": torch.randn(5, 4)}
+
+    def forward(self, x):
+        mean, log = self.fc(x).chunk(2, -1)
+        normal = lambda a, b: torch.distributions.Normal(a, b, validate_args=False)  # noqa: E731
+        mine = normal(mean, log.exp())
+        mixed = normal(self.centers, torch.ones_like(self.centers)).log_prob(x.unsqueeze(1)).sum(-1).logsumexp(-1)
+        chosen = torch.distributions.Categorical(logits=mean, validate_args=False)
+        flags = torch.distributions.Bernoulli(logits=log, validate_args=False)
+        apart = torch.distributions.kl_divergence(mine, normal(torch.zeros_like(mean), torch.ones_like(mean)))
+        return {"loss": -mixed.mean() + apart.mean() + mine.log_prob(mean + 0.3 * log.exp()).mean() + chosen.entropy().mean() +
+                flags.log_prob((mean > 0).float()).mean() + mine.cdf(x[:, :3]).mean()}
+
+
+class Factors(nn.Module):
+    """More of linear algebra: factors, solutions, norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 4) + 4 * torch.eye(4))
+
+    def inputs(self):
+        return {"b": torch.randn(3, 4, 1)}
+
+    def forward(self, b):
+        q, r = torch.linalg.qr(self.a)
+        values, vectors = torch.linalg.eigh(self.a @ self.a.t())
+        triangle = torch.linalg.cholesky(self.a @ self.a.t())
+        return (r.abs(), (q @ r), torch.linalg.pinv(self.a[:, :3]), torch.linalg.slogdet(self.a)[1], (vectors * values).abs().sum(),
+                torch.linalg.solve_triangular(r, b.squeeze(-1).t(), upper=True), torch.cholesky_solve(b[0], triangle),
+                torch.linalg.matrix_norm(self.a, ord=2), torch.linalg.cond(self.a), torch.linalg.matrix_power(self.a / 4, 3),
+                torch.cdist(self.a, b[..., 0], p=1.0), torch.linalg.cross(self.a[:, :3], b[0].expand(4, 3)),
+                torch.linalg.lu_factor(self.a)[0], torch.linalg.multi_dot([self.a, self.a, b[0]]), torch.trapezoid(self.a))
+
+
+class Integers(nn.Module):
+    """Inputs of the smaller integers, truth values, half precision; weights that are bytes and their scales."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.fc = nn.Embedding(10, 4), nn.Linear(4, 3)
+        self.register_buffer("bytes", torch.randint(-128, 127, (3, 4), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(3, 1))
+        self.register_buffer("mean", torch.rand(4, dtype=torch.float64))
+
+    def inputs(self):
+        return {"short": torch.tensor([1, 2, 3], dtype=torch.int16), "ids": torch.tensor([3, 4, 5], dtype=torch.int32),
+                "image": torch.randint(0, 255, (3, 4), dtype=torch.uint8), "mask": torch.tensor([True, False, True]),
+                "half": torch.randn(3, 4, dtype=torch.float16)}
+
+    def forward(self, short, ids, image, mask, half):
+        x = self.embed(ids).masked_fill(mask.unsqueeze(-1), 0.5) + (image / 255 - self.mean).float()
+        return (self.fc(x), F.linear(half.float(), self.bytes.float() * self.scales) + self.fc.bias, self.fc.weight.double().sum() * self.mean,
+                torch.bitwise_and(image, 3), short // 2 % 2, mask.logical_not(), image.sum(), F.one_hot(ids.long(), 10))
+
+
 PROGRAMS = {"transformer": Seq2Seq, "cross_attention": CrossAttention, "recurrent": Recurrent, "volumes": Volumes,
             "images": Images, "bags": Bags, "parametrized": Parametrized, "fourier": Fourier,
             "graph_attention": GraphAttention, "flow": Flow, "quantizer": Quantizer, "in_place": InPlace,
             "lengths": Lengths, "losses": Losses, "algebra": Algebra, "norms": Norms, "nested": Nested, "complex": Complex,
             "rays": Rays, "ode": Ode, "hyper": Hyper, "density": FlowOfDensity, "crf": Crf, "speech": Speech, "while": While,
-            "capsules": Capsules, "tied": Tied}
+            "capsules": Capsules, "tied": Tied, "operator": Operator, "mesh": Mesh, "molecule": Molecule, "structures": Structures,
+            "weather": Weather, "routed": Routed, "chosen": Chosen, "free_sizes": FreeSizes, "scans": Scans,
+            "distributions": Distributions, "factors": Factors, "integers": Integers}
 
 
 # ---- what torch.export would change, and is refused for it -------------------------------------------
@@ -615,6 +911,16 @@ def reversed_gradient(x):
     return x * 1
 
 
-REFUSED = {"straight_through": (lambda: WithBackward(Sign.apply), "Sign (torch.autograd.Function)"),
-           "reversed_gradient": (lambda: WithBackward(reversed_gradient), "Tensor.register_hook")}
+def with_hook(register):
+    """Of a module whose parameter has had a hook since before it was exported."""
+    net = WithBackward(torch.tanh)
+    getattr(net.fc.weight, register)(lambda gradient: gradient * 0.5)
+    return net
+
+
+ANOTHER = "the gradient of 'fc.weight' would be another"
+REFUSED = {"straight_through": (lambda: WithBackward(Sign.apply), ANOTHER, "Sign (torch.autograd.Function)"),
+           "reversed_gradient": (lambda: WithBackward(reversed_gradient), ANOTHER, "Tensor.register_hook"),
+           "halved_gradient": (lambda: with_hook("register_hook"), ANOTHER, "Tensor.register_hook (of 'fc.weight')"),
+           "steps_in_backward": (lambda: with_hook("register_post_accumulate_grad_hook"), "the parameter 'fc.weight' has a hook")}
 PROGRAMS["swish"] = lambda: WithBackward(Swish.apply)
