@@ -17,6 +17,7 @@ import copy
 import importlib
 import inspect
 import json
+import logging
 import os
 import sys
 import warnings
@@ -25,6 +26,8 @@ try:
     import torch
 except ModuleNotFoundError as error:
     sys.exit(f"export_model.py: {error}; call it as tools/python.sh tools/export_model.py ..., which has what it needs")
+
+logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns that there is no triton
 
 TASKS = {  # --task: transformers' class, and what it is given
     "causal-lm": ("AutoModelForCausalLM", ("input_ids", "attention_mask", "labels")),

@@ -10,11 +10,13 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 import export_model  # noqa: E402
 
 LENGTH = 64
+disable_progress_bar()  # of files that take no time
 
 
 def prepare(out, text):
