@@ -226,6 +226,28 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       for (const auto& item : before) EXPECT_TRUE(torch::equal(after[item.key()], item.value()));
     });
   }
+  // Averages and the state of their optimizer are not of one point.
+  const TemporaryFolder folder;
+  for (const int stage : {1, 3})
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      auto model = zero(seeded(5, [] { return Bare(); }), options, comm, {.stage = stage});
+      give_gradients(model.named_shards(), 0);
+      model.step();
+      save_checkpoint(folder / "own", model, model.optimizer());
+      {
+        auto averages = dynamic_cast<Averages&>(model.optimizer()).swap_in_averages();
+        const TrainingState state{model, model.optimizer()};
+        auto refused = [](auto act) {
+          expect_contains(error_of<std::invalid_argument>([&] { act(); }), "the averages, of swap_in_averages()");
+        };
+        refused([&] { save_checkpoint(folder / "wrong", model, model.optimizer()); });
+        refused([&] { save_checkpoint_async(folder / "wrong", state).wait(); });
+        refused([&] { load_checkpoint(folder / "own", state); });
+        EXPECT_FALSE(std::filesystem::exists(folder / "wrong"));
+        save_checkpoint(folder / "averages", model);  // to sample from
+      }
+      load_checkpoint(folder / "own", model, model.optimizer());
+    });
   // Also where another one steps for it.
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const bool on_host : {false, true}) {
