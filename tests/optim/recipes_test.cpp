@@ -603,6 +603,24 @@ TEST(Recipes, ArchivesComeBack) {
   EXPECT_EQ(state.step(), 1);
   EXPECT_TRUE(torch::allclose(state.exp_avg_scale(), torch::full({7}, 0.1)));
   EXPECT_EQ(static_cast<AdamW8bitOptions&>(second.param_groups()[0].options()).min_8bit_numel(), 0);
+  // Another's is refused, also where its fields are among this one's.
+  auto refused = [&](auto& optimizer, std::stringstream& archive) {
+    expect_contains(error_of<std::invalid_argument>([&] { torch::load(optimizer, archive); }),
+                    "an archive of another optimizer");
+  };
+  Lion lion({own}), again({own});
+  lion.step();
+  Muon muon({own});
+  muon.step();
+  std::stringstream of_lion, of_muon, of_eight;
+  torch::save(lion, of_lion), torch::save(muon, of_muon), torch::save(first, of_eight);
+  refused(muon, of_lion);
+  refused(lion, of_muon);
+  refused(lion, of_eight);
+  of_lion.seekg(0);
+  torch::load(again, of_lion);
+  EXPECT_TRUE(torch::equal(static_cast<LionParamState&>(*again.state().at(own.unsafeGetTensorImpl())).exp_avg(),
+                           static_cast<LionParamState&>(*lion.state().at(own.unsafeGetTensorImpl())).exp_avg()));
 }
 
 // What a program does to an optimizer while it trains: rates by a scheduler, weights alone decay, another beta from the
