@@ -148,7 +148,7 @@ double median(std::vector<double> values) {
 }
 
 // A line for each layout. False if one of them does not train as one rank does.
-bool report(const char* name, const Make& make, int rounds, bool splits_by_owner) {
+bool report(const char* name, const Make& make, int rounds) {
   struct Column {
     std::vector<double> wall_ms, cpu_ms, products_ms, cpu_ratio, products_ratio;
     double bytes_per_parameter = 0;
@@ -157,7 +157,6 @@ bool report(const char* name, const Make& make, int rounds, bool splits_by_owner
   for (int round = 0; round < rounds; ++round) {
     Figures alone;
     for (const Layout& layout : kLayouts) {
-      if (!splits_by_owner && (layout.stage == 1 || layout.stage == 2)) continue;
       const Figures figures = measure(layout, make);
       if (layout == kLayouts[0]) alone = figures;
       if (!torch::allclose(figures.probe, alone.probe, 1e-4, 1e-4)) {
@@ -241,7 +240,5 @@ int main(int argc, char** argv) {
       "one rank's | state of a rank, bytes a parameter of the model |\n| --- | --- | --- | --- | --- | --- | --- | --- "
       "| --- |\n");
   for (const auto& [name, make] : optimizers)
-    if (std::string(name).find(wanted) != std::string::npos &&
-        !report(name, make, rounds, !std::string_view(name).starts_with("Lbfgs")))
-      return 1;
+    if (std::string(name).find(wanted) != std::string::npos && !report(name, make, rounds)) return 1;
 }

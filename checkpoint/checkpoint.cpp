@@ -20,6 +20,7 @@
 #include "tessera/checkpoint/save_job.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/comm/agreement.h"
+#include "tessera/optim/averages.h"
 #include "tessera/optim/fused_optimizers.h"
 
 namespace tessera {
@@ -34,12 +35,23 @@ struct State {
   torch::optim::Optimizer* optimizer = nullptr;
   std::vector<std::shared_ptr<Stateful>> beside{};
 };
-State state_of(const TrainingState& state) { return {state.model(), state.optimizer(), state.beside()}; }
+// Beside averages an optimizer's state would go on from another point than the one that it belongs to, and what is
+// loaded would go when their scope ends.
+torch::optim::Optimizer* without_averages(torch::optim::Optimizer* optimizer) {
+  if (const auto* averages = dynamic_cast<const Averages*>(optimizer);
+      averages != nullptr && averages->are_swapped_in())
+    throw std::invalid_argument(
+        "the model has the averages, of swap_in_averages(); save and load with the optimizer after the scope");
+  return optimizer;
+}
+State state_of(const TrainingState& state) {
+  return {state.model(), without_averages(state.optimizer()), state.beside()};
+}
 // Of a model that is not in a list: an Ema is then what is saved, its averages.
 State state_of(ModelShards& model, torch::optim::Optimizer* optimizer = nullptr) {
-  if (Ema::of(model) == nullptr) return {model, optimizer};
+  if (Ema::of(model) == nullptr) return {model, without_averages(optimizer)};
   State state = state_of(TrainingState({model}));
-  state.optimizer = optimizer;
+  state.optimizer = without_averages(optimizer);
   return state;
 }
 

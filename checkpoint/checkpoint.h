@@ -28,7 +28,8 @@ namespace tessera {
 //   optimizer   any that optim/optimizer_state.h knows, over the wrapper's parameters; sharded or not
 //   extra       the caller's own, finite numbers, rank 0's is kept: step, position in the data, ...; {} if null
 //
-// Throws CheckpointError for files, std::invalid_argument for arguments, CommError for a broken group.
+// Throws CheckpointError for files, std::invalid_argument for arguments and while averages are swapped in whose Ema, or
+// optimizer, is given; CommError for a broken group.
 
 // Writes a checkpoint and returns when it is complete and on the disk; killed before, the directory is what it was.
 // Buffers are rank 0's. Waits first for an asynchronous save of the same group that is under way, and throws the error

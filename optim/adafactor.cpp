@@ -147,7 +147,7 @@ at::Tensor Adafactor::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Adafactor");
-  require_dense_gradients();
+  require_steppable();
   const auto [parameters, options] = all_parameters();
   const std::vector<bool> used = parts().have_gradients(parameters);
   std::vector<Work> all;

@@ -213,7 +213,7 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "AdamW8bit");
-  require_dense_gradients();
+  require_steppable();
   const auto [parameters, options] = all_parameters();
   const std::vector<bool> used = parts().have_gradients(parameters);
   std::vector<Work> all;

@@ -17,8 +17,10 @@ using torch::optim::AdamWOptions;
 using torch::optim::AdamWParamState;
 using torch::optim::OptimizerParamGroup;
 
-void check_options(const AdamWOptions& options) {
-  if (options.amsgrad()) throw std::invalid_argument("Lamb: amsgrad is true, expected false: LAMB has no such form");
+void check_options(const torch::optim::OptimizerOptions& options) {
+  const auto* own = dynamic_cast<const AdamWOptions*>(&options);
+  if (own == nullptr) throw std::invalid_argument("Lamb: a group has options of another optimizer");
+  if (own->amsgrad()) throw std::invalid_argument("Lamb: amsgrad is true, expected false: LAMB has no such form");
 }
 
 // exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps) + weight_decay * parameter
@@ -55,10 +57,21 @@ Lamb::Lamb(const ModelShards& model, std::vector<OptimizerParamGroup> groups, Ad
   check();
 }
 
-void Lamb::check() const {
+void Lamb::check() {
   parts_.require_known(param_groups(), "Lamb");
-  check_options(static_cast<const AdamWOptions&>(defaults()));
-  for (const auto& group : param_groups()) check_options(static_cast<const AdamWOptions&>(group.options()));
+  check_options(defaults());
+  for (const auto& group : param_groups()) check_options(group.options());
+  checked_groups_ = param_groups().size();
+}
+
+void Lamb::add_param_group(const OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  try {
+    check();
+  } catch (...) {
+    param_groups().pop_back();
+    throw;
+  }
 }
 
 Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)
@@ -67,6 +80,7 @@ Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)
 at::Tensor Lamb::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
+  if (checked_groups_ != param_groups().size()) check();
   // One row for each parameter, with a gradient or not, so that ranks need not agree on that. What is frozen has no
   // norm, and may be of integers.
   std::vector<at::Tensor> parameters, directions;

@@ -28,7 +28,10 @@ class Lamb : public torch::optim::Optimizer {
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
 
-  // Throws CommError, and std::invalid_argument for sparse gradients.
+  // As torch's; throws as construction does, with nothing changed. Collective where a wrapper is given.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group);
+
+  // Throws CommError, and std::invalid_argument for sparse gradients and for groups that construction would refuse.
   at::Tensor step(LossClosure closure = nullptr) override;
   // torch::save and torch::load of this rank's state, in AdamW's format.
   void save(torch::serialize::OutputArchive& archive) const override;
@@ -36,9 +39,10 @@ class Lamb : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  void check() const;
+  void check();
 
   ParameterParts parts_;
+  size_t checked_groups_ = 0;
 };
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "tessera/optim/adam_update.h"
@@ -49,6 +50,8 @@ struct Lbfgs::Run {
   const LossClosure& closure;
   const LbfgsOptions& options;
   const std::vector<at::Tensor> parameters;  // what is not frozen
+  const at::TensorOptions of_vectors;
+  const Owners* owners;
   at::Tensor first_loss{};
   at::Tensor direction{}, gradient{};
   std::vector<at::Tensor> steps{}, changes{};
@@ -63,7 +66,7 @@ struct Lbfgs::Run {
   }
   // A parameter at a time: of those on a disk no more needs to be in memory.
   at::Tensor joined(const std::function<at::Tensor(const at::Tensor&)>& part) const {
-    at::Tensor whole = at::zeros({numel()}, parameters[0].options().requires_grad(false));
+    at::Tensor whole = at::zeros({numel()}, of_vectors);
     int64_t offset = 0;
     for (const at::Tensor& parameter : parameters) {
       if (const at::Tensor values = part(parameter); values.defined())
@@ -89,7 +92,7 @@ struct Lbfgs::Run {
   // Sums over ranks of the first numbers, the largest of the others. `mean`, of the loss, is summed wherever there are
   // ranks, the others where parameters are cut: else all have the same.
   void exchange(std::vector<double>& sums, std::vector<double>& maxima, double* mean) const {
-    Communicator* comm = optimizer.parts().comm();
+    Communicator* comm = owners != nullptr ? owners->comm : optimizer.parts().comm();
     if (comm == nullptr || comm->size() == 1) return;
     std::vector<double> own = sums;
     own.insert(own.end(), maxima.begin(), maxima.end());
@@ -107,7 +110,7 @@ struct Lbfgs::Run {
         value = is_sum ? value + ranks[rank][column] : std::max(value, ranks[rank][column]);
       return value;
     };
-    if (optimizer.parts().are_cut()) {
+    if (owners != nullptr || optimizer.parts().are_cut()) {
       for (size_t i = 0; i < sums.size(); ++i) sums[i] = over_ranks(static_cast<int64_t>(i), true);
       for (size_t i = 0; i < maxima.size(); ++i) maxima[i] = over_ranks(static_cast<int64_t>(sums.size() + i), false);
     }
@@ -124,6 +127,7 @@ struct Lbfgs::Run {
       own.copy_(value);
       offset += numel;
     }
+    if (owners != nullptr) owners->publish();
   }
 
   // The closure at x + t * direction, or where the parameters are, without x.
@@ -306,6 +310,8 @@ struct Lbfgs::Run {
     LbfgsParamState numbers;
     for (const at::Tensor& parameter : parameters)
       if (state_of(parameter).n_iter > numbers.n_iter) numbers = state_of(parameter);
+    size_t count = numbers.steps.size();
+    if (owners != nullptr) agree(numbers, count);
     if (numbers.n_iter == 0) return numbers;
     auto vector = [&](auto field) {
       return joined([&](const at::Tensor& parameter) {
@@ -315,7 +321,6 @@ struct Lbfgs::Run {
     };
     direction = vector([](const LbfgsParamState& state) { return state.direction; });
     previous = vector([](const LbfgsParamState& state) { return state.gradient; });
-    const size_t count = numbers.steps.size();
     for (size_t i = 0; i < count; ++i) {
       steps.push_back(vector([i](const LbfgsParamState& state) { return state.steps[i]; }));
       changes.push_back(vector([i](const LbfgsParamState& state) { return state.changes[i]; }));
@@ -333,6 +338,20 @@ struct Lbfgs::Run {
       }
     }
     return numbers;
+  }
+  // The numbers of whoever owns one that was trained from the first: this rank may own nothing, or what was frozen.
+  void agree(LbfgsParamState& numbers, size_t& count) const {
+    std::vector<double> none, longest{static_cast<double>(numbers.n_iter)};
+    exchange(none, longest, nullptr);
+    constexpr double kLeast = -std::numeric_limits<double>::infinity();
+    std::vector<double> known(3, kLeast);
+    if (static_cast<double>(numbers.n_iter) == longest[0])
+      known = {static_cast<double>(numbers.func_evals), numbers.t, static_cast<double>(count)};
+    exchange(none, known, nullptr);
+    numbers.n_iter = static_cast<int64_t>(longest[0]);
+    numbers.func_evals = static_cast<int64_t>(known[0]);
+    numbers.t = known[1];
+    count = static_cast<size_t>(known[2]);
   }
   // As views of the vectors, in the parameters' shapes.
   void store(int64_t n_iter, int64_t func_evals, double t) const {
@@ -356,20 +375,32 @@ struct Lbfgs::Run {
 };
 
 at::Tensor Lbfgs::step(LossClosure closure) {
+  std::vector<at::Tensor> trained;
+  for (const auto& group : param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.requires_grad()) trained.push_back(parameter);
+  return search(closure, trained, nullptr);
+}
+
+at::Tensor Lbfgs::step_among(const Owners& owners, const LossClosure& closure) {
+  return search(closure, owners.trained, &owners);
+}
+
+at::Tensor Lbfgs::search(const LossClosure& closure, const std::vector<at::Tensor>& trained, const Owners* owners) {
   if (!closure) throw std::invalid_argument("Lbfgs::step(): expected a closure that computes the loss and gradients");
   if (param_groups().size() != 1)
     throw std::invalid_argument(c10::str("Lbfgs: ", param_groups().size(), " groups, expected one"));
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lbfgs");
   const LbfgsOptions& options = options_of(param_groups()[0]);
-  std::vector<at::Tensor> trained;
-  for (const at::Tensor& parameter : param_groups()[0].params())
-    if (parameter.requires_grad()) trained.push_back(parameter);
   if (trained.empty()) return loss_of(closure);
-  Run run{*this, closure, options, std::move(trained)};
-  for (const at::Tensor& parameter : run.parameters)
-    if (parameter.scalar_type() != run.parameters[0].scalar_type() || parameter.device() != run.parameters[0].device())
+  for (const at::Tensor& parameter : trained)
+    if (parameter.scalar_type() != trained[0].scalar_type() || parameter.device() != trained[0].device())
       throw std::invalid_argument("Lbfgs: parameters of several dtypes or devices, expected one");
+  std::vector<at::Tensor> own;
+  for (const at::Tensor& parameter : param_groups()[0].params())
+    if (parameter.requires_grad()) own.push_back(parameter);
+  Run run{*this, closure, options, std::move(own), trained[0].options().requires_grad(false), owners};
   Point now = run.evaluate({}, 0);
   if (now.gradient_max <= options.tolerance_grad()) return run.first_loss;
   const LbfgsParamState numbers = run.load();

@@ -2,6 +2,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -94,7 +95,8 @@ struct LbfgsParamState : ListedState<LbfgsParamState> {
 //     return loss;
 //   });
 //
-// The history takes 2 * history_size times the memory of the parts. Not under OSS, which refuses it.
+// The history takes 2 * history_size times the memory of the parts. OSS<Lbfgs> has that of what a rank owns, and sends
+// all parameters from their owners at each point that the search tries.
 class Lbfgs : public ListedOptimizer<LbfgsOptions, LbfgsParamState, Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
@@ -102,7 +104,17 @@ class Lbfgs : public ListedOptimizer<LbfgsOptions, LbfgsParamState, Sees::kParam
   // closure, for several groups, and for sparse gradients; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
 
+  // Of ranks that each have other parameters, whole: OSS's.
+  struct Owners {
+    Communicator* comm;
+    std::vector<at::Tensor> trained;  // those of all ranks that are not frozen
+    std::function<void()> publish;    // collective: all ranks get the owners' new values
+  };
+  // step() over the parameters of all ranks, of which this one owns param_groups()'. Collective.
+  at::Tensor step_among(const Owners& owners, const LossClosure& closure);
+
  private:
+  at::Tensor search(const LossClosure& closure, const std::vector<at::Tensor>& trained, const Owners* owners);
   struct Point;
   struct Memory;
   struct Run;

@@ -34,7 +34,7 @@ at::Tensor Lion::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Lion");
-  require_dense_gradients();
+  require_steppable();
   for (const auto& group : param_groups()) {
     const LionOptions& options = options_of(group);
     LionBatch in_memory;

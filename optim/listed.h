@@ -3,7 +3,9 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <string>
 #include <type_traits>
+#include <vector>
 
 namespace tessera {
 
@@ -28,12 +30,21 @@ void require_option(bool holds, const char* optimizer, const char* option, doubl
 
 namespace listed {
 
+// Throws std::invalid_argument for an archive of other fields: another optimizer's.
+void require_fields(const std::vector<std::string>& missing, const std::vector<std::string>& unknown);
+
 template <class Listed>
 void read(Listed& fields, torch::serialize::InputArchive& archive) {
+  std::vector<std::string> unknown = archive.keys(), missing;
   fields.visit([&](const char* name, auto& field) {
     c10::IValue value;
-    if (archive.try_read(name, value)) field = value.to<std::decay_t<decltype(field)>>();
+    std::erase(unknown, name);
+    if (archive.try_read(name, value))
+      field = value.to<std::decay_t<decltype(field)>>();
+    else if (!std::is_same_v<std::decay_t<decltype(field)>, at::Tensor>)
+      missing.emplace_back(name);
   });
+  require_fields(missing, unknown);
 }
 
 template <class Listed>

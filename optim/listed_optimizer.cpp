@@ -6,6 +6,12 @@ void require_option(bool holds, const char* optimizer, const char* option, doubl
   if (!holds) throw std::invalid_argument(c10::str(optimizer, ": ", option, " is ", value, ", expected ", expected));
 }
 
+void listed::require_fields(const std::vector<std::string>& missing, const std::vector<std::string>& unknown) {
+  if (missing.empty() && unknown.empty()) return;
+  throw std::invalid_argument(c10::str("an archive of another optimizer: ", missing.empty() ? "it has " : "it lacks ",
+                                       missing.empty() ? unknown[0] : missing[0]));
+}
+
 void require_dense(const at::Tensor& parameter, const char* optimizer) {
   auto require = [&](bool holds, const auto&... problem) {
     if (!holds)

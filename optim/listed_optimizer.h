@@ -49,6 +49,18 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
+  // As torch's, with what construction demands of groups, before anything is changed: it throws alike, and is
+  // collective where a wrapper is given. Groups that come through the base class are looked at by the next step().
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    Optimizer::add_param_group(group);
+    try {
+      check();
+    } catch (...) {
+      param_groups().pop_back();
+      throw;
+    }
+  }
+
   // Of this rank's state: torch::save.
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
@@ -69,9 +81,10 @@ class ListedOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*slot);
   }
   const ParameterParts& parts() const { return parts_; }
-  // Throws std::invalid_argument for a parameter with a gradient that require_dense() refuses; before anything is
-  // changed.
-  void require_dense_gradients() const {
+  // Throws std::invalid_argument for a parameter with a gradient that require_dense() refuses, and for groups that have
+  // come and cannot be meant; before anything is changed.
+  void require_steppable() {
+    if (checked_groups_ != param_groups().size()) check();
     for (const auto& group : param_groups())
       for (const at::Tensor& parameter : group.params())
         if (parameter.grad().defined()) require_dense(parameter, Options::kName);
@@ -97,7 +110,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
     return groups;
   }
   // What ranks agree on comes first: one whose options are wrong leaves the others no exchange to wait in.
-  void check() const {
+  void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();
     for (const auto& group : param_groups()) {
@@ -106,9 +119,11 @@ class ListedOptimizer : public torch::optim::Optimizer {
         throw std::invalid_argument(std::string(Options::kName) + ": a group has options of another optimizer");
       options->check();
     }
+    checked_groups_ = param_groups().size();
   }
 
   ParameterParts parts_;
+  size_t checked_groups_ = 0;
 };
 
 }  // namespace tessera

@@ -230,7 +230,7 @@ at::Tensor Muon::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "Muon");
-  require_dense_gradients();
+  require_steppable();
   std::vector<at::Tensor> candidates;
   std::vector<const MuonOptions*> options;
   const auto all = all_parameters();

@@ -66,14 +66,23 @@ void ParameterParts::require_known(const std::vector<torch::optim::OptimizerPara
   }
 }
 
+// Put among a group's parameters since the groups were looked at.
+const ParameterParts::Known& ParameterParts::known(const at::Tensor& parameter) const {
+  const auto found = known_.find(parameter.unsafeGetTensorImpl());
+  if (found == known_.end())
+    throw std::invalid_argument(c10::str("a parameter of shape ", parameter.sizes(), " on rank ", comm_->rank(),
+                                         " is none of the wrapper's parameters()"));
+  return found->second;
+}
+
 NamedShard ParameterParts::of(const at::Tensor& parameter) const {
-  if (comm_) return known_.at(parameter.unsafeGetTensorImpl()).shard;
+  if (comm_) return known(parameter).shard;
   return {"", {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter};
 }
 
 const std::vector<ParameterParts::Held>& ParameterParts::by_rank(const at::Tensor& parameter) const {
   static const std::vector<Held> none;
-  return comm_ ? known_.at(parameter.unsafeGetTensorImpl()).by_rank : none;
+  return comm_ ? known(parameter).by_rank : none;
 }
 
 std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& parameters) const {

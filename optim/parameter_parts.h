@@ -49,6 +49,8 @@ class ParameterParts {
     NamedShard shard;
     std::vector<Held> by_rank;
   };
+  const Known& known(const at::Tensor& parameter) const;
+
   std::shared_ptr<Communicator> comm_;
   std::unordered_map<const c10::TensorImpl*, Known> known_;
   bool are_cut_ = false;

@@ -24,7 +24,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "ScheduleFreeAdamW");
-  require_dense_gradients();
+  require_steppable();
   for (const auto& group : param_groups()) {
     const ScheduleFreeOptions& options = options_of(group);
     for (const at::Tensor& y : group.params()) {

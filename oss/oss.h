@@ -21,8 +21,8 @@ namespace tessera {
 // all-reduce of the program's own. For an optimizer that works on each element by itself, the
 // parameters are bit for bit those of the unsharded optimizer.
 //
-// `LocalOptimizer` is constructed from groups and its options, as torch's are. LBFGS is refused: its
-// state (history, line search) spans all parameters.
+// `LocalOptimizer` is constructed from groups and its options, as torch's are. torch's LBFGS is refused: its history
+// and line search span all parameters; Lbfgs searches with all ranks together.
 template <class LocalOptimizer>  // not "Optimizer": that name is a base class's, and hides it
 class OSS : public ShardedOptimizer {
  public:

@@ -66,12 +66,15 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       options_(options),
       make_(std::move(make)),
       step_cost_(std::move(step_cost)) {
-  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr ||
-      dynamic_cast<const LbfgsOptions*>(&this->defaults()) != nullptr)
+  if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
     throw std::invalid_argument(
-        "OSS<LBFGS>: LBFGS searches along one direction for all parameters together, so its history and its line "
-        "search cannot be split by parameters; use tessera::Lbfgs with FullyShardedDataParallel or "
-        "DistributedDataParallel");
+        "OSS<torch::optim::LBFGS>: LBFGS searches along one direction for all parameters together, and each rank would "
+        "search along its own; use tessera::Lbfgs");
+  if (dynamic_cast<const LbfgsOptions*>(&this->defaults()) != nullptr &&
+      (options_.broadcast_dtype || options_.offload.params || options_.offload.grads))
+    throw std::invalid_argument(
+        "OSS<Lbfgs> with OssOptions::broadcast_dtype or offload: each point of a line search would be rounded, or "
+        "travel to the host and back; use FullyShardedDataParallel with offload");
   if (options_.broadcast_dtype && !at::isFloatingType(*options_.broadcast_dtype))
     throw std::invalid_argument(std::string("OssOptions::broadcast_dtype is ") +
                                 c10::toString(*options_.broadcast_dtype) + ", expected a floating-point dtype");
@@ -266,12 +269,18 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
                            std::to_string(all_parameters().size()) + " parameters, expected " +
                            std::to_string(partition_.owners.size()) + ": add new ones by add_param_group()");
   at::Tensor loss;
-  if (closure) {
-    at::AutoGradMode recording(true);
-    loss = closure();
-  }
-  require_ready_gradients(all_parameters());
-  for (const auto& buckets : buckets_) buckets->require_unconverted();
+  auto take_gradients = [&] {
+    if (closure) {
+      at::AutoGradMode recording(true);
+      loss = closure();
+    }
+    require_ready_gradients(all_parameters());
+    for (const auto& buckets : buckets_) buckets->require_unconverted();
+    return loss;
+  };
+  if (auto* lbfgs = dynamic_cast<Lbfgs*>(local_.get()))
+    return search(*lbfgs, closure ? LossClosure(take_gradients) : LossClosure());
+  take_gradients();
   copy_options(*local_);
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
@@ -280,6 +289,18 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   }
   if (comm_->size() > 1) publish();
   return loss;
+}
+
+// Owners and others move together, to each point where the loss is asked for.
+at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
+  Lbfgs::Owners owners{comm_.get(), {}, [this] {
+                         if (comm_->size() > 1) publish();
+                       }};
+  for (const at::Tensor& parameter : all_parameters())
+    if (parameter.requires_grad()) owners.trained.push_back(parameter);
+  copy_options(*local_);
+  const Scope lent = lend_state();
+  return lbfgs.step_among(owners, closure);
 }
 
 // As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name. What tells it

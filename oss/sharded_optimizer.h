@@ -22,6 +22,7 @@
 namespace tessera {
 
 class HostStep;
+class Lbfgs;
 
 // How OSS exchanges parameters after a step. The same on all ranks.
 struct OssOptions {
@@ -38,18 +39,17 @@ struct OssOptions {
   OssOffload offload;
 };
 
-// All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over
-// all parameters, with all groups and options, but its step() updates only those that this rank
-// owns; then each rank sends its parameters to all others. state() has what it keeps of those. Everything is used by
-// one thread at a time.
+// All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
+// all groups and options, but its step() updates only those that this rank owns; then each rank sends its parameters to
+// all others. state() has what it keeps of those. Everything is used by one thread at a time.
 class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards, public Averages {
  public:
   ~ShardedOptimizer() override;
 
-  // One step with the gradients that the owners have, then the exchange of parameters. Collective.
-  // `closure`, if any, computes the gradients again, once, and its loss is returned. Options of the
-  // groups (learning rates) are those of param_groups() now. Throws std::logic_error, before
-  // anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
+  // One step with the gradients that the owners have, then the exchange of parameters. Collective. `closure`, if any,
+  // computes the gradients again, once, and its loss is returned; Lbfgs calls it at each point of a search, when all
+  // ranks are there. Options of the groups (learning rates) are those of param_groups() now. Throws std::logic_error,
+  // before anything is changed, where the gradients cannot be meant for a step (made under no_sync() alone, or by a
   // backward that failed), while averages are swapped in and, in a world above 1, for a parameter that was converted
   // since it came; CommError.
   at::Tensor step(LossClosure closure = nullptr) override;
@@ -130,6 +130,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;
   Scope lend_state();
+  at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
   void publish();
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;

@@ -70,7 +70,7 @@ AdamW8bit optimizer_of(const AdamW8bitOptions&);
 Lion optimizer_of(const LionOptions&);
 Adafactor optimizer_of(const AdafactorOptions&);
 ScheduleFreeAdamW optimizer_of(const ScheduleFreeOptions&);
-Lbfgs optimizer_of(const LbfgsOptions&);  // in stages 0 and 3
+Lbfgs optimizer_of(const LbfgsOptions&);
 
 // Throws std::invalid_argument for torch's own L-BFGS.
 template <class Optimizer>
@@ -78,7 +78,7 @@ void refuse_line_searches_of_one_rank() {
   if constexpr (std::is_base_of_v<torch::optim::LBFGS, Optimizer>)
     throw std::invalid_argument(
         "zero<torch::optim::LBFGS>: its line searches follow this rank's loss, and its inner products this rank's "
-        "part, so ranks go different ways; use tessera::LbfgsOptions, in stage 0 or 3");
+        "part, so ranks go different ways; use tessera::LbfgsOptions");
 }
 
 }  // namespace tessera

@@ -1,7 +1,9 @@
 // Frozen weights in 4 and 8 bit with adapters beside them: what they are, and the same sharded as not.
 #include <array>
+#include <optional>
 #include <sstream>
 
+#include "tests/support/matrix.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
@@ -345,6 +347,109 @@ TEST(QuantizedSharding, ChecksPointsGoOnAtAnyWorldSize) {
     for (const auto& entry : reference->named_parameters())
       EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-5, 1e-6)) << entry.key();
   });
+}
+
+// What is computed in, where shards lie, how many copies of the model there are, and whether anybody has had it whole:
+// 4 ranks begin, 3 go on. One process has masters in fp32 and, in mixed precision, a copy that computes in bf16.
+enum class Place { kDevice, kHost, kDisk };
+struct Cell {
+  bool mixed;
+  Place place;
+  int copies;
+  bool is_deferred;
+};
+
+Net net_of_cells() {
+  Net net;
+  quantize_linears(*net, {.lora = {.rank = 3}});
+  return net;
+}
+template <class Model>
+at::Tensor loss_in_fp32(Model& model, int step, int part, at::ScalarType dtype = at::kFloat) {
+  const at::Tensor x = seeded(100 * step + part, [] { return torch::randn({4, 8}); });
+  return (call(model, x.to(dtype)).to(at::kFloat) - x).square().mean();
+}
+
+constexpr int kParts = 12, kSteps = 4;
+Net cell_alone(bool mixed, const torch::optim::SGDOptions& options) {
+  Net masters = seeded(9, net_of_cells), computing = seeded(9, net_of_cells);
+  std::vector<at::Tensor> own, copies;
+  for (size_t i = 0; i < masters->parameters().size(); ++i) {
+    if (!at::isFloatingType(masters->parameters()[i].scalar_type())) continue;
+    own.push_back(masters->parameters()[i]);
+    copies.push_back(computing->parameters()[i]);
+    if (mixed) copies.back().set_data(copies.back().detach().to(at::kBFloat16));
+  }
+  torch::optim::SGD optimizer(own, options);
+  for (int step = 0; step < kSteps; ++step) {
+    for (size_t i = 0; i < own.size(); ++i) {
+      const at::NoGradGuard no_grad;
+      copies[i].copy_(own[i]);
+      own[i].mutable_grad() = own[i].requires_grad() ? torch::zeros_like(own[i]).detach() : at::Tensor();
+    }
+    for (int part = 0; part < kParts; ++part) {
+      computing->zero_grad();
+      loss_in_fp32(computing, step, part, mixed ? at::kBFloat16 : at::kFloat).backward();
+      for (size_t i = 0; i < own.size(); ++i)
+        if (own[i].requires_grad()) own[i].grad().add_(copies[i].grad().to(at::kFloat), 1.0 / kParts);
+    }
+    optimizer.step();
+  }
+  return masters;
+}
+
+TEST(QuantizedSharding, TrainsInEveryCombination) {
+  const auto sgd = torch::optim::SGDOptions(0.2).momentum(0.9);
+  std::vector<Cell> cells;
+  for (const bool mixed : {false, true})
+    for (const Place place : {Place::kDevice, Place::kHost, Place::kDisk})
+      for (const int copies : {0, 2})
+        for (const bool is_deferred : {false, true})
+          if (has_full_matrix() || ((copies == 2) == (mixed == (place == Place::kDisk)) &&
+                                    is_deferred == (mixed != (place == Place::kHost))))
+            cells.push_back({mixed, place, copies, is_deferred});
+  for (const bool mixed : {false, true}) {
+    const Net expected = cell_alone(mixed, sgd);
+    for (const Cell& cell : cells) {
+      if (cell.mixed != mixed) continue;
+      const TemporaryFolder disk, folder;
+      auto train = [&](int world, int copies, int first, int last) {
+        on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+          FsdpOptions options = fsdp_options(copies);
+          if (mixed) options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+          if (cell.place != Place::kDevice) options.offload = {.params = true, .grads = true};
+          if (cell.place == Place::kDisk) options.offload.directory = disk.path().string();
+          Net net = seeded(9, [&] { return cell.is_deferred ? deferred(net_of_cells) : net_of_cells(); });
+          FullyShardedDataParallel fsdp(net, comm, options);
+          torch::optim::SGD optimizer(fsdp.parameters(), sgd);
+          if (first > 0) load_checkpoint(folder / "half", fsdp, optimizer);
+          fsdp.set_gradient_divide_factor(kParts);
+          for (int step = first; step < last; ++step) {
+            fsdp.zero_grad();
+            for (int i = 0; i < kParts / world; ++i) {
+              std::optional<Scope> adds_up;
+              if (i + 1 < kParts / world) adds_up.emplace(fsdp.no_sync());
+              loss_in_fp32(fsdp, step, comm->rank() * kParts / world + i).backward();
+            }
+            optimizer.step();
+          }
+          if (last < kSteps) return save_checkpoint(folder / "half", fsdp, optimizer);
+          const auto state = fsdp.full_state_dict();
+          // A master that rounds to the other neighbour in bf16 moves what comes of it.
+          for (const auto& entry : expected->named_parameters())
+            EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-5, mixed ? 2e-3 : 1e-5))
+                << "mixed " << mixed << " place " << static_cast<int>(cell.place) << " copies " << cell.copies
+                << " deferred " << cell.is_deferred << " " << entry.key() << " "
+                << (state[entry.key()].to(at::kFloat) - entry.value().detach().to(at::kFloat))
+                       .abs()
+                       .max()
+                       .item<float>();
+        });
+      };
+      train(4, cell.copies, 0, kSteps / 2);
+      train(3, 0, kSteps / 2, kSteps);
+    }
+  }
 }
 
 // A unit for each of the 32 layers of Llama 2 7B: docs/optimizers.md has these figures.

@@ -24,7 +24,7 @@ enum class Extra { kNone, kAccumulation, kOffload, kDisk };
 
 // By turns: a stage each, with what else a loop may do.
 template <class Optimizer, class Options>
-void expect_adapters_train(const Options& options, double tolerance, bool splits_by_owner = true) {
+void expect_adapters_train(const Options& options, double tolerance) {
   const TemporaryFolder disk;
   struct Turn {
     int world, stage;
@@ -32,7 +32,6 @@ void expect_adapters_train(const Options& options, double tolerance, bool splits
   };
   for (const Turn& turn : {Turn{2, 0}, Turn{3, 1}, Turn{2, 2, Extra::kAccumulation}, Turn{1, 3},
                            Turn{3, 3, Extra::kAccumulation}, Turn{2, 3, Extra::kOffload}, Turn{2, 3, Extra::kDisk}}) {
-    if (!splits_by_owner && (turn.stage == 1 || turn.stage == 2)) continue;
     const int micros = turn.extra == Extra::kAccumulation ? 2 : 1;
     on_ranks(turn.world, [&](std::shared_ptr<Communicator> comm) {
       auto reference = quantized_model();
@@ -88,7 +87,7 @@ TEST(FrozenBase, IsLeftOutByOptimizersOfWholeParameters) {
   expect_adapters_train<Lamb>(torch::optim::AdamWOptions(1e-2).weight_decay(0.1), 1e-4);
   expect_adapters_train<Muon>(MuonOptions(1e-2).bfloat16(false), 1e-4);
   expect_adapters_train<Adafactor>(AdafactorOptions(1e-2), 1e-4);
-  expect_adapters_train<Lbfgs>(LbfgsOptions(1).max_iter(3).strong_wolfe(true), 1e-3, /*splits_by_owner=*/false);
+  expect_adapters_train<Lbfgs>(LbfgsOptions(1).max_iter(3).strong_wolfe(true), 1e-3);
 }
 
 TEST(FrozenBase, IsLeftOutByOthers) {

@@ -50,7 +50,7 @@ std::map<std::string, at::Tensor> reference(int world, const Rule& rule, int ste
 }
 
 template <class Wrapped>
-void train(Wrapped& wrapped, Lbfgs& optimizer, int steps) {
+void train(Wrapped& wrapped, torch::optim::Optimizer& optimizer, int steps) {
   for (int step = 0; step < steps; ++step)
     optimizer.step([&] {
       wrapped.zero_grad();
@@ -86,6 +86,13 @@ TEST(Lbfgs, IsTorchsOnShardsAndOnCopies) {
         Lbfgs copied(ddp, options_of(rule));
         train(ddp, copied, 4);
         expect_near(ddp, expected, where + " DDP");
+        auto net = model();
+        OSS<Lbfgs> owned(net->parameters(), options_of(rule), comm);
+        ShardedDataParallel sdp(net, owned, comm);
+        train(sdp, owned, 4);
+        expect_near(sdp, expected, where + " OSS and SDP");
+        for (const at::Tensor& parameter : net->parameters())
+          EXPECT_EQ(owned.state().count(parameter.unsafeGetTensorImpl()) > 0, owned.owns(parameter)) << where;
       });
     }
   }
@@ -98,44 +105,56 @@ TEST(Lbfgs, IsTorchsOnShardsAndOnCopies) {
   });
 }
 
-// The batch must be the same, so each world computes that of 2 ranks.
-TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSize) {
+// The batch must be the same, so each world computes that of 2 ranks. A parameter is frozen in the first step: its
+// owner, and a rank that owns nothing, hear from the others how long the search has gone on.
+TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSizeInAnyStage) {
   const TemporaryFolder folder;
   const Rule rule = kRules[1];
   auto net_loss = [](auto& net) { return (loss_of_part(net, 0) + loss_of_part(net, 1)) / 2; };
-  auto steps = [&](int world, int count, const std::string& load, const std::string& save) {
+  auto steps = [&](int world, int stage, int first, int last, const std::string& load, const std::string& save) {
     std::map<std::string, at::Tensor> result;
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-      FullyShardedDataParallel fsdp(model(), comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
-      Lbfgs optimizer(fsdp, options_of(rule));
-      if (!load.empty()) load_checkpoint(folder / load, fsdp, optimizer);
-      for (int step = 0; step < count; ++step)
-        optimizer.step([&] {
-          fsdp.zero_grad();
-          at::Tensor loss = net_loss(fsdp);
+      ZeroOptions options{.stage = stage};
+      options.fsdp.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+      auto net = model();
+      auto wrapped = zero(net, options_of(rule), comm, options);
+      if (!load.empty()) load_checkpoint(folder / load, wrapped, wrapped.optimizer());
+      for (int step = first; step < last; ++step) {
+        net->parameters()[0].set_requires_grad(step > 0);
+        wrapped.parameters()[0].set_requires_grad(step > 0);
+        wrapped.step([&] {
+          wrapped.zero_grad();
+          at::Tensor loss = net_loss(wrapped);
           loss.backward();
           return loss;
         });
-      if (!save.empty()) save_checkpoint(folder / save, fsdp, optimizer);
-      auto state = fsdp.full_state_dict();
+      }
+      if (!save.empty()) save_checkpoint(folder / save, wrapped, wrapped.optimizer());
+      auto state = wrapped.full_state_dict();
       if (comm->rank() == 0)
         for (const auto& item : state) result[item.key()] = item.value();
     });
     return result;
   };
-  const auto expected = reference(2, rule, 4);
-  steps(3, 1, "", "a");
-  steps(1, 1, "a", "b");
-  steps(5, 1, "b", "c");
-  for (const auto& [name, value] : steps(2, 1, "c", ""))
-    EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << name;
+  const auto expected = steps(1, 0, 0, 5, "", "");
+  steps(3, 3, 0, 1, "", "a");
+  steps(2, 2, 1, 2, "a", "b");
+  steps(1, 0, 2, 3, "b", "c");
+  steps(5, 1, 3, 4, "c", "d");
+  for (const auto& [name, value] : steps(2, 3, 4, 5, "d", ""))
+    EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7))
+        << name << (value - expected.at(name)).abs().max().item<double>();
+  for (const int stage : {2, 3})
+    for (const auto& [name, value] : steps(5, stage, 0, 5, "", ""))
+      EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << stage << name;
 }
 
 // Through zero(), with gradients of two micro-batches, and parameters that are elsewhere between uses.
 TEST(Lbfgs, StepsThroughZeroWithAccumulationAndOffload) {
   const auto expected = reference(2, kRules[0], 3);
   for (const bool offload : {false, true})
-    for (const int stage : {0, 3}) {
+    for (const int stage : {0, 1, 2, 3}) {
+      if (offload && stage < 3) continue;
       on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
         ZeroOptions options{.stage = stage};
         options.fsdp = {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
@@ -221,9 +240,6 @@ TEST(Lbfgs, TorchsIsRefusedOnShards) {
                         zero<torch::optim::LBFGS>(model(), torch::optim::LBFGSOptions(1), comm, {.stage = stage});
                       }),
                       "LBFGS>: its line searches follow this rank's loss");
-    for (const int stage : {1, 2})
-      expect_contains(error_of<std::invalid_argument>([&] { zero(model(), LbfgsOptions(1), comm, {.stage = stage}); }),
-                      "use tessera::Lbfgs with FullyShardedDataParallel");
   });
 }
 
@@ -234,9 +250,16 @@ TEST(Lbfgs, MistakesAreNamed) {
   expect_contains(error_of<std::invalid_argument>([&] { lbfgs.step([] { return at::Tensor(); }); }), "no loss");
   expect_contains(error_of<std::invalid_argument>([&] { Lbfgs other({weight}, LbfgsOptions(1).history_size(101)); }),
                   "Lbfgs: history_size is 101, expected 1 to 100");
-  run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
-    expect_contains(error_of<std::invalid_argument>([&] { OSS<Lbfgs> oss({weight}, LbfgsOptions(1), comm); }),
-                    "use tessera::Lbfgs with FullyShardedDataParallel");
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    for (const OssOptions& options :
+         {OssOptions{.broadcast_dtype = at::kBFloat16}, OssOptions{.offload = {.params = true}}})
+      expect_contains(
+          error_of<std::invalid_argument>([&] { OSS<Lbfgs> oss({weight}, LbfgsOptions(1), comm, options); }),
+          "OSS<Lbfgs> with OssOptions::broadcast_dtype or offload");
+    auto own = torch::ones({3}).set_requires_grad(true), other = torch::ones({2}, at::kDouble).set_requires_grad(true);
+    OSS<Lbfgs> oss({own, other}, LbfgsOptions(1), comm);
+    expect_contains(error_of<std::invalid_argument>([&] { oss.step(); }), "expected a closure");
+    expect_contains(error_of<std::invalid_argument>([&] { oss.step([&] { return own.sum(); }); }), "several dtypes");
   });
 }
 

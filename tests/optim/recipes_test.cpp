@@ -226,6 +226,28 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       for (const auto& item : before) EXPECT_TRUE(torch::equal(after[item.key()], item.value()));
     });
   }
+  // Averages and the state of their optimizer are not of one point.
+  const TemporaryFolder folder;
+  for (const int stage : {1, 3})
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      auto model = zero(seeded(5, [] { return Bare(); }), options, comm, {.stage = stage});
+      give_gradients(model.named_shards(), 0);
+      model.step();
+      save_checkpoint(folder / "own", model, model.optimizer());
+      {
+        auto averages = dynamic_cast<Averages&>(model.optimizer()).swap_in_averages();
+        const TrainingState state{model, model.optimizer()};
+        auto refused = [](auto act) {
+          expect_contains(error_of<std::invalid_argument>([&] { act(); }), "the averages, of swap_in_averages()");
+        };
+        refused([&] { save_checkpoint(folder / "wrong", model, model.optimizer()); });
+        refused([&] { save_checkpoint_async(folder / "wrong", state).wait(); });
+        refused([&] { load_checkpoint(folder / "own", state); });
+        EXPECT_FALSE(std::filesystem::exists(folder / "wrong"));
+        save_checkpoint(folder / "averages", model);  // to sample from
+      }
+      load_checkpoint(folder / "own", model, model.optimizer());
+    });
   // Also where another one steps for it.
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     for (const bool on_host : {false, true}) {
@@ -330,6 +352,34 @@ TEST(AdamW8bit, KeepsStatesOfTheKindThatTheyAre) {
       for (const auto& item : model.full_state_dict()) got[item.key()] = item.value();
       expect_same(got, expected, 0, "states from elsewhere");
     });
+  }
+}
+
+// A gradient that is no number makes its block one, whoever has the other elements of it.
+TEST(AdamW8bit, ABlockWithoutNumbersIsOneAtEveryWorldSize) {
+  const auto options = AdamW8bitOptions(1e-2).min_8bit_numel(0);
+  for (const double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    std::map<std::string, at::Tensor> expected;
+    for (const int world : {1, 2, 3, 5}) {
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        auto model = zero(seeded(5, [] { return Bare(); }), options, comm, {.stage = 3});
+        for (int step = 0; step < 3; ++step) {
+          give_gradients(model.named_shards(), step);
+          for (const NamedShard& shard : model.named_shards())
+            if (step == 1 && shard.tensor.grad().defined())
+              for (int64_t i = 5; i < shard.held.end; i += 401)
+                if (i >= shard.held.begin) shard.tensor.grad().view({-1})[i - shard.held.begin].fill_(bad);
+          model.step();
+        }
+        std::map<std::string, at::Tensor> got;
+        for (const auto& item : model.full_state_dict()) got[item.key()] = item.value();
+        if (world == 1) return static_cast<void>(expected = got);
+        for (const auto& [name, value] : expected)
+          EXPECT_TRUE(torch::allclose(got.at(name), value, 0, 0, /*equal_nan=*/true)) << world << name;
+      });
+    }
+    EXPECT_TRUE(expected.at("b.large").isnan().any().item<bool>());
+    EXPECT_FALSE(expected.at("b.large").isnan().all().item<bool>());
   }
 }
 
@@ -553,6 +603,156 @@ TEST(Recipes, ArchivesComeBack) {
   EXPECT_EQ(state.step(), 1);
   EXPECT_TRUE(torch::allclose(state.exp_avg_scale(), torch::full({7}, 0.1)));
   EXPECT_EQ(static_cast<AdamW8bitOptions&>(second.param_groups()[0].options()).min_8bit_numel(), 0);
+  // Another's is refused, also where its fields are among this one's.
+  auto refused = [&](auto& optimizer, std::stringstream& archive) {
+    expect_contains(error_of<std::invalid_argument>([&] { torch::load(optimizer, archive); }),
+                    "an archive of another optimizer");
+  };
+  Lion lion({own}), again({own});
+  lion.step();
+  Muon muon({own});
+  muon.step();
+  std::stringstream of_lion, of_muon, of_eight;
+  torch::save(lion, of_lion), torch::save(muon, of_muon), torch::save(first, of_eight);
+  refused(muon, of_lion);
+  refused(lion, of_muon);
+  refused(lion, of_eight);
+  of_lion.seekg(0);
+  torch::load(again, of_lion);
+  EXPECT_TRUE(torch::equal(static_cast<LionParamState&>(*again.state().at(own.unsafeGetTensorImpl())).exp_avg(),
+                           static_cast<LionParamState&>(*lion.state().at(own.unsafeGetTensorImpl())).exp_avg()));
+}
+
+// What a program does to an optimizer while it trains: rates by a scheduler, weights alone decay, another beta from the
+// third step on, and parameters that come later, through the base class that zero() shows.
+template <class Optimizer, class Options>
+void expect_follows_its_program(const Options& options, double tolerance) {
+  constexpr int kSteps = 5;
+  auto is_late = [](const std::string& name) { return name.starts_with("b."); };
+  auto group_of = [&](const ZeroOptions::Parameters& parameters, bool late, bool weights) {
+    std::vector<at::Tensor> chosen;
+    for (const auto& item : parameters)
+      if (is_late(item.key()) == late &&
+          (item.key() == "a.bias" || item.key() == "a.scalar" || item.key() == "b.one") != weights)
+        chosen.push_back(item.value());
+    auto own = std::make_unique<Options>(options);
+    write_options(*own, {{"weight_decay", weights ? 0.1 : 0.0}});
+    static_cast<torch::optim::OptimizerOptions&>(*own).set_lr(options.lr() * (weights ? 1 : 0.5));
+    return torch::optim::OptimizerParamGroup(chosen, std::move(own));
+  };
+  auto run = [&](torch::optim::Optimizer& optimizer, const ZeroOptions::Parameters& parameters, auto step) {
+    for (int i = 0; i < kSteps; ++i) {
+      if (i == 2) {
+        optimizer.add_param_group(group_of(parameters, true, true));
+        optimizer.add_param_group(group_of(parameters, true, false));
+        for (auto& group : optimizer.param_groups()) write_options(group.options(), {{"beta2", 0.9}});
+      }
+      for (auto& group : optimizer.param_groups()) group.options().set_lr(group.options().get_lr() * 0.8);
+      step(i);
+    }
+  };
+  auto net = seeded(5, [] { return Bare(); });
+  std::vector<NamedShard> whole;
+  for (const auto& item : net->named_parameters())
+    whole.push_back({item.key(),
+                     {},
+                     item.value().sizes().vec(),
+                     item.value().strides().vec(),
+                     {0, item.value().numel()},
+                     item.value()});
+  const auto parameters = net->named_parameters();
+  Optimizer unsharded({group_of(parameters, false, true), group_of(parameters, false, false)}, options);
+  run(unsharded, parameters, [&](int step) { give_gradients(whole, step), unsharded.step(); });
+  std::map<std::string, at::Tensor> expected;
+  for (const auto& item : parameters) expected[item.key()] = item.value().detach();
+  for (const Layout& layout : {Layout{3, 3}, Layout{4, 3, 2}, Layout{2, 0}, Layout{5, 1}, Layout{2, 3, 0, true}}) {
+    std::map<std::string, at::Tensor> got;
+    on_ranks(layout.world, [&](std::shared_ptr<Communicator> comm) {
+      ZeroOptions zero_options{.stage = layout.stage};
+      zero_options.groups = [&](const ZeroOptions::Parameters& named) {
+        std::vector<torch::optim::OptimizerParamGroup> groups;
+        groups.push_back(group_of(named, false, true)), groups.push_back(group_of(named, false, false));
+        return groups;
+      };
+      zero_options.fsdp.hybrid.ranks_per_copy = layout.ranks_per_copy;
+      zero_options.fsdp.offload = {.params = layout.offload, .grads = layout.offload};
+      auto model = zero<Optimizer>(seeded(5, [] { return Bare(); }), options, comm, zero_options);
+      run(model.optimizer(), model.named_parameters(), [&](int step) {
+        give_gradients(model.named_shards(), step);
+        model.step();
+      });
+      auto state = model.full_state_dict();
+      if (comm->rank() == 0)
+        for (const auto& item : state) got[item.key()] = item.value();
+    });
+    expect_same(got, expected, tolerance, name_of(layout));
+  }
+}
+
+TEST(Recipes, FollowWhatAProgramSetsAndAdds) {
+  expect_follows_its_program<AdamW8bit>(AdamW8bitOptions(1e-2).min_8bit_numel(600), 0);
+  expect_follows_its_program<Lion>(LionOptions(1e-2), 0);
+  expect_follows_its_program<ScheduleFreeAdamW>(ScheduleFreeOptions(1e-2), 0);
+  expect_follows_its_program<Muon>(MuonOptions::adamw(1e-2), 1e-6);
+  expect_follows_its_program<AdamW>(torch::optim::AdamWOptions(1e-2), 1e-6);
+  expect_follows_its_program<Lamb>(torch::optim::AdamWOptions(1e-2), 1e-6);
+}
+
+// Groups that come later are what construction demands, or nothing is changed.
+TEST(Recipes, GroupsThatComeLaterAreLookedAt) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
+    const at::Tensor weight = fsdp.parameters()[0];
+    auto refused = [&](auto act, const std::string& expected) {
+      expect_contains(error_of<std::invalid_argument>([&] { act(); }), expected);
+    };
+    auto expect_looked_at = [&](auto& optimizer, auto options) {
+      torch::optim::Optimizer& base = optimizer;
+      const torch::optim::OptimizerParamGroup foreign({torch::ones({3}).set_requires_grad(true)}),
+          of_others({fsdp.parameters()[1]}, std::make_unique<torch::optim::RMSpropOptions>(1e-3)),
+          of_bias({fsdp.parameters()[1]}, std::make_unique<decltype(options)>(options));
+      refused([&] { optimizer.add_param_group(foreign); }, "none of the wrapper's parameters()");
+      refused([&] { optimizer.add_param_group(of_others); }, "a group has options of another optimizer");
+      EXPECT_EQ(optimizer.param_groups().size(), 1);
+      weight.mutable_grad() = torch::ones_like(weight);
+      const at::Tensor before = weight.detach().clone();
+      base.add_param_group(of_others);
+      refused([&] { optimizer.step(); }, "a group has options of another optimizer");
+      base.param_groups().pop_back();
+      base.param_groups()[0].params().push_back(torch::ones({3}).set_requires_grad(true));
+      base.param_groups()[0].params().back().mutable_grad() = torch::ones({3});
+      refused([&] { optimizer.step(); }, "none of the wrapper's parameters()");
+      base.param_groups()[0].params().pop_back();
+      EXPECT_TRUE(torch::equal(weight, before));
+      base.add_param_group(of_bias);
+      optimizer.step();
+      EXPECT_FALSE(torch::equal(weight, before));
+    };
+    auto of_weight = [&](const auto& options) {
+      std::vector<torch::optim::OptimizerParamGroup> groups;
+      groups.emplace_back(std::vector<at::Tensor>{weight}, std::make_unique<std::decay_t<decltype(options)>>(options));
+      return groups;
+    };
+    AdamW8bit eight(fsdp, of_weight(AdamW8bitOptions(1e-2)), AdamW8bitOptions(1e-2));
+    expect_looked_at(eight, AdamW8bitOptions(1e-2));
+    Adafactor adafactor(fsdp, of_weight(AdafactorOptions(1e-1)), AdafactorOptions(1e-1));
+    expect_looked_at(adafactor, AdafactorOptions(1e-2));
+    Lamb lamb(fsdp, of_weight(torch::optim::AdamWOptions(1e-2)));
+    expect_looked_at(lamb, torch::optim::AdamWOptions(1e-2));
+  });
+  // A shard among whole parameters.
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(4, 4), comm);
+    auto weight = torch::ones({3}).set_requires_grad(true);
+    Adafactor adafactor({weight});
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { adafactor.add_param_group(torch::optim::OptimizerParamGroup(fsdp.parameters())); }),
+                    "is a shard of");
+    Lion lion({weight});
+    std::vector<torch::optim::OptimizerParamGroup> wrong;
+    wrong.emplace_back(fsdp.parameters(), std::make_unique<LionOptions>(LionOptions(1e-3).beta1(2)));
+    expect_contains(error_of<std::invalid_argument>([&] { lion.add_param_group(wrong[0]); }), "Lion: beta1 is 2");
+  });
 }
 
 TEST(Recipes, LambsCheckpointsGoOn) {
