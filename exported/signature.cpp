@@ -174,8 +174,9 @@ void InputSignature::read_guards(const json& program, bool may_leave_guards) {
   }
 }
 
-// Elements of *args and **kwargs are inputs of their own: "xs[0]" is "xs_0", and "kwargs['mask']" is "mask".
-std::optional<Guard::Input> InputSignature::input_labelled(const std::string& label) const {
+// Elements of *args and **kwargs are inputs of their own: "xs[0]" is "xs_0", and "kwargs['mask']" is "mask". A strict
+// export counts the leaves: "flat_args[2]".
+std::optional<size_t> InputSignature::leaf_labelled(const std::string& label) const {
   const size_t open = label.find('['), close = label.find(']');
   std::vector<std::string> names{label};
   if (open != std::string::npos && close != std::string::npos && close > open + 1) {
@@ -184,18 +185,24 @@ std::optional<Guard::Input> InputSignature::input_labelled(const std::string& la
                                                                 : label.substr(0, open) + "_" + inside + rest);
   }
   for (const std::string& name : names)
-    for (size_t i = 0; i < leaves_.size(); ++i) {
-      const Leaf& leaf = leaves_[i];
-      if (leaf.name != name) continue;
-      Guard::Input input{i, {}, {}};
-      if (leaf.is_tensor) input.dimensions = static_cast<int64_t>(leaf.sizes.size());
-      if (leaf.constant && leaf.constant->is_bool()) input.constant = leaf.constant->to_bool();
-      if (leaf.constant && leaf.constant->is_int()) input.constant = leaf.constant->to_int();
-      if (leaf.constant && leaf.constant->is_double()) input.constant = leaf.constant->to_double();
-      if (leaf.constant && !input.constant) return std::nullopt;  // None, or a text
-      return input;
-    }
+    for (size_t i = 0; i < leaves_.size(); ++i)
+      if (leaves_[i].name == name) return i;
+  for (size_t i = 0; i < leaves_.size(); ++i)
+    if (label == "flat_args[" + std::to_string(i) + "]") return i;
   return std::nullopt;
+}
+
+std::optional<Guard::Input> InputSignature::input_labelled(const std::string& label) const {
+  const auto i = leaf_labelled(label);
+  if (!i) return std::nullopt;
+  const Leaf& leaf = leaves_[*i];
+  Guard::Input input{*i, {}, {}};
+  if (leaf.is_tensor) input.dimensions = static_cast<int64_t>(leaf.sizes.size());
+  if (leaf.constant && leaf.constant->is_bool()) input.constant = leaf.constant->to_bool();
+  if (leaf.constant && leaf.constant->is_int()) input.constant = leaf.constant->to_int();
+  if (leaf.constant && leaf.constant->is_double()) input.constant = leaf.constant->to_double();
+  if (leaf.constant && !input.constant) return std::nullopt;  // None, or a text
+  return input;
 }
 
 std::vector<std::string> InputSignature::names() const {

@@ -79,6 +79,7 @@ class InputSignature {
   size_t read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
   void read_positions(size_t by_position, const std::vector<std::string>& positional);
   void read_guards(const nlohmann::json& program, bool may_leave_guards);
+  std::optional<size_t> leaf_labelled(const std::string& label) const;
   std::optional<Guard::Input> input_labelled(const std::string& label) const;
   std::vector<ExportedValue> gather(const ExportedInputs& inputs) const;
   size_t parameter_named(const std::string& name) const;
