@@ -533,6 +533,8 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
   std::filesystem::create_directories(folder / "empty");
   std::filesystem::create_directories(folder / "mine");
   std::ofstream(folder / "mine/thesis.txt") << "years of work";
+  std::filesystem::create_directories(folder / "disk/runs");
+  std::filesystem::create_directory_symlink(folder / "disk/runs", folder / "runs");
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
     for (int step : {1, 2, 3}) save_checkpoint(folder / "a/b/", model, {{"step", step}});
@@ -543,6 +545,10 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }),
                     "not a directory");
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
+    // As the system reads it: beside the link's target.
+    save_checkpoint(folder / "runs/../behind", model, {{"step", 7}});
+    EXPECT_EQ(load_checkpoint(folder / "runs/../behind", model)["step"], 7);
+    EXPECT_EQ(load_checkpoint(folder / "disk/behind", model)["step"], 7);
   });
   EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));
   expect_eventually(folder / "a", {"b"});
