@@ -104,7 +104,13 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *state.model.comm();
-  require_agreement(comm, "which checkpoint to load", {"directory " + dir.string()});
+  std::vector<std::string> lines{
+      "directory " + dir.string(),
+      "optimizer " + (state.optimizer == nullptr ? "none" : optimizer_kind(*state.optimizer)),
+      "strict " + std::to_string(options.strict), "convert_dtypes " + std::to_string(options.convert_dtypes),
+      "rng " + std::to_string(options.rng)};
+  for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
+  require_agreement(comm, "which checkpoint to load", lines);
   // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it for
   // all of them: none goes on before all have read.
   std::optional<ReadHold> hold;

@@ -26,7 +26,7 @@ namespace tessera {
 //               see. Its parents are made. A checkpoint that is there is replaced.
 //   model       any wrapper
 //   optimizer   any that optim/optimizer_state.h knows, over the wrapper's parameters; sharded or not
-//   extra       the caller's own, finite numbers, rank 0's is kept: step, position in the data, ...; {} if null
+//   extra       the caller's own, finite numbers, nothing binary, rank 0's is kept: step, position, ...; {} if null
 //
 // Throws CheckpointError for files, std::invalid_argument for arguments and while averages are swapped in whose Ema, or
 // optimizer, is given; CommError for a broken group.

@@ -15,10 +15,21 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// What a local path leads to, absolute, as whoever reads from it finds it: behind a symbolic link ".." is the folder
+// that the link's own target is in, which its text does not tell.
+fs::path where_it_leads(const fs::path& path) {
+  const fs::path whole = fs::absolute(path);
+  if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
+  std::error_code error;
+  const fs::path found = fs::weakly_canonical(whole, error);
+  if (error) throw CheckpointError(path.string() + ": looking at: " + error.message());
+  return found;
+}
+
 // Without a slash at its end, and absolute where it is local.
 fs::path normal(const fs::path& target) {
   if (target.empty()) return target;
-  std::string text = is_remote(target) ? target.native() : fs::absolute(target).lexically_normal().native();
+  std::string text = is_remote(target) ? target.native() : where_it_leads(target).native();
   while (text.size() > 1 && text.ends_with('/') && !text.ends_with("://")) text.pop_back();
   return text;
 }

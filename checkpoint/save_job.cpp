@@ -78,10 +78,11 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
     with_underway(comm, [&](Underway& entry) { removal = entry.removal; });
   }
   settle_before(*comm, failure, removal, dir, job->life_);
-  require_agreement(*comm, "where to save a checkpoint",
-                    {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
-                     "block_bytes " + std::to_string(options.block_bytes),
-                     "copy_in_background " + std::to_string(options.copy_in_background)});
+  require_agreement(
+      *comm, "where to save a checkpoint",
+      {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
+       "block_bytes " + std::to_string(options.block_bytes),
+       "copy_in_background " + std::to_string(options.copy_in_background), "rng " + std::to_string(options.rng)});
   on_all_ranks(*comm, job->what_, [&] { check_options(options); });
   on_all_ranks_slowly(*comm, job->what_, job->life_, [&] {
     if (comm->rank() == 0) job->partial_ = PartialCheckpoint::begin(dir, [&] { job->life_.show(); });

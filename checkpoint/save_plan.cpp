@@ -55,10 +55,16 @@ void check_extra(const nlohmann::json& extra) {
   if (json_depth(extra, kMaxExtraDepth) > kMaxExtraDepth)
     throw std::invalid_argument("`extra` nests deeper than " + std::to_string(kMaxExtraDepth) + " levels");
   const nlohmann::json values = extra.flatten();  // by their places: "/losses/1"
-  for (const auto& [place, value] : values.items())
+  for (const auto& [place, value] : values.items()) {
     if (value.is_number_float() && !std::isfinite(value.get<double>()))
       throw std::invalid_argument("`extra" + place + "` is " + std::to_string(value.get<double>()) +
                                   ", which JSON has no number for");
+    if (value.is_binary())
+      throw std::invalid_argument("`extra" + place +
+                                  "` is binary, which JSON has no form for: it would come back as an object");
+    if (value.is_discarded())
+      throw std::invalid_argument("`extra" + place + "` is no value but what a failed parse gives (is_discarded())");
+  }
   try {
     static_cast<void>(extra.dump());
   } catch (const nlohmann::json::exception& error) {

@@ -16,7 +16,6 @@
 namespace tessera {
 namespace {
 
-constexpr int64_t kWindowBytes = int64_t{8} << 20;     // read at a time
 constexpr int64_t kPageBytes = 4096;                   // the unit of reading where there are no checksums
 constexpr size_t kOpenFiles = 16;                      // kept between reads
 constexpr int64_t kThreadedBytes = int64_t{16} << 20;  // below, one thread is as fast
@@ -37,7 +36,11 @@ void copy_run(const Run& run, const char* data, Range read, char* target, int64_
 }  // namespace
 
 SliceReader::SliceReader(const SavedTensors& saved, Progress progress, int threads)
-    : saved_(saved), progress_(std::move(progress)), threads_(threads), verified_(saved.files.size()) {}
+    : saved_(saved),
+      progress_(std::move(progress)),
+      threads_(threads),
+      window_bytes_(storage_of(saved.directory).reading_bytes()),
+      verified_(saved.files.size()) {}
 
 const InputFile& SliceReader::listed_file(int index) {
   const auto found = files_.find(index);
@@ -76,7 +79,7 @@ void SliceReader::verify(const InputFile& file, const Part& part, Range interval
 std::vector<Range> SliceReader::intervals_of(const std::vector<Run>& runs, int64_t element_bytes,
                                              int64_t slice_bytes) const {
   const int64_t unit = saved_.block_bytes > 0 ? saved_.block_bytes : kPageBytes;
-  const int64_t window = std::max<int64_t>(1, kWindowBytes / unit) * unit;
+  const int64_t window = std::max<int64_t>(1, window_bytes_ / unit) * unit;
   std::vector<Range> intervals;
   for (const Run& run : runs) {
     int64_t begin = run.source * element_bytes / unit * unit;
@@ -96,10 +99,6 @@ std::vector<Range> SliceReader::intervals_of(const std::vector<Run>& runs, int64
 
 void SliceReader::read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer) {
   const auto [begin, end] = part.intervals[index];
-  if (index + 1 < part.intervals.size()) {  // fetched while this one's checksums are taken
-    const Range& next = part.intervals[index + 1];
-    file.start_reading(part.slice.begin + next.begin, next.end - next.begin);
-  }
   const int64_t element_bytes = part.element_bytes;
   auto first = std::partition_point(part.runs.begin(), part.runs.end(), [&, from = begin](const Run& run) {
     return (run.source + run.numel) * element_bytes <= from;
@@ -118,7 +117,7 @@ void SliceReader::read_interval(const InputFile& file, const Part& part, size_t 
 }
 
 void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& parts) {
-  std::vector<std::pair<const Part*, size_t>> intervals;
+  std::vector<Interval> intervals;
   int64_t bytes = 0;
   for (const Part& part : parts)
     for (size_t i = 0; i < part.intervals.size(); ++i) {
@@ -132,28 +131,46 @@ void SliceReader::read_parts(const InputFile& file, const std::vector<Part>& par
     }
     return;
   }
-  // One waits for the disk while another takes checksums. Intervals are apart in the targets.
-  std::atomic<size_t> next = 0;
+  read_on_threads(file, intervals, bytes);
+  if (progress_) progress_(bytes);
+}
+
+// Each its own part of the file, from front to end: where several take turns, the system takes their reads for random
+// ones and does not read ahead. One waits for the disk while another takes checksums. Intervals are apart in the
+// targets.
+void SliceReader::read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes) {
+  std::atomic<bool> failed = false;
   std::mutex mutex;
   std::exception_ptr error;
-  auto work = [&] {
+  auto work = [&](size_t begin, size_t end) {
     std::vector<char> buffer;
     try {
-      for (size_t i; (i = next++) < intervals.size();)
-        read_interval(file, *intervals[i].first, intervals[i].second, buffer);
+      const auto own = file.for_another_thread();
+      for (size_t i = begin; i < end && !failed; ++i)
+        read_interval(own ? *own : file, *intervals[i].first, intervals[i].second, buffer);
     } catch (...) {
-      next = intervals.size();
+      failed = true;
       const std::lock_guard lock(mutex);
       if (!error) error = std::current_exception();
     }
   };
   {
     std::vector<std::jthread> others;
-    for (int i = 1; i < threads_; ++i) others.emplace_back(work);
-    work();
+    size_t begin = 0;
+    int64_t taken = 0;
+    for (int t = 1; t <= threads_; ++t) {
+      size_t end = begin;
+      for (; end < intervals.size() && taken < bytes / threads_ * t; ++end) {
+        const auto [from, to] = intervals[end].first->intervals[intervals[end].second];
+        taken += to - from;
+      }
+      if (t == threads_)
+        work(begin, intervals.size());
+      else
+        others.emplace_back(work, std::exchange(begin, end), end);
+    }
   }
   if (error) std::rethrow_exception(error);
-  if (progress_) progress_(bytes);
 }
 
 void SliceReader::fetch_file(const Place& place, const std::vector<Wanted>& wanted) {

@@ -66,7 +66,9 @@ class SliceReader {
 
   const InputFile& listed_file(int index);
   void fetch_file(const Place& place, const std::vector<Wanted>& wanted);
+  using Interval = std::pair<const Part*, size_t>;  // a part's so-manyth
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
+  void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
   void read_interval(const InputFile& file, const Part& part, size_t index, std::vector<char>& buffer);
   // The bytes of a slice that are read for the runs: whole blocks, at most a window each.
   std::vector<Range> intervals_of(const std::vector<Run>& runs, int64_t element_bytes, int64_t slice_bytes) const;
@@ -75,6 +77,7 @@ class SliceReader {
   const SavedTensors& saved_;
   const Progress progress_;
   const int threads_;
+  const int64_t window_bytes_;  // read at a time
   std::map<Place, std::vector<Wanted>> wanted_;
   std::map<int, std::unique_ptr<InputFile>> files_;  // listed ones that are open
   std::vector<bool> verified_;                       // headers of listed ones

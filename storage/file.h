@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 
 namespace tessera {
@@ -48,8 +49,9 @@ class File {
   void write(const void* data, int64_t bytes, int64_t position) const;
   // Fails if the file ends before.
   void read(void* data, int64_t bytes, int64_t position) const;
-  // Asks the disk to fetch what will be read soon: it works while the caller does something else.
-  void start_reading(int64_t position, int64_t bytes) const;
+  // This very file, for reading, with a descriptor of its own, for which the system reads ahead on its own; nothing if
+  // that cannot be had.
+  std::optional<File> opened_again() const;
   // Asks the disk to begin with what was written there, so that sync() has less left to wait for.
   void start_writing_out(int64_t position, int64_t bytes) const;
   void sync() const;

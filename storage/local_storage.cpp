@@ -17,7 +17,10 @@ class LocalInput : public InputFile {
   explicit LocalInput(File file) : InputFile(file.path()), file_(std::move(file)) {}
   int64_t bytes() const override { return file_.bytes(); }
   void read(void* data, int64_t bytes, int64_t position) const override { file_.read(data, bytes, position); }
-  void start_reading(int64_t position, int64_t bytes) const override { file_.start_reading(position, bytes); }
+  std::unique_ptr<InputFile> for_another_thread() const override {
+    auto again = file_.opened_again();
+    return again ? std::make_unique<LocalInput>(std::move(*again)) : nullptr;
+  }
 
  private:
   const File file_;

@@ -277,6 +277,7 @@ class S3Storage : public Storage {
     for (const auto& name : list(folder, true)) remove(folder / name);
   }
   int reading_threads() const override { return 8; }
+  int64_t reading_bytes() const override { return int64_t{8} << 20; }
 
  private:
   std::vector<std::string> list(const fs::path& folder, bool recursive) const {

@@ -24,8 +24,9 @@ class InputFile {
   virtual int64_t bytes() const = 0;
   // All of it or a failure: one that ends before is one.
   virtual void read(void* data, int64_t bytes, int64_t position) const = 0;
-  // A hint of what will be read soon.
-  virtual void start_reading(int64_t, int64_t) const {}
+  // The same file, for a thread that reads another part of it, if it is read faster that way; null: it may use this
+  // one.
+  virtual std::unique_ptr<InputFile> for_another_thread() const { return nullptr; }
 
  private:
   const std::filesystem::path path_;
@@ -69,6 +70,8 @@ class Storage {
 
   // How many threads read one file the fastest.
   virtual int reading_threads() const = 0;
+  // And how many bytes at a time.
+  virtual int64_t reading_bytes() const { return int64_t{2} << 20; }
 
  protected:
   // Throws.

@@ -360,6 +360,16 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     expect_contains(
         error_of<std::invalid_argument>([&] { auto save = save_checkpoint_async(folder / "a", model, std::nan("")); }),
         "`extra` is nan");
+    // What would come back as something else, or not at all.
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { save_checkpoint(folder / "a", model, {{"key", nlohmann::json::binary({1, 2})}}); }),
+                    "`extra/key` is binary");
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { save_checkpoint(folder / "a", model, nlohmann::json::parse("{", nullptr, false)); }),
+                    "is_discarded()");
+    expect_contains(
+        error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.rng = comm->rank() == 0}); }),
+        "the ranks disagree about where to save");
     expect_contains(
         error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model, {}, {.block_bytes = 3}); }),
         "block_bytes");
@@ -370,6 +380,16 @@ TEST(Checkpoint, MisuseIsAnErrorOnEveryRank) {
     comm->barrier();
     save_checkpoint(folder / "a", model);  // the group is as good as before
     EXPECT_EQ(latest_checkpoint(folder.path()), folder / "a");
+    Adam adam(model.parameters(), AdamOptions(1));
+    save_checkpoint(folder / "a", model, adam);
+    expect_contains(error_of<std::invalid_argument>([&] {
+                      comm->rank() == 0 ? load_checkpoint(folder / "a", model, adam)
+                                        : load_checkpoint(folder / "a", model);
+                    }),
+                    "the ranks disagree about which checkpoint to load");
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { load_checkpoint(folder / "a", model, adam, {.strict = comm->rank() == 0}); }),
+                    "strict");
   });
 }
 
@@ -513,6 +533,8 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
   std::filesystem::create_directories(folder / "empty");
   std::filesystem::create_directories(folder / "mine");
   std::ofstream(folder / "mine/thesis.txt") << "years of work";
+  std::filesystem::create_directories(folder / "disk/runs");
+  std::filesystem::create_directory_symlink(folder / "disk/runs", folder / "runs");
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
     for (int step : {1, 2, 3}) save_checkpoint(folder / "a/b/", model, {{"step", step}});
@@ -523,6 +545,10 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt", model); }),
                     "not a directory");
     expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "mine/thesis.txt/a", model); }), "rank 0");
+    // As the system reads it: beside the link's target.
+    save_checkpoint(folder / "runs/../behind", model, {{"step", 7}});
+    EXPECT_EQ(load_checkpoint(folder / "runs/../behind", model)["step"], 7);
+    EXPECT_EQ(load_checkpoint(folder / "disk/behind", model)["step"], 7);
   });
   EXPECT_TRUE(std::filesystem::exists(folder / "mine/thesis.txt"));
   expect_eventually(folder / "a", {"b"});
