@@ -190,15 +190,14 @@ TEST(Archive, GuardsThatCannotBeReadAreNamed) {
     archive.program["guards_code"] = {guard};
     return archive.error();
   };
-  for (const char* guard :
-       {"L['x'].size()[0] > L['y']['rows'].size()[0]", "not (L['x'].size()[1]**2 < 7 or False)",
-        "1 < L['x'].stride()[0] <= 4 and L['x'].storage_offset() == 0", "min(3, 4.5, 2) // -2 == -1",
-        "round(2.5) == (5 >> 1) - +0 | 0 & 1", "torch.sym_float(3) / 2 != 1",
-        "L['flat_args'][0].size()[0] > L['flat_args'][1].size()[0]"})
+  for (const char* guard : {"L['x'].size()[0] > L['y']['rows'].size()[0]", "not (L['x'].size()[1]**2 < 7 or False)",
+                            "1 < L['x'].stride()[0] <= 4 and L['x'].storage_offset() == 0",
+                            "min(3, 4.5, 2) // -2 == -1", "round(2.5) == (5 >> 1) - +0 | 0 & 1",
+                            "torch.sym_float(3) / 2 != 1", "L['flat_args'][0].size()[0] > L['flat_args'][1].size()[0]"})
     EXPECT_EQ(with(guard), "") << guard;
-  for (const char* guard : {"", "1 +", "(1", "L['z'].size()[0] > 1", "L['x'].size()[2] > 1", "L['x'] > 1",
-                            "L['x'].dtype == 1", "f(1)", "1 if 2 else 3", "L['x", "L['x'].size()[-1] > 0", "min()",
-                            "L['flat_args'][2].size()[0] > 1"})
+  for (const char* guard :
+       {"", "1 +", "(1", "L['z'].size()[0] > 1", "L['x'].size()[2] > 1", "L['x'] > 1", "L['x'].dtype == 1", "f(1)",
+        "1 if 2 else 3", "L['x", "L['x'].size()[-1] > 0", "min()", "L['flat_args'][2].size()[0] > 1"})
     expect_contains(with(guard), "'" + std::string(guard) + "', cannot be read");
 }
 
