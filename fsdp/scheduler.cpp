@@ -101,6 +101,7 @@ Scope Scheduler::begin_forward() {
   recover();
   gradients_.binding().require_nothing_new();
   inspect_all();
+  gradients_.begin_forward();
   resident_.begin_forward();
   if (!trains) return Scope(nullptr);
   return Scope([this, exceptions = std::uncaught_exceptions()] {

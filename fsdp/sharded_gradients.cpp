@@ -130,6 +130,11 @@ void ShardedGradients::show_version(const Unit& unit) {
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
+// Before forward, which may save a parameter before any operator uses it.
+void ShardedGradients::begin_forward() {
+  for (const auto& unit : model_.units()) show_version(*unit);
+}
+
 // Autograd would find that a saved parameter was changed in place; here it is the shards that were.
 void ShardedGradients::require_unchanged(const Unit& unit) const {
   const auto& seen = versions_[unit.index()];

@@ -43,6 +43,7 @@ class ShardedGradients {
   // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
   void inspect(const Unit& unit);
 
+  void begin_forward();
   void begin();
   // Returns whether the unit has all gradients of this pass.
   bool add(size_t parameter, const at::Tensor& gradient, bool reduce);

@@ -274,7 +274,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
       at::AutoGradMode recording(true);
       loss = closure();
     }
-    require_ready_gradients(all_parameters());
+    require_ready_gradients(all_parameters(), /*steps=*/true);
     for (const auto& buckets : buckets_) buckets->require_unconverted();
     return loss;
   };
@@ -359,7 +359,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 }
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
-  require_ready_gradients(all_parameters());
+  require_ready_gradients(all_parameters(), /*steps=*/false);
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> others;  // what other ranks own and this one has, too
   std::unordered_set<const c10::TensorImpl*> seen;

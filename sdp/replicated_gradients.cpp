@@ -64,11 +64,11 @@ void ReplicatedGradients::install() {
       [](size_t, const at::Tensor& gradient) { return gradient; }));
   keeper_.emplace(while_alive(
       self,
-      [](auto& owner) {
+      [](auto& owner, bool steps) {
         owner.require_averages();
-        owner.copies_.step_begins();
+        if (steps) owner.copies_.step_begins();
       },
-      [] {}));
+      [](bool) {}));
   refresh_trainable();
 }
 

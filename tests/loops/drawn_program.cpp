@@ -56,7 +56,7 @@ struct UsersError : std::runtime_error {
   UsersError() : std::runtime_error("the user's own") {}
 };
 
-void expect_users_error(const std::function<void()>& call) {
+void expect_own_error(const std::function<void()>& call) {
   try {
     call();
   } catch (const std::exception& error) {
@@ -368,7 +368,7 @@ class Drawer {
     const int batch = static_cast<int>(pick(12));
     return {"try { loss(" + std::to_string(batch) + ") that throws half way }", [batch](Player& player) {
               player.net().in_forward = [] { throw UsersError(); };
-              expect_users_error([&] { player.run.loss(batch); });
+              expect_own_error([&] { player.run.loss(batch); });
               player.net().in_forward = nullptr;
             }};
   }
@@ -381,7 +381,7 @@ class Drawer {
               player.net().hook = [](const at::Tensor&) -> at::Tensor { throw UsersError(); };
               const at::Tensor loss = player.run.loss(batch);
               player.net().hook = nullptr;
-              expect_users_error([&] { loss.backward(); });
+              expect_own_error([&] { loss.backward(); });
               if (then == 1) player.run.optimizer().zero_grad();
               if (then == 2) player.run.model->zero_grad();
               if (then == 3) player.run.zero_grad();

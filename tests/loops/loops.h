@@ -150,6 +150,11 @@ struct Outcome {
 Outcome outcome_of(const Setup& setup, const Play& play, const Loop& loop, int world, Optim kind,
                    std::chrono::milliseconds timeout = std::chrono::seconds(20));
 
+// Of a loop that has a backward between a step and zero_grad(): refused where a step drops gradients (offload.grads).
+inline Expect where_gradients_stay(const Setup& setup) {
+  return setup.name == "oss_sdp_offload_grads" ? Expect::kRefused : Expect::kEqual;
+}
+
 // The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 

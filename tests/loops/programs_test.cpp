@@ -74,7 +74,7 @@ void train_gan(Trainer& generator, bool freeze) {
 }
 
 TEST_P(Programs, AdversarialPair) {
-  play(GetParam(), {}, [](Trainer& run) { train_gan(run, false); });
+  play(GetParam(), {.expect = where_gradients_stay(GetParam())}, [](Trainer& run) { train_gan(run, false); });
 }
 
 TEST_P(Programs, AdversarialPairThatFreezesTheJudge) {
