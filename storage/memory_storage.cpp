@@ -15,9 +15,10 @@ struct Files {
   std::mutex mutex;
   std::map<std::string, Bytes> by_name;
 };
+// Never destroyed: what removes old checkpoints may still do so when the process ends.
 Files& files() {
-  static Files all;
-  return all;
+  static auto* const all = new Files;
+  return *all;
 }
 
 Bytes find(const fs::path& path) {
