@@ -210,10 +210,10 @@ Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vecto
 
 void Communicator::barrier(std::string_view what) {
   c10::InferenceMode quiet;
+  if (what.empty()) what = "barrier";
   at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
-  all_reduce(arrived, ReduceOp::kMax, what.empty() ? "barrier" : what).wait();
-  if (device_.is_cuda())
-    to_host(arrived, what.empty() ? "barrier" : what);  // the host, too, must not pass before the others arrive
+  all_reduce(arrived, ReduceOp::kMax, what).wait();
+  if (device_.is_cuda()) to_host(arrived, what);  // the host, too, must not pass before the others arrive
 }
 
 void Communicator::settle(std::string_view what) {

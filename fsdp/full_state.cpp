@@ -10,13 +10,16 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   const bool keep = !options.rank0_only || model.mesh().world->rank() == 0;
   std::unordered_set<std::string> sharded;
   auto show = [&](const std::string& name, const at::Tensor& tensor, const std::vector<std::string>& aliases = {}) {
-    if (!keep) return;
-    model.mesh().world->settle("full_state_dict");
-    visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+    if (keep) visit(name, aliases, options.offload_to_cpu ? tensor.cpu() : tensor);
+  };
+  // Before anything that ranks have exchanged is shown.
+  auto settle = [&] {
+    if (keep) model.mesh().world->settle("full_state_dict");
   };
   for (auto& unit : model.units()) {
     for (auto& group : unit->groups()) {
       const at::Tensor full = unit->full_values(*group);
+      settle();
       for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
         const PlannedParameter& parameter = group->flat.parameters()[i];
         sharded.insert(parameter.fqn);
@@ -25,6 +28,7 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
       }
     }
   }
+  settle();
   for (const auto& parameter : model.module()->named_parameters())
     if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // ignored
   for (const auto& buffer : defined_buffers(*model.module())) {

@@ -213,7 +213,7 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
 
 void ShardedGradients::begin() {
   for (const auto& unit : model_.units())
-    if (!versions_[unit->index()]) show_version(*unit);
+    if (!versions_[unit->index()]) show_version(*unit);  // of the others require_unchanged() says more than autograd
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
     // A shard that the user has frozen since the forward gets no gradient, as a leaf would get none.

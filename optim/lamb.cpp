@@ -65,13 +65,7 @@ void Lamb::check() {
 }
 
 void Lamb::add_param_group(const OptimizerParamGroup& group) {
-  Optimizer::add_param_group(group);
-  try {
-    check();
-  } catch (...) {
-    param_groups().pop_back();
-    throw;
-  }
+  add_checked_group(*this, group, [this] { check(); });
 }
 
 Lamb::Lamb(const ModelShards& model, AdamWOptions defaults)

@@ -52,13 +52,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
   // As torch's, with what construction demands of groups, before anything is changed: it throws alike, and is
   // collective where a wrapper is given. Groups that come through the base class are looked at by the next step().
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
-    Optimizer::add_param_group(group);
-    try {
-      check();
-    } catch (...) {
-      param_groups().pop_back();
-      throw;
-    }
+    add_checked_group(*this, group, [this] { check(); });
   }
 
   // Of this rank's state: torch::save.

@@ -59,4 +59,17 @@ class ParameterParts {
 // A dense tensor's elements in the order of memory, [numel], as a view.
 at::Tensor in_memory_order(const at::Tensor& dense);
 
+// The optimizer's add_param_group() as libtorch has it, taken back where `check` throws.
+template <class Check>
+void add_checked_group(torch::optim::Optimizer& optimizer, const torch::optim::OptimizerParamGroup& group,
+                       Check check) {
+  optimizer.add_param_group(group);
+  try {
+    check();
+  } catch (...) {
+    optimizer.param_groups().pop_back();
+    throw;
+  }
+}
+
 }  // namespace tessera

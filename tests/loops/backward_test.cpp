@@ -107,15 +107,19 @@ TEST_P(Backward, StepAfterNoSyncAlone) {
   });
 }
 
+// The loss of a forward before a step.
+at::Tensor outdated_loss(Trainer& run) {
+  run.train(0);
+  run.optimizer().zero_grad();
+  run.loss(1).backward();
+  at::Tensor loss = run.loss(2);
+  run.optimizer().step();
+  return loss;
+}
+
 TEST_P(Backward, StepBetweenForwardAndBackwardWithAdam) {
-  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    at::Tensor loss = run.loss(2);
-    run.optimizer().step();
-    loss.backward();
-  });
+  play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}},
+       [](Trainer& run) { outdated_loss(run).backward(); });
 }
 
 TEST_P(Backward, StepBetweenTheBackwardsOfTwoForwardsWithAdam) {
@@ -131,11 +135,7 @@ TEST_P(Backward, StepBetweenTheBackwardsOfTwoForwardsWithAdam) {
 
 TEST_P(Backward, StepBetweenTwoForwardsBeforeTheFirstOnesBackward) {
   play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    at::Tensor first = run.loss(2);
-    run.optimizer().step();
+    at::Tensor first = outdated_loss(run);
     at::Tensor second = run.loss(3);
     (first + second).backward();
   });
@@ -143,11 +143,7 @@ TEST_P(Backward, StepBetweenTwoForwardsBeforeTheFirstOnesBackward) {
 
 TEST_P(Backward, StepAndALookAtFullParametersBeforeBackward) {
   play(GetParam(), {.expect = Expect::kThrows, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    at::Tensor loss = run.loss(2);
-    run.optimizer().step();
+    at::Tensor loss = outdated_loss(run);
     if (run.fsdp() != nullptr) run.fsdp()->summon_full_params().leave();
     loss.backward();
   });
@@ -156,11 +152,7 @@ TEST_P(Backward, StepAndALookAtFullParametersBeforeBackward) {
 // SGD's loop writes behind autograd's back: the backward of one process uses the new values.
 TEST_P(Backward, StepBetweenForwardAndBackwardWithSgd) {
   play(GetParam(), {.expect = Expect::kEither, .optimizers = {Optim::kSgd}}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    at::Tensor loss = run.loss(2);
-    run.optimizer().step();
+    at::Tensor loss = outdated_loss(run);
     run.optimizer().zero_grad();
     loss.backward();
     run.optimizer().step();
