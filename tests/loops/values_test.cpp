@@ -44,6 +44,25 @@ TEST_P(Values, LoadBetweenSteps) {
   });
 }
 
+TEST_P(Values, LoadBetweenBackwardAndStepWithAValidation) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    for (int step = 1; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      load(run.model);
+      {
+        const torch::NoGradGuard no_grad;
+        run.model->eval();
+        run.note(run.loss(step + 5));
+        run.model->train();
+      }
+      run.optimizer().step();
+    }
+    run.train(3);
+  });
+}
+
 TEST_P(Values, LoadBeforeTheFirstStep) {
   play(GetParam(), {}, [](Trainer& run) {
     load(run.model);

@@ -149,6 +149,47 @@ TEST(Lbfgs, CheckpointsGoOnAtAnyWorldSizeInAnyStage) {
       EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << stage << name;
 }
 
+// A closure that throws in the middle of a search leaves the parameters where the search was, in one process too.
+TEST(Lbfgs, GoesOnAfterAClosureThatThrew) {
+  auto trained = [](int world, int stage) {
+    std::map<std::string, at::Tensor> result;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      ZeroOptions options{.stage = stage};
+      options.fsdp.auto_wrap = wrap_modules<torch::nn::LinearImpl>();
+      auto wrapped = zero(model(), options_of(kRules[0]), comm, options);
+      auto loss = [&] { return (loss_of_part(wrapped, 0) + loss_of_part(wrapped, 1)) / 2; };
+      int calls = 0;
+      auto closure = [&] {
+        wrapped.zero_grad();
+        if (++calls == 10) throw std::runtime_error("the user's own");
+        at::Tensor value = loss();
+        value.backward();
+        return value;
+      };
+      int caught = 0;
+      for (int step = 0; step < 4; ++step) {
+        try {
+          wrapped.step(closure);
+        } catch (const std::exception& error) {
+          expect_contains(error.what(), "the user's own");
+          ++caught;
+        }
+        const torch::NoGradGuard no_grad;
+        EXPECT_TRUE(std::isfinite(loss().template item<double>()));
+      }
+      EXPECT_EQ(caught, 1);
+      auto state = wrapped.full_state_dict();
+      if (comm->rank() == 0)
+        for (const auto& item : state) result[item.key()] = item.value();
+    });
+    return result;
+  };
+  const auto expected = trained(1, 0);
+  for (const int stage : {0, 1, 2, 3})
+    for (const auto& [name, value] : trained(3, stage))
+      EXPECT_TRUE(torch::allclose(value, expected.at(name), 1e-5, 1e-7)) << stage << name;
+}
+
 // Through zero(), with gradients of two micro-batches, and parameters that are elsewhere between uses.
 TEST(Lbfgs, StepsThroughZeroWithAccumulationAndOffload) {
   const auto expected = reference(2, kRules[0], 3);
