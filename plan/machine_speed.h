@@ -36,6 +36,7 @@ struct OperatorSpeed {
   double flop_per_byte = 0;
   SpeedCurve curve;  // of work
 
+  // Where `curve` is to be read for an operator of that many FLOP and bytes.
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
 };
 
