@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 
@@ -307,6 +309,21 @@ std::vector<Optim> optimizers_at(int world, const Play& play) {
   return {Optim::kAdam};
 }
 
+// Drawn by whoever asks first, which is the loop in one process: a rank that draws while another one is in a
+// checkpointed() part changes the generator that they share.
+at::Tensor rows_of_all(int seed) {
+  static std::mutex mutex;
+  static std::map<int, at::Tensor> drawn;
+  std::lock_guard lock(mutex);
+  at::Tensor& all = drawn[seed];
+  if (!all.defined()) {
+    const auto on_host =
+        c10::make_scope_exit([before = std::exchange(rank_device, at::kCPU)] { rank_device = before; });
+    all = seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
+  }
+  return all.clone();
+}
+
 }  // namespace
 
 Mlp::Mlp() {
@@ -338,7 +355,7 @@ Model another_mlp() {
 }
 
 at::Tensor Trainer::rows(int seed) const {
-  const at::Tensor all = seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
+  const at::Tensor all = rows_of_all(seed);
   return (same_data ? all : all.slice(0, kRows * rank / world, kRows * (rank + 1) / world)).to(device);
 }
 
