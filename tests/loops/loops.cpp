@@ -1,12 +1,12 @@
 #include "tests/loops/loops.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <cstdlib>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <map>
-#include <mutex>
 #include <sstream>
 #include <stdexcept>
 
@@ -309,21 +309,6 @@ std::vector<Optim> optimizers_at(int world, const Play& play) {
   return {Optim::kAdam};
 }
 
-// Drawn by whoever asks first, which is the loop in one process: a rank that draws while another one is in a
-// checkpointed() part changes the generator that they share.
-at::Tensor rows_of_all(int seed) {
-  static std::mutex mutex;
-  static std::map<int, at::Tensor> drawn;
-  std::lock_guard lock(mutex);
-  at::Tensor& all = drawn[seed];
-  if (!all.defined()) {
-    const auto on_host =
-        c10::make_scope_exit([before = std::exchange(rank_device, at::kCPU)] { rank_device = before; });
-    all = seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
-  }
-  return all.clone();
-}
-
 }  // namespace
 
 Mlp::Mlp() {
@@ -355,7 +340,9 @@ Model another_mlp() {
 }
 
 at::Tensor Trainer::rows(int seed) const {
-  const at::Tensor all = rows_of_all(seed);
+  // Of a generator of its own: a checkpointed part of another rank, a thread, sets and restores the default one.
+  const at::Tensor all =
+      torch::randn({kRows, kFeatures}, at::detail::createCPUGenerator(static_cast<uint64_t>(100 + seed)), at::kDouble);
   return (same_data ? all : all.slice(0, kRows * rank / world, kRows * (rank + 1) / world)).to(device);
 }
 
