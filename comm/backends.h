@@ -14,7 +14,8 @@ namespace tessera {
 struct GlooOptions {
   std::string address;  // or host name, of this rank's own network interface
   std::chrono::milliseconds timeout;
-  bool peer_memory = true;  // InitOptions::peer_memory
+  bool peer_memory = true;    // InitOptions::peer_memory
+  bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (StallWatch)
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's
@@ -33,6 +34,7 @@ struct NcclOptions {
   bool registered_memory = false;  // see InitOptions
   // How often a rank tells that it lives; one that has not for ten times as long ends the waits of others.
   std::chrono::milliseconds beat_every = std::chrono::seconds(1);
+  bool serves_store = false;  // as above
 };
 
 // The same over NCCL, for tensors on `device`. In a build without TESSERA_CUDA it throws std::invalid_argument.

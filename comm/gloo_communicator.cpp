@@ -13,6 +13,7 @@
 #include <csignal>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <iterator>
 #include <mutex>
@@ -133,9 +134,11 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
                       std::lock_guard lock(mutex_);
                       interrupt_locked();
                     },
-                .why_cut = [this] { return closed_connection(); }}) {}
+                .why_cut = [this] { return closed_connection(); }},
+               {.serves_store = options_.serves_store}) {}
 
   ~GlooCommunicator() override {
+    if (std::uncaught_exceptions() > 0) abort_this(kUnwound);
     pipelines_.stop();
     std::lock_guard lock(mutex_);
     close_locked();
@@ -146,15 +149,13 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   void abort_this(const std::string& reason) noexcept override {
     if (!process_.is_this()) return;
     watch_.publish_failure(reason);
-    {
+    // Where another thread waits, it closes the connections when it wakes up.
+    if (!break_and_interrupt("this rank left the group: " + reason)) {
+      pipelines_.stop();
       std::lock_guard lock(mutex_);
-      if (!broken_) broken_ = "this rank left the group: " + reason;
-      // Where another thread waits, it closes the connections when it wakes up.
-      if (interrupt_locked()) return;
+      close_locked();
     }
-    pipelines_.stop();
-    std::lock_guard lock(mutex_);
-    close_locked();
+    watch_.await_readers();
   }
 
  protected:
@@ -192,6 +193,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   std::optional<MessageFailure> wait_for(const ReductionPipeline& pipeline, PipelineThread::Deadline until);
   std::string closed_connection();
   bool interrupt_locked();
+  bool break_and_interrupt(const std::string& reason);
   void close_locked() noexcept;
   c10::intrusive_ptr<c10d::ProcessGroupGloo> connections();
   bool begin_wait_for(const Message& message);
@@ -490,6 +492,12 @@ bool GlooCommunicator::interrupt_locked() {
   return true;
 }
 
+bool GlooCommunicator::break_and_interrupt(const std::string& reason) {
+  std::lock_guard lock(mutex_);
+  if (!broken_) broken_ = reason;
+  return interrupt_locked();
+}
+
 // Once the pipelines are stopped.
 void GlooCommunicator::close_locked() noexcept {
   // First: the tensors below are then nobody's but ours. Unless a peer has stopped on its way to them: then their
@@ -513,14 +521,12 @@ void GlooCommunicator::close_locked() noexcept {
 
 void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, const std::string& cause) {
   std::string text = c10::str(op.description(), " failed on rank ", rank(), " of ", size());
-  bool is_timeout = false;
   if (const std::string explanation = watch_.explanation(); !explanation.empty()) {
     text += ": " + explanation;
   } else if (cause.find("imed out") != std::string::npos) {
     text += c10::str(": timed out after ", static_cast<double>(timeout().count()) * 1e-3, " s ",
                      peer < 0 ? "with all ranks" : c10::str(is_send ? "sending to" : "waiting for", " rank ", peer));
     if (const std::string others = watch_.who_waits(); !others.empty()) text += "; " + others;
-    is_timeout = true;
   } else if (!cause.empty()) {
     text += ": " + closed_text(peer, cause);
   } else {
@@ -529,14 +535,13 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
   }
   if (const std::string failure = watch_.store_failure(); !failure.empty()) text += "; " + failure;
   watch_.publish_failure(text);
-  // The store goes with rank 0's process: others that wait get the time to read there why.
-  if (is_timeout && rank() == 0) std::this_thread::sleep_for(StallWatch::kLookEvery * 2);
   pipelines_.stop();
   {
     std::lock_guard lock(mutex_);
     if (!broken_) broken_ = "the group is broken since: " + text;
     close_locked();
   }
+  watch_.await_readers();
   throw CommError(text);
 }
 

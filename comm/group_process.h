@@ -22,6 +22,9 @@ class GroupProcess {
   const pid_t pid_;
 };
 
+// Why a group ends that an exception's unwinding destroys: its text is not known there.
+inline constexpr char kUnwound[] = "an exception ended its use of the group";
+
 template <class Group, class... Args>
 std::shared_ptr<Group> make_group(Args&&... args) {
   return std::shared_ptr<Group>(new Group(std::forward<Args>(args)...), [process = GroupProcess()](Group* group) {

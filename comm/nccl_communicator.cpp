@@ -68,7 +68,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
         store_(std::move(store)),
         group_(std::move(group)),
         watch_(c10::make_intrusive<c10d::PrefixStore>("watch", store_), rank, size,
-               {.interrupt = [this] { end("", false); }}, options.beat_every) {
+               {.interrupt = [this] { end("", false); }},
+               {.beat_every = options.beat_every, .serves_store = options.serves_store}) {
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 
@@ -76,7 +77,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   // that the peers count on. Where an exception unwinds, the peers' operations would wait for ones that never come.
   ~NcclCommunicator() override {
     if (std::uncaught_exceptions() > 0) {
-      abort_this("an exception ended its use of the group");
+      abort_this(kUnwound);
     } else {
       wait_for_operations();
     }
@@ -406,7 +407,7 @@ void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   }
   // First, since the process may end by what its own thread then throws; where rank 0's does, the store is gone.
   watch_.publish_failure(reason);
-  if (!is_complete && rank() == 0) std::this_thread::sleep_for(StallWatch::kLookEvery * 2);
+  watch_.await_readers();
   {
     std::lock_guard lock(mutex_);
     is_told_ = is_complete;

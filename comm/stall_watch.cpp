@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <span>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "tessera/async/in_time.h"
+#include "tessera/comm/group_process.h"
 
 namespace tessera {
 namespace {
@@ -27,6 +29,16 @@ constexpr size_t kRecentOperations = 64;
 constexpr int kMostFailures = 4;
 
 const std::string kStarted = "tessera/started";  // what one rank that waits has started; every other one compares
+
+const std::string kNews = "tessera/news";          // there is something to read: failures, or that the store will go
+const std::string kInformed = "tessera/informed";  // how many ranks need the store no more
+
+// Of this process, each one's State: for when it is about to end.
+std::mutex watches_mutex;
+std::vector<std::weak_ptr<void>>& watches() {
+  static auto* const all = new std::vector<std::weak_ptr<void>>;
+  return *all;
+}
 
 std::string failure_key(int64_t number) { return c10::str("tessera/failure/", number); }
 std::string waiting_key(int rank) { return c10::str("tessera/waiting/", rank); }
@@ -60,31 +72,37 @@ void find_absent(c10d::Store& store, std::span<const int> ranks, std::vector<int
 }  // namespace
 
 struct StallWatch::State {
-  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, std::chrono::milliseconds beat)
-      : store(std::move(shared)), rank(own), size(ranks), beat_every(beat), callbacks(std::move(called)) {}
+  State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, Options chosen)
+      : store(std::move(shared)), rank(own), size(ranks), options(chosen), callbacks(std::move(called)) {}
 
   void run();
+  void say_informed();
 
   struct Started {
     uint64_t sequence;
     std::string description;
   };
 
+  const GroupProcess process;
   const c10::intrusive_ptr<c10d::Store> store;
   const int rank;
   const int size;
-  const std::chrono::milliseconds beat_every;  // 0: never
+  const Options options;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable wake;
   bool stops = false, has_ended = false;
   bool waiting = false;
   bool failure_published = false;
+  bool said_informed = false;
   std::string store_failure;
   steady_clock::time_point wait_began;
   std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
   std::string explanation;
+
+  std::mutex awaiting_readers;   // guards the next
+  bool awaited_readers = false;  // who were waited for
 
   std::mutex calling;   // guards what follows
   Callbacks callbacks;  // null once the watch is gone
@@ -93,6 +111,7 @@ struct StallWatch::State {
   void look();  // on behalf of a wait that takes long
   void interrupt(const std::string& reason, bool is_consequence);
   void beat(bool stalled);
+  void ask_for_news();
   std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
   std::string find_cut();
   void end_looks();
@@ -101,15 +120,20 @@ struct StallWatch::State {
   // The thread's own.
   bool said_that_it_waits_ = false;
   std::string shown_;  // by this rank, as kStarted
-  steady_clock::time_point last_beat_;
+  steady_clock::time_point last_beat_, asked_for_news_;
   int64_t beats_of_next_ = -1;
   int missed_ = 0;  // of those
 };
 
-StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks,
-                       std::chrono::milliseconds beat_every)
-    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), beat_every)) {
-  if (size > 1) thread_ = std::thread([state = state_] { state->run(); });
+StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options)
+    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), options)) {
+  if (size == 1) return;
+  {
+    std::lock_guard lock(watches_mutex);
+    std::erase_if(watches(), [](const auto& watch) { return watch.expired(); });
+    watches().emplace_back(state_);
+  }
+  thread_ = std::thread([state = state_] { state->run(); });
 }
 
 StallWatch::~StallWatch() {
@@ -124,6 +148,9 @@ StallWatch::~StallWatch() {
   const bool has_ended = state_->wake.wait_for(lock, kPatience, [&] { return state_->has_ended; });
   lock.unlock();
   has_ended ? thread_.join() : thread_.detach();
+  if (!has_ended) return;
+  await_readers();
+  ask_store([state = state_] { return state->say_informed(), true; });
 }
 
 void StallWatch::started(uint64_t sequence, std::string description) {
@@ -143,19 +170,63 @@ void StallWatch::end_wait() {
   state_->waiting = false;
 }
 
-void StallWatch::publish_failure(const std::string& reason) noexcept {
+void StallWatch::publish_failure(const std::string& reason) noexcept { publish_failure(state_, reason); }
+
+void StallWatch::publish_failure(const std::shared_ptr<State>& state, const std::string& reason) noexcept {
   try {
     {
-      std::lock_guard lock(state_->mutex);
-      if (std::exchange(state_->failure_published, true) || !state_->store_failure.empty()) return;
+      std::lock_guard lock(state->mutex);
+      if (std::exchange(state->failure_published, true) || !state->store_failure.empty()) return;
     }
-    in_time(kPatience, [store = state_->store, text = c10::str("rank ", state_->rank, " failed: ", reason)] {
-      store->set(failure_key(store->add("tessera/failures", 1)), text);
+    in_time(kPatience, [state, text = c10::str("rank ", state->rank, " failed: ", reason)] {
+      c10d::Store& store = *state->store;
+      store.set(failure_key(store.add("tessera/failures", 1)), text);
+      store.set(kNews, "yes");
+      state->say_informed();
       return true;
     });
   } catch (const std::exception&) {
     // The store lives in rank 0's process: where it is gone, so is the group, and every rank's connections close.
   }
+}
+
+void StallWatch::await_readers() noexcept { await_readers(*state_); }
+
+void StallWatch::await_readers(State& state) noexcept {
+  if (!state.options.serves_store || state.size == 1) return;
+  try {
+    std::lock_guard lock(state.awaiting_readers);  // a second caller, too, returns when they have read
+    if (std::exchange(state.awaited_readers, true)) return;
+    in_time(kReaders, [store = state.store, others = state.size - 1, end = steady_clock::now() + kReaders] {
+      for (bool is_told = false; store->add(kInformed, 0) < others && steady_clock::now() < end; is_told = true) {
+        if (!is_told) store->set(kNews, "yes");
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      }
+      return true;
+    });
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is gone, and nobody reads there
+  }
+}
+
+void StallWatch::publish_failure_of_process(const std::string& reason) noexcept {
+  std::vector<std::shared_ptr<State>> states;
+  {
+    std::lock_guard lock(watches_mutex);
+    for (const auto& watch : watches())
+      if (const auto state = std::static_pointer_cast<State>(watch.lock()); state && state->process.is_this())
+        states.push_back(state);
+  }
+  for (const auto& state : states) publish_failure(state, reason);
+  for (const auto& state : states) await_readers(*state);
+}
+
+// The process that has the store counts the others.
+void StallWatch::State::say_informed() {
+  {
+    std::lock_guard lock(mutex);
+    if (std::exchange(said_informed, true) || options.serves_store) return;
+  }
+  store->add(kInformed, 1);
 }
 
 // What the store answers, or nothing.
@@ -189,7 +260,11 @@ std::string StallWatch::explanation() {
     std::lock_guard lock(state_->mutex);
     if (!state_->explanation.empty()) return state_->explanation;
   }
-  const auto found = ask_store([store = state_->store] { return failures(*store); });
+  const auto found = ask_store([state = state_] {
+    std::string texts = failures(*state->store);
+    if (!texts.empty()) state->say_informed();
+    return texts;
+  });
   std::lock_guard lock(state_->mutex);
   if (found && !found->empty()) state_->failure_published = true;
   return found.value_or("");
@@ -252,6 +327,7 @@ std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool&
   }
   std::string found = failures(*store);
   is_consequence = !found.empty();
+  if (is_consequence) say_informed();
   return found.empty() && shown != log ? divergence(own, shown) : found;
 }
 
@@ -290,6 +366,20 @@ void StallWatch::State::interrupt(const std::string& reason, bool is_consequence
   if (callbacks.interrupt) callbacks.interrupt();
 }
 
+// On behalf of a rank that waits for nothing, and may look for the store when it is gone.
+void StallWatch::State::ask_for_news() {
+  if (!store->check({kNews})) return;
+  const std::string found = failures(*store);
+  {
+    std::lock_guard lock(mutex);
+    if (explanation.empty()) explanation = found;
+    failure_published |= !found.empty();
+    if (found.empty() && !options.serves_store)
+      store_failure = "rank 0, whose process has the store, has left the group";
+  }
+  say_informed();
+}
+
 // Beats are counted, not timed: where this rank itself was held up, or the store, nobody is blamed for it.
 void StallWatch::State::beat(bool stalled) {
   const auto now = steady_clock::now();
@@ -299,9 +389,9 @@ void StallWatch::State::beat(bool stalled) {
   if (!stalled) return;
   const int next = (rank + 1) % size;
   const int64_t beats = store->add(beats_key(next), 0);
-  missed_ = std::exchange(beats_of_next_, beats) == beats && since < 3 * beat_every ? missed_ + 1 : 0;
+  missed_ = std::exchange(beats_of_next_, beats) == beats && since < 3 * options.beat_every ? missed_ + 1 : 0;
   if (missed_ < kBeatsMissed) return;
-  const double silent_s = std::chrono::duration<double>(missed_ * beat_every).count();
+  const double silent_s = std::chrono::duration<double>(missed_ * options.beat_every).count();
   interrupt(c10::str("rank ", next, " has given no sign of life for ", silent_s,
                      " s: its process has ended or has stopped, or it has left the group"),
             false);
@@ -317,17 +407,23 @@ void StallWatch::State::run() {
   while (!wake.wait_for(lock, kLookEvery, [&] { return stops; })) {
     const auto now = steady_clock::now();
     const bool stalled = waiting && now - wait_began > kStall;
-    const bool beats = beat_every.count() > 0 && now - last_beat_ >= beat_every;
-    if (!stalled && !said_that_it_waits_ && !beats) continue;
+    const bool beats = options.beat_every.count() > 0 && now - last_beat_ >= options.beat_every;
+    const bool asks = !stalled && !said_informed && store_failure.empty() && now - asked_for_news_ >= kAskForNewsEvery;
+    if (!stalled && !said_that_it_waits_ && !beats && !asks) continue;
+    if (asks) asked_for_news_ = now;
     asks_since = now;
     lock.unlock();
     try {
       if (stalled) look();
       if (!stalled && said_that_it_waits_) end_looks();
+      if (asks) ask_for_news();
       if (beats) beat(stalled);
     } catch (const std::exception& error) {
       // The store does not answer: the next look asks again, and a transport knows whether its process has gone.
-      if (stalled && beat_every.count() > 0) interrupt(lost_store_text(error), false);
+      if (stalled && options.beat_every.count() > 0) interrupt(lost_store_text(error), false);
+      lock.lock();
+      if (asks && store_failure.empty()) store_failure = lost_store_text(error);  // c10d complains of each call
+      lock.unlock();
     }
     lock.lock();
     asks_since.reset();

@@ -9,11 +9,12 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace tessera {
 
-// Finds out, through the store, why an operation does not end: a second thread per rank that does nothing while
-// operations end within a second. Then the first rank to look shows what it has started lately, and every other one
+// Finds out, through the store, why an operation does not end: a second thread per rank that looks on while operations
+// end within a second. Then the first rank to look shows what it has started lately, and every other one
 // compares that with its own: ranks that started different operations under the same number have diverged (one of them
 // left out a layer, say). A rank that failed has left its reason in the store. Either ends the wait long before the
 // timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
@@ -24,12 +25,18 @@ namespace tessera {
 // store that it lives, and one that waits asks whether the next one does. So the dead are found whoever they are, by
 // one call a beat and rank, two while it waits; and that the store itself has gone, with rank 0's process, ends a wait.
 //
-// The store is in rank 0's process, which may be stopped, and c10d's calls of it then have no timeout. So they are all
-// made by threads that can be left behind, and nothing here waits longer than kPatience for an answer. Thread-safe.
+// The process that has the store, rank 0's mostly, may be the first to end, and what has been said there goes with it.
+// So ranks that wait for nothing ask once a second whether there is news, and that process, once it has failed or let
+// go of the group, waits until all have read it or have left, kReaders at most: await_readers(), ~StallWatch.
+//
+// It may be stopped, too, and c10d's calls of the store then have no timeout. So they are all made by threads that can
+// be left behind, and nothing else here waits longer than kPatience for an answer. Thread-safe.
 class StallWatch {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
+  static constexpr std::chrono::milliseconds kAskForNewsEvery{1000};
+  static constexpr std::chrono::milliseconds kReaders{3000};
   static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
 
   // What the watch's thread calls, every quarter of a second while a wait takes long.
@@ -38,9 +45,15 @@ class StallWatch {
     std::function<std::string()> why_cut = {};  // why the transport will not bring what is waited for; "": it may
   };
 
-  // A world of one needs no thread. `beat_every`: 0 for no beats, else at least kLookEvery; the same on all ranks.
-  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks,
-             std::chrono::milliseconds beat_every = {});
+  struct Options {
+    std::chrono::milliseconds beat_every{};  // 0 for no beats, else at least kLookEvery; the same on all ranks
+    bool serves_store = false;               // the store goes with this process
+  };
+
+  // A world of one needs no thread.
+  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
+  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
+      : StallWatch(std::move(store), rank, size, std::move(callbacks), Options()) {}
   ~StallWatch();  // nothing is called any more
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
@@ -53,6 +66,14 @@ class StallWatch {
   // Tells all ranks that this one is out of the group. The first reason counts; it is not told to anybody where
   // explanation() has given other ranks' reasons, which all know.
   void publish_failure(const std::string& reason) noexcept;
+
+  // In all groups of this process, which is about to end: nothing of theirs is closed, so that they do not end before
+  // it. Returns when others have read it, as await_readers().
+  static void publish_failure_of_process(const std::string& reason) noexcept;
+
+  // Where the store goes with this process: returns once the other ranks have read why the group has ended, or have
+  // left it, or after kReaders. To be called when they have been woken up. The first call counts.
+  void await_readers() noexcept;
 
   // Why the last wait was interrupted, or, after a failure of the transport, what ranks that failed said of it; else
   // "".
@@ -72,6 +93,9 @@ class StallWatch {
   auto ask_store(Ask ask) -> std::optional<decltype(ask())>;
 
   struct State;
+  static void publish_failure(const std::shared_ptr<State>& state, const std::string& reason) noexcept;
+  static void await_readers(State& state) noexcept;
+
   const std::shared_ptr<State> state_;  // the thread's too
   std::thread thread_;
 };

@@ -14,6 +14,7 @@
 #include "tessera/comm/backends.h"
 #include "tessera/comm/descriptors.h"
 #include "tessera/launch/device_choice.h"
+#include "tessera/launch/last_words.h"
 #include "tessera/launch/launch_environment.h"
 #include "tessera/launch/local_address.h"
 #include "tessera/launch/rendezvous.h"
@@ -68,16 +69,6 @@ std::string given_address(bool nccl) {
   return interface.empty() ? "" : interface_address(interface);
 }
 
-std::string reason_of(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
-
 }  // namespace
 
 bool launched() { return read_launch_environment().launched(); }
@@ -102,9 +93,13 @@ std::shared_ptr<Communicator> init(InitOptions options) {
   if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
   if (found.traced_run) Trace::active()->join(*found.traced_run);
   if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
-  if (nccl)
-    return make_nccl_communicator(found.store, rank, size, device, {options.timeout, options.registered_memory});
-  return make_gloo_communicator(found.store, rank, size, {found.address, options.timeout, options.peer_memory});
+  if (size > 1) tell_when_terminated();
+  return nccl ? make_nccl_communicator(found.store, rank, size, device,
+                                       {.timeout = options.timeout,
+                                        .registered_memory = options.registered_memory,
+                                        .serves_store = serves_store})
+              : make_gloo_communicator(found.store, rank, size,
+                                       {found.address, options.timeout, options.peer_memory, serves_store});
 }
 
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body) {
@@ -151,7 +146,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
         if (!first_error) first_error = std::current_exception();
       }
       // The others see this error, at once, in whatever they wait for.
-      if (comm) comm->abort(reason_of(std::current_exception()));
+      if (comm) comm->abort(text_of(std::current_exception()));
     }
   };
   std::vector<std::thread> ranks;

@@ -179,7 +179,6 @@ LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group)
   environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
   environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
   environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, INT32_MAX).value_or(0);
-  if (group.rank == 0) environment.store_listen_fd = variables.number("TESSERA_STORE_FD", 0, INT32_MAX);
   return environment;
 }
 

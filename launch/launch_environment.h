@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,10 +20,9 @@ struct LaunchEnvironment {
   std::string job;             // tells this job from another one at the same address; may be empty
   std::string token;           // TESSERA_STORE_TOKEN, which the group's ranks alone know; may be empty
 
-  bool agent_serves_store = false;     // torchrun's agent, not rank 0, serves the store
-  int restart_count = 0;               // how often torchrun has started the group anew
-  std::optional<int> store_listen_fd;  // rank 0: socket that already listens at master_port (spawn_local)
-  std::string note;                    // set if there is a launcher's job here that is not being joined
+  bool agent_serves_store = false;  // torchrun's agent or spawn_local, not rank 0, serves the store
+  int restart_count = 0;            // how often torchrun has started the group anew
+  std::string note;                 // set if there is a launcher's job here that is not being joined
 
   bool launched() const noexcept { return !launcher.empty(); }
   bool one_host() const noexcept { return local_world_size == world_size; }

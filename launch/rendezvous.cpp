@@ -1,8 +1,6 @@
 #include "tessera/launch/rendezvous.h"
 
 #include <c10/util/StringUtil.h>
-#include <fcntl.h>
-#include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -140,18 +138,6 @@ class Joining {
     }
   }
 
-  // The socket that spawn_local has bound for rank 0, if it is still to be had.
-  std::optional<int> take_listening_socket() const {
-    if (!environment_.store_listen_fd) return std::nullopt;
-    const int fd = *environment_.store_listen_fd;
-    int listens = 0;
-    socklen_t length = sizeof(listens);
-    if (::getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &length) != 0 || listens == 0)
-      fail("TESSERA_STORE_FD=", fd, " is no listening socket: init() can be called once only");
-    ::fcntl(fd, F_SETFD, FD_CLOEXEC);  // a program that this one starts must not keep the port
-    return fd;
-  }
-
   StorePtr open_store() {
     const bool serves = environment_.rank == 0 && !environment_.agent_serves_store;
     c10d::TCPStoreOptions options;
@@ -159,7 +145,6 @@ class Joining {
     options.isServer = serves;
     options.waitWorkers = false;  // await_all() does, and can say who is missing
     options.timeout = timeout_;
-    if (serves) options.masterListenFd = take_listening_socket();
     if (!serves) await_server();
     try {
       // The server listens on all addresses, so its own client need not find the host's name.

@@ -11,6 +11,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <algorithm>
 #include <cerrno>
@@ -47,8 +48,8 @@ constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
   throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
 }
 
-// The socket at which rank 0 will serve the store: bound here and handed down, so that no other program can take the
-// port in between, and listening already, so that a rank that is faster than rank 0 queues up instead of being refused.
+// The socket of the store: bound first, so that ranks can be told the port, and listening already, so that they queue
+// up until there is a store.
 class ListeningSocket {
  public:
   ListeningSocket() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
@@ -75,6 +76,7 @@ class ListeningSocket {
     fd_ = -1;
   }
   int fd() const noexcept { return fd_; }
+  int release() noexcept { return std::exchange(fd_, -1); }
   int port() const noexcept { return port_; }
 
  private:
@@ -126,7 +128,7 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) variables[name] = std::to_string(world);
   variables["MASTER_ADDR"] = "127.0.0.1";
   variables["MASTER_PORT"] = std::to_string(socket.port());
-  variables["TESSERA_STORE_FD"] = std::to_string(socket.fd());
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is here, and outlives whichever rank ends first
   variables["TESSERA_STORE_TOKEN"] = token;
   // Every rank would otherwise start a thread per core, and the ranks would fight for the cores: far slower than one
   // process. torchrun gives each rank 1 thread; the cores divided by the ranks leaves none idle either.
@@ -135,6 +137,15 @@ std::vector<std::string> child_environment(int rank, int world, const ListeningS
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(c10::str(name, "=", value));
   return entries;
+}
+
+c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(socket.port());
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = socket.release();
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
 }
 
 std::string random_token() {
@@ -164,7 +175,6 @@ struct Program {
   const char* path;
   char** argv;
   char** environment;
-  int kept_fd;  // -1: none
 };
 
 // From the keeper, one write() each.
@@ -202,7 +212,6 @@ void Keeper::become(const Program& program, pid_t keeper) const {
   // this call, nobody would, so look who the parent is afterwards.
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != keeper) ::_exit(127);
-  if (program.kept_fd >= 0) ::fcntl(program.kept_fd, F_SETFD, 0);
   ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
   ::execve(program.path, program.argv, program.environment);
   ::execve("/proc/self/exe", program.argv, program.environment);  // the file was moved or deleted
@@ -243,8 +252,7 @@ void Keeper::run() const {
     pids[rank] = std::max(pid, 0);
     report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
   }
-  // From here on rank 0 alone holds the socket: if it dies, the others are refused and do not wait. Nor does anything
-  // else of this process's stay open here for longer than there.
+  // Nothing of this process's stays open here for longer than there, the socket above all.
   for (const auto& [first, last] :
        {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
     ::syscall(SYS_close_range, first, last, 0);
@@ -276,8 +284,7 @@ void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c
 // The local ranks while they run.
 class Ranks {
  public:
-  // `socket` is closed here, since rank 0 has it.
-  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, ListeningSocket& socket)
+  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket)
       : pids_(programs.size(), 0) {
     int fds[2];
     if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
@@ -288,7 +295,6 @@ class Ranks {
     if (keeper_ == 0) keeper.run();
     const int error = errno;
     ::close(fds[1]);
-    socket.close();
     errno = error;
     if (keeper_ > 0) return;
     ::close(reports_fd_);
@@ -397,6 +403,7 @@ int spawn_local(int world, int argc, char** argv) {
         "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
         "expected to be called outside of a group");
   open_standard_descriptors();
+  require_descriptors(world, c10::str("the store of ", world, " ranks"));
   ListeningSocket socket;
   const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
   std::vector<char*> arguments(argv, argv + argc);
@@ -409,10 +416,12 @@ int spawn_local(int world, int argc, char** argv) {
   for (int rank = 0; rank < world; ++rank) {
     environments.push_back(child_environment(rank, world, socket, token));
     pointers.push_back(pointers_to(environments.back()));
-    programs.push_back({path.c_str(), arguments.data(), pointers.back().data(), rank == 0 ? socket.fd() : -1});
+    programs.push_back({path.c_str(), arguments.data(), pointers.back().data()});
   }
   const BlockedSignals signals;
-  return Ranks(programs, signals, socket).supervise(signals.fd());
+  Ranks ranks(programs, signals, socket);
+  const auto store = serve(socket);  // after fork, which would copy none of its threads
+  return ranks.supervise(signals.fd());
 }
 
 }  // namespace tessera

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/launch/device_choice.h"
+
 namespace tessera::launch_environment_test {
 namespace {
 
@@ -148,12 +150,6 @@ TEST(LaunchEnvironment, TorchrunBadValues) {
   expect_error(with(kTorchrun, {{"MASTER_PORT", "65536"}}), {"MASTER_PORT=65536", "65535"});
   expect_error(with(kTorchrun, {{"MASTER_PORT", "http"}}), {"MASTER_PORT=http"});
   expect_error(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "often"}}), {"TORCHELASTIC_RESTART_COUNT=often"});
-}
-
-TEST(LaunchEnvironment, SpawnLocalsSocketIsRankZeros) {
-  const Environment spawned = with(kTorchrun, {{"TESSERA_STORE_FD", "5"}});
-  EXPECT_EQ(parse(with(spawned, {{"RANK", "0"}})).store_listen_fd, 5);
-  EXPECT_EQ(parse(spawned).store_listen_fd, std::nullopt);
 }
 
 TEST(LaunchEnvironment, Slurm) {
@@ -315,6 +311,32 @@ TEST(LaunchEnvironment, ContradictionsNameBoth) {
   expect_error(with(with(kSlurm, {{"SLURM_PROCID", "4"}}), kTorchrun),
                {"RANK=5", "SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=8"});
   expect_error(with(kOpenMpi, {{"WORLD_SIZE", "4"}}), {"RANK is not set", "WORLD_SIZE=4", "OMPI_COMM_WORLD_SIZE=3"});
+}
+
+TEST(DeviceChoice, IsTheOneAskedForTheOnlyOneOrTheLocalRanks) {
+  const c10::Device any(c10::kCUDA);
+  const auto index = [](c10::Device wanted, const Environment& variables, int visible_count) {
+    return static_cast<int>(choose_cuda_device(wanted, parse(variables), visible_count).index());
+  };
+  EXPECT_EQ(index(any, kTorchrun, 4), 1);
+  EXPECT_EQ(index(any, kTorchrun, 1), 0) << "Slurm's --gpus-per-task shows each process its own";
+  EXPECT_EQ(index(any, with(kTorchrun, {{"LOCAL_RANK", "3"}}), 4), 3);
+  EXPECT_EQ(index({c10::kCUDA, 2}, kTorchrun, 4), 2);
+  const auto refusal = [&](c10::Device wanted, const Environment& variables, int visible_count) -> std::string {
+    try {
+      return "device " + std::to_string(index(wanted, variables, visible_count));
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+  };
+  const auto expect_refused = [](const std::string& text, const char* part) {
+    EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  expect_refused(refusal(any, with(kTorchrun, {{"LOCAL_RANK", "2"}}), 2),
+                 "LOCAL_RANK is 2, but this process sees 2 CUDA devices");
+  expect_refused(refusal({c10::kCUDA, 2}, kTorchrun, 2), "InitOptions::device is cuda:2, but this process sees 2");
+  expect_refused(refusal(any, without(without(kTorchrun, "LOCAL_RANK"), "LOCAL_WORLD_SIZE"), 2),
+                 "does not say which rank of its host this is");
 }
 
 TEST(HostList, Expands) {

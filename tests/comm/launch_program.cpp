@@ -12,6 +12,8 @@
 //   split   stops, as does stop, while groups are made one after the other
 //   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
 //   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
+//   late    as throw, while the last rank has something else to do for two seconds
+//   leave   ends well while the others go on, the last rank as late
 //   torn    ends in the middle of a large message, which it cannot read to its end
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
 
@@ -79,7 +81,7 @@ int64_t sum_of_ranks(tessera::Communicator& comm) {
 
 void end_badly(const std::string& mode) {
   if (mode == "exit" || mode == "reaped") std::_Exit(3);
-  if (mode == "throw") throw std::runtime_error("rank has thrown this");
+  if (mode == "throw" || mode == "late") throw std::runtime_error("rank has thrown this");
   if (mode == "kill") ::raise(SIGKILL);
   if (mode == "stop" || mode == "split" || mode == "cut") {
     std::thread([signal = mode == "cut" ? SIGKILL : SIGSTOP] {
@@ -126,7 +128,7 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   const auto store = dynamic_cast<tessera::HasStore&>(comm).store();
   tessera::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
                             {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
-                            tessera::StallWatch::kLookEvery);
+                            {.beat_every = tessera::StallWatch::kLookEvery});
   watch.started(0, "a kernel");
   watch.begin_wait();
   if (dies) std::this_thread::sleep_for(std::chrono::seconds(2));
@@ -177,7 +179,10 @@ int main(int argc, char** argv) {
     for (int i = 0; i < 20; ++i) sum_of_ranks(*comm);
     return 0;
   }
+  if (arguments.mode == "leave" && chosen) return 0;
   if (chosen) end_badly(arguments.mode);
+  const bool is_late = arguments.mode == "late" || arguments.mode == "leave";
+  if (is_late && comm->rank() == comm->size() - 1) std::this_thread::sleep_for(std::chrono::seconds(2));
   if (arguments.mode == "hang" || arguments.mode == "stubborn") say("hangs");
   for (;;) {
     if (arguments.mode == "hang" || arguments.mode == "stubborn") {

@@ -136,6 +136,7 @@ TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
   };
   for (const auto& c : {Case{"exit", 2, 3, "exited with code 3; ending the others"},
                         Case{"throw", 1, 134, "was ended by signal 6 (Aborted); ending the others"},
+                        Case{"throw", 0, 134, "was ended by signal 6 (Aborted); ending the others"},
                         Case{"kill", 0, 137, "was ended by signal 9 (Killed); ending the others"}}) {
     ChildProcess program({kProgram, "--spawn", "3", c.mode, std::to_string(c.rank)});
     EXPECT_EQ(program.wait(), c.code) << program.output();
@@ -420,6 +421,35 @@ TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
     EXPECT_TRUE(contains(processes[1]->output(), "child: all-reduce of sum of ranks (1 elements): process "))
         << outputs(processes);
     EXPECT_TRUE(contains(processes[1]->output(), "the child's status is 0")) << outputs(processes);
+  }
+}
+
+// Rank 0's process has the store, and ends as soon as it can: by an exception of its own, that of an operation that
+// rank 1 has failed, or well. Rank 2 comes to its next operation when that is long over.
+TEST(Launchers, AllReadWhyAGroupEndsHoweverLate) {
+  struct Case {
+    const char* mode;
+    size_t first;
+    const char* peer_memory;
+    const char* reason;
+    Processes processes{};
+  };
+  std::vector<Case> cases;
+  for (const char* peer_memory : {"0", "1"}) {
+    cases.push_back({"late", 0, peer_memory, "rank 0 failed: rank has thrown this"});
+    cases.push_back({"late", 1, peer_memory, "rank 1 failed: rank has thrown this"});
+    cases.push_back({"leave", 0, peer_memory, "the connection to rank 0 is closed"});
+  }
+  for (Case& c : cases) c.processes = start_ranks(3, c.peer_memory, {c.mode, std::to_string(c.first)});
+  for (Case& c : cases) {
+    SCOPED_TRACE(c10::str(c.mode, " ", c.first, ", TESSERA_PEER_MEMORY=", c.peer_memory));
+    const bool is_well = c.mode == std::string("leave");
+    EXPECT_EQ(c.processes[c.first]->wait(seconds(30)), is_well ? 0 : 128 + SIGABRT) << outputs(c.processes);
+    for (size_t rank = 0; rank < 3; ++rank) {
+      if (rank == c.first) continue;
+      EXPECT_EQ(c.processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(c.processes);
+      EXPECT_TRUE(contains(c.processes[rank]->output(), c.reason)) << outputs(c.processes);
+    }
   }
 }
 

@@ -123,6 +123,26 @@ TEST(StallWatch, AsksTheTransportFirst) {
   }
 }
 
+// The store goes with rank 0's process, which waits for readers, and for those that have left.
+TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
+  for (const bool fails : {true, false}) {
+    auto store = c10::make_intrusive<CountingStore>();
+    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
+                                               StallWatch::Options{.serves_store = true});
+    Rank idle(store, 1, 3);
+    auto leaves = std::make_unique<Rank>(store, 2, 3);
+    const auto began = Clock::now();
+    if (fails) server->publish_failure("no more data");
+    leaves.reset();
+    fails ? server->await_readers() : server.reset();
+    EXPECT_LT(Clock::now() - began, StallWatch::kReaders - 500ms) << "none of them was waited for in vain";
+    const int64_t calls = store->calls;
+    EXPECT_EQ(idle.watch.explanation(), fails ? "rank 0 failed: no more data" : "");
+    EXPECT_EQ(idle.watch.store_failure(), fails ? "" : "rank 0, whose process has the store, has left the group");
+    EXPECT_EQ(store->calls, calls) << "it knows";
+  }
+}
+
 TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
   auto store = c10::make_intrusive<CountingStore>();
   std::promise<void> continues;

@@ -1,0 +1,57 @@
+#include "tessera/launch/last_words.h"
+
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <string>
+
+#include "tessera/async/in_time.h"
+#include "tessera/comm/stall_watch.h"
+
+namespace tessera {
+namespace {
+
+// Who takes longer waits for what the thread that terminates holds.
+constexpr auto kLongestEnd = std::chrono::seconds(10);
+
+std::mutex terminating;  // guards the next
+std::terminate_handler handler_before = nullptr;
+
+[[noreturn]] void tell_and_terminate() noexcept {
+  std::terminate_handler before = nullptr;
+  // Not by a thread that terminates while another one does.
+  if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
+    before = handler_before;
+    in_time(kLongestEnd, [text = text_of(std::current_exception())] {
+      StallWatch::publish_failure_of_process(text);
+      return true;
+    });
+  }
+  if (before != nullptr) before();
+  std::abort();
+}
+
+}  // namespace
+
+std::string text_of(const std::exception_ptr& exception) {
+  if (!exception) return "std::terminate() was called";
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+void tell_when_terminated() {
+  std::lock_guard lock(terminating);
+  if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
+}
+
+}  // namespace tessera
