@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 import warnings
 
 import torch
@@ -329,19 +330,49 @@ class Convert(Base):
         file.write_bytes(kept)
         return told
 
-    def test_one_tensor_is_in_memory_at_a_time(self):
-        weights = {f"layer{i}.weight": torch.full((4 << 20,), float(i)) for i in range(40)}  # 670 MB
-        torch.save(weights, self.path / "file.pt")
-        script = ("import resource, runpy, sys; sys.argv = sys.argv[1:]; import torch, torch.distributed.checkpoint\n"
-                  "peak = lambda: int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1])\n"
-                  "import threading, time; before, most = peak(), [0]\n"
-                  "def watch():\n  while True: most[0] = max(most[0], peak()); time.sleep(0.002)\n"
+    def peak_mib(self, source, target):
+        """What a conversion had in memory of its own at most, beyond Python with torch."""
+        script = ("import runpy, sys, threading, time; sys.argv = sys.argv[1:]; import torch, torch.distributed.checkpoint\n"
+                  "def own(): return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1])\n"
+                  "before, most = own(), [0]\n"
+                  "def watch():\n  while True: most[0] = max(most[0], own()); time.sleep(0.005)\n"
                   "threading.Thread(target=watch, daemon=True).start()\n"
                   "runpy.run_path(sys.argv[0], run_name='__main__'); print((most[0] - before) // 1024)")
-        for source, target in (("file.pt", "ours"), ("ours", "dcp"), ("dcp", "again")):
-            told = self.run_words(sys.executable, "-c", script, CONVERT, self.path / source, self.path / target)
-            self.assertLess(int(told.split()[-1]), 250, f"MiB, {source} to {target}")
-        self.run_words(COMMAND, "diff", self.path / "ours", self.path / "again")
+        return int(self.run_words(sys.executable, "-c", script, CONVERT, self.path / source, self.path / target).split()[-1])
+
+    def test_a_piece_is_in_memory_at_a_time(self):
+        weights = {f"layer{i}.weight": torch.full((4 << 20,), float(i)) for i in range(10)}  # 160 MiB
+        weights["large.weight"] = torch.arange(50 << 20, dtype=torch.float32).view(1 << 11, 25 << 10)  # 200 MiB
+        torch.save(weights, self.path / "file.pt")
+        dcp.save({"model": weights}, checkpoint_id=self.path / "whole", no_dist=True)
+        weights.clear()
+        most = {name: self.peak_mib(*name) for name in (("file.pt", "ours"), ("ours", "dcp"), ("dcp", "again"))}
+        self.run_words(COMMAND, "reshard", self.path / "ours", self.path / "of3", "--ranks", 3)
+        most["of3", "dcp3"] = self.peak_mib("of3", "dcp3")
+        self.assertLess(max(most.values()), 110, f"{most} MiB")
+        self.assertLess(self.peak_mib("whole", "ours2"), 260)  # torch wrote it as one chunk
+        for name in ("again", "ours2"):
+            self.run_words(COMMAND, "diff", self.path / "ours", self.path / name)
+        self.assertEqual(sorted(file.name for file in (self.path / "dcp").iterdir()), [".metadata", "__0_0.distcp"])
+
+    def test_pieces_of_any_shape_come_back(self):
+        """As if a piece had 48 bytes: rows, parts of rows, scalars, nothing, and what is not in torch's order."""
+        torch.manual_seed(1)
+        weights = {"matrix": torch.randn(7, 5), "wide": torch.randn(2, 3, 29), "scalar": torch.tensor(3.0), "none": torch.empty(0, 4),
+                   "vector": torch.arange(100, dtype=torch.int64), "bytes": torch.arange(97, dtype=torch.uint8), "half": torch.randn(3, 1, 1, 41).bfloat16()}
+        torch.save(weights, self.path / "file.pt")
+        self.convert(self.path / "file.pt", self.path / "ours")
+        self.run_words(COMMAND, "reshard", self.path / "ours", self.path / "of4", "--ranks", 4)
+        sys.path.insert(0, str(ROOT / "tools"))
+        from convert import checkpoint
+
+        with unittest.mock.patch.object(checkpoint, "PIECE_BYTES", 48), checkpoint.Reader(self.path / "of4") as reader:
+            reader.manifest["block_bytes"] = 1 << 20
+            for name, weight in weights.items():
+                back = torch.full_like(weight, 7)
+                for offsets, shape, read in reader.pieces(name):
+                    back[tuple(slice(o, o + n) for o, n in zip(offsets, shape))] = read()
+                self.assertTrue(torch.equal(back, weight), name)
 
 
 class Peers(Base):

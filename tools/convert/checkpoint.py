@@ -1,7 +1,8 @@
-"""Tessera's checkpoints, format 2 (checkpoint/FORMAT.md), read and written a tensor at a time."""
+"""Tessera's checkpoints, format 2 (checkpoint/FORMAT.md), read and written a piece of a tensor at a time."""
 
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import pathlib
 import re
 import secrets
 import struct
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import xxhash
@@ -17,6 +18,7 @@ import xxhash
 from . import json_text
 
 BLOCK_BYTES = 1 << 20
+PIECE_BYTES = 32 << 20  # how much of a tensor is in memory where it can be had in pieces
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -32,13 +34,14 @@ class ConvertError(Exception):
 
 @dataclasses.dataclass
 class Tensor:
-    """A tensor that is to be had: `load()` gives it whole, and is called once."""
+    """A tensor that is to be had: `load()` gives it whole, or pieces that follow one another in the order of its memory,
+    and is called once."""
 
     name: str
     kind: str  # "parameter", "buffer", "state"
     dtype: torch.dtype
     shape: list
-    load: Callable[[], torch.Tensor]
+    load: Callable[[], torch.Tensor | Iterator[torch.Tensor]]
     aliases: list = dataclasses.field(default_factory=list)
 
     @property
@@ -63,6 +66,44 @@ def bytes_of(tensor):
     """A tensor's memory, without a copy."""
     flat = tensor.detach().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+class BlockSums:
+    """The checksums of data that comes in pieces."""
+
+    def __init__(self):
+        self.ended, self.open, self.room = [], xxhash.xxh3_64(), BLOCK_BYTES
+
+    def add(self, data):
+        while len(data):
+            part, data = data[: self.room], data[self.room :]
+            self.open.update(part)
+            self.room -= len(part)
+            if not self.room:
+                self.end_block()
+
+    def end_block(self):
+        self.ended.append(self.open.hexdigest())
+        self.open, self.room = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def text(self):
+        if self.room < BLOCK_BYTES:
+            self.end_block()
+        return "".join(self.ended)
+
+
+def boxes_of(shape, most_numel):
+    """A tensor's boxes of at most so many elements, (offsets, shape), each one range of its memory, in their order."""
+    lead = next((d for d, n in enumerate(shape) if n > 1), None)
+    if lead is None or math.prod(shape) <= most_numel:
+        yield [0] * len(shape), list(shape)
+        return
+    rows = max(1, most_numel // math.prod(shape[lead + 1 :]))
+    for begin in range(0, shape[lead], rows):
+        part = [*shape[:lead], min(rows, shape[lead] - begin), *shape[lead + 1 :]]
+        for offsets, sizes in boxes_of(part, most_numel):
+            offsets[lead] += begin
+            yield offsets, sizes
 
 
 def header_of(entries, checksums, identity):
@@ -110,7 +151,7 @@ def check_values(value, where):
 
 
 def write(target, checkpoint, progress=lambda name: None):
-    """Writes a checkpoint of one rank, in the memory of one tensor. The folder appears when it is complete."""
+    """Writes a checkpoint of one rank, in the memory of one tensor or piece. The folder appears when it is complete."""
     target = pathlib.Path(target)
     if target.exists():
         raise ConvertError(f"{target}: is there already")
@@ -128,13 +169,7 @@ def write(target, checkpoint, progress=lambda name: None):
             file.write(header_of(entries, {}, identity))
             for entry in entries:
                 progress(entry.name)
-                tensor = entry.load()
-                if list(tensor.shape) != list(entry.shape) or tensor.dtype != entry.dtype:
-                    raise ConvertError(f"'{entry.name}' is {tensor.dtype} {list(tensor.shape)}; expected {entry.dtype} {entry.shape}")
-                data = bytes_of(tensor)
-                checksums[entry.name] = "".join(xxh3(data[i:i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES))
-                file.write(data)
-                del tensor, data
+                checksums[entry.name] = write_tensor(file, entry)
             file.seek(0)
             file.write(header_of(entries, checksums, identity))
             file.flush()
@@ -147,6 +182,36 @@ def write(target, checkpoint, progress=lambda name: None):
             file.unlink()
         partial.rmdir()
         raise
+
+
+def write_tensor(file, entry):
+    """Returns its checksums."""
+    sums, have = BlockSums(), 0
+    loaded = entry.load()
+    if isinstance(loaded, torch.Tensor):
+        if list(loaded.shape) != list(entry.shape):
+            raise ConvertError(f"'{entry.name}' is {list(loaded.shape)}; expected {entry.shape}")
+        loaded = iter((loaded,))
+    for piece in loaded:
+        if piece.dtype != entry.dtype:
+            raise ConvertError(f"'{entry.name}' is {piece.dtype}; expected {entry.dtype}")
+        data = bytes_of(piece)
+        sums.add(data)
+        file.write(data)
+        have += piece.numel()
+        del piece, data  # before the next is there
+    if have != math.prod(entry.shape):
+        raise ConvertError(f"'{entry.name}' has {have} elements; expected {math.prod(entry.shape)}")
+    return sums.text()
+
+
+def read_at(file, position, data, name):
+    file.seek(position)
+    while len(data):
+        got = file.readinto(data)
+        if not got:
+            raise ConvertError(f"{file.name}: is truncated in '{name}'")
+        data = data[got:]
 
 
 def next_sequence(folder):
@@ -184,7 +249,7 @@ def sync_folder(folder):
 
 
 class Reader:
-    """A checkpoint of any number of ranks. `tensor(name)` reads one whole, and verifies it. Nobody removes it meanwhile."""
+    """A checkpoint of any number of ranks, read in pieces, each verified. Nobody removes it meanwhile."""
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
@@ -229,21 +294,36 @@ class Reader:
             self.slices.setdefault(name, []).append(
                 (path, places[name]["saved_offsets"], entry["shape"], 8 + length + entry["data_offsets"][0], note["checksums"][name]))
 
-    def tensor(self, name):
+    def pieces(self, name):
+        """What a tensor consists of: (offsets, shape, read) of its boxes, large ones in several. `read()` verifies."""
         entry = self.manifest["tensors"][name]
-        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        found = 0
-        for path, offsets, shape, begin, checksums in self.slices.get(name, []):
-            part = torch.empty(shape, dtype=whole.dtype)
-            data, block = bytes_of(part), self.manifest["block_bytes"]
-            with open(path, "rb") as file:
-                file.seek(begin)
-                if file.readinto(data) != len(data):
-                    raise ConvertError(f"{path}: is truncated in '{name}'")
-            if "".join(xxh3(data[i:i + block]) for i in range(0, len(data), block)) != checksums:
-                raise ConvertError(f"{path}: tensor '{name}' is damaged")
-            whole[tuple(slice(o, o + n) for o, n in zip(offsets, shape))] = part
-            found += part.numel()
-        if found != whole.numel():
-            raise ConvertError(f"{self.folder}: '{name}' has {whole.numel()} elements; its files have {found}")
-        return whole
+        dtype, slices = DTYPES[entry["dtype"]], self.slices.get(name, [])
+        found = sum(math.prod(shape) for _, _, shape, _, _ in slices)
+        if found != math.prod(entry["shape"]):
+            raise ConvertError(f"{self.folder}: '{name}' has {math.prod(entry['shape'])} elements; its files have {found}")
+        most_numel = max(PIECE_BYTES, self.manifest["block_bytes"]) // dtype.itemsize
+        for path, offsets, whole, begin, checksums in slices:
+            slice_bytes, first = math.prod(whole) * dtype.itemsize, 0
+            for inside, shape in boxes_of(whole, most_numel):
+                last = first + math.prod(shape) * dtype.itemsize
+                read = functools.partial(self.read, path, name, begin, slice_bytes, (first, last), checksums)
+                yield [a + b for a, b in zip(offsets, inside)], shape, lambda r=read, s=shape: r().view(dtype).view(s)
+                first = last
+
+    def read(self, path, name, begin, slice_bytes, wanted, checksums):
+        """Bytes of a slice that begins at `begin`. What they share a block with is read too, and verified."""
+        block, (first, last) = self.manifest["block_bytes"], wanted
+        found = torch.empty(last - first, dtype=torch.uint8)
+        data = bytes_of(found)
+        with open(path, "rb", buffering=0) as file:
+            for number in range(first // block, -(-last // block)):
+                start, end = number * block, min((number + 1) * block, slice_bytes)
+                is_whole = first <= start and end <= last
+                part = data[start - first : end - first] if is_whole else memoryview(bytearray(end - start))
+                read_at(file, begin + start, part, name)
+                if xxh3(part) != checksums[number * 16 : number * 16 + 16]:
+                    raise ConvertError(f"{path}: tensor '{name}' is damaged")
+                if not is_whole:
+                    a, b = max(start, first), min(end, last)
+                    data[a - first : b - first] = part[a - start : b - start]
+        return found

@@ -1,13 +1,22 @@
 """torch.distributed.checkpoint's folders (.metadata, *.distcp)."""
 
+import dataclasses
 import io
+import math
+import os
 import pathlib
+import shutil
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (LoadItemType, LoadPlan, ReadItem, TensorWriteData, WriteItem,
+                                                  WriteItemType)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from . import optimizers
 from .checkpoint import DTYPES, Checkpoint, ConvertError, Tensor
@@ -22,10 +31,45 @@ class OneMetadata(FileSystemReader):
         return self.known
 
 
+class Taker:
+    """Stands in for a planner, and for the tensor that a reader would fill: takes what was read, without a copy."""
+
+    def resolve_tensor(self, item):
+        self.lengths = item.lengths
+        return self
+
+    def detach(self):
+        return self
+
+    def size(self):
+        return self.lengths
+
+    def copy_(self, tensor):
+        self.tensor = tensor
+
+    def commit_tensor(self, *_):
+        pass
+
+
+def follow_one_another(size, chunks):
+    """Whether each chunk is a range of the tensor's memory that begins where the one before ends."""
+    strides = [math.prod(size[d + 1 :]) for d in range(len(size))]
+    end = 0
+    for chunk in chunks:
+        lead = next((d for d, n in enumerate(chunk.sizes) if n > 1), len(size))
+        if any(n != whole for n, whole in zip(chunk.sizes[lead + 1 :], size[lead + 1 :])):
+            return False
+        if sum(o * s for o, s in zip(chunk.offsets, strides)) != end:
+            return False
+        end += math.prod(chunk.sizes)
+    return end == math.prod(size)
+
+
 class Folder:
     def __init__(self, path):
         self.reader = OneMetadata(str(path))
         metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(metadata, True)
         self.entries = metadata.state_dict_metadata
         # The keys that the state dict had, by the flat name: ("optim", "state", "0.weight", "exp_avg").
         self.paths = {name: tuple(keys) for name, keys in (metadata.planner_data or {}).items() if name in self.entries}
@@ -38,6 +82,20 @@ class Folder:
         dcp.load(state, storage_reader=self.reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
         return state[name]
 
+    def load(self, name):
+        """A tensor chunk by chunk as it was saved, where they follow one another; else whole."""
+        entry = self.entries[name]
+        chunks = sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets))
+        if not follow_one_another(entry.size, chunks):
+            return self.read(name)
+        return (self.read_chunk(name, chunk) for chunk in chunks)
+
+    def read_chunk(self, name, chunk):
+        start, taker = torch.Size([0] * len(chunk.sizes)), Taker()
+        item = ReadItem(LoadItemType.TENSOR, MetadataIndex(name, chunk.offsets), start, MetadataIndex(name, chunk.offsets), start, chunk.sizes)
+        self.reader.read_data(LoadPlan([item]), taker).wait()
+        return taker.tensor
+
     def spec(self, name):
         """(dtype, shape, load), or the value where it is small."""
         entry = self.entries[name]
@@ -45,7 +103,7 @@ class Folder:
             return self.read(name)
         if not entry.size:
             return self.read(name).item()
-        return entry.properties.dtype, list(entry.size), lambda: self.read(name)
+        return entry.properties.dtype, list(entry.size), lambda: self.load(name)
 
 
 def split(paths):
@@ -79,7 +137,7 @@ def read_dcp(path, options):
     if len(fronts) > 1 and not options.model:
         raise ConvertError(f"{path}: tensors are under {', '.join('.'.join(map(str, f)) or '(nothing)' for f in sorted(fronts, key=str))}: "
                            "say with --model which are the model's")
-    result = Checkpoint([Tensor(fqn, options.kind_of(fqn), entry.properties.dtype, list(entry.size), lambda n=name: folder.read(n))
+    result = Checkpoint([Tensor(fqn, options.kind_of(fqn), entry.properties.dtype, list(entry.size), lambda n=name: folder.load(n))
                          for fqn, entry, name in tensors], extra=extra)
     if prefix is not None and options.optimizer:
         read_optimizer(folder, of_optimizer, len(prefix), result, options)
@@ -111,15 +169,54 @@ def read_optimizer(folder, names, depth, result, options):
 
 
 class Lazy(DefaultSavePlanner):
-    """Reads each tensor when it is written."""
+    """Writes tensors that are not there yet, in pieces, each read when it is written. `pieces`: by flat name, what
+    checkpoint.Reader.pieces() gives."""
 
-    def __init__(self, load):
+    def __init__(self, pieces):
         super().__init__()
-        self.load = load
+        self.pieces, self.read = pieces, {}
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        self.plan = dataclasses.replace(plan, items=[part for item in plan.items for part in self.parts(item)])
+        return self.plan
+
+    def parts(self, item):
+        if item.index.fqn not in self.pieces:
+            yield item
+            return
+        for offsets, shape, read in self.pieces[item.index.fqn]:
+            index = MetadataIndex(item.index.fqn, offsets)
+            self.read[index] = read
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
+            yield WriteItem(index, WriteItemType.SHARD,
+                            tensor_data=TensorWriteData(chunk, item.tensor_data.properties, item.tensor_data.size))
 
     def resolve_data(self, item):
-        load = self.load.get(item.index.fqn)
-        return super().resolve_data(item) if load is None else load()
+        read = self.read.get(item.index)
+        return super().resolve_data(item) if read is None else read()
+
+
+class OneFile(FileSystemWriter):
+    """Writes one thing after the other to one file. torch's own keeps what it has written until its file ends."""
+
+    def write_data(self, plan, planner):
+        name, results = f"{plan.storage_data.prefix}0.distcp", []
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            for item in plan.items:
+                begin, data = stream.tell(), planner.resolve_data(item)
+                if item.type == WriteItemType.BYTE_IO:
+                    stream.write(data.getbuffer())
+                else:
+                    torch.save(data, stream)
+                length = stream.tell() - begin
+                results.append(WriteResult(item.index, length, _StorageInfo(name, begin, length)))
+                del data
+            stream.flush()
+            os.fsync(stream.fileno())
+        written = Future()
+        written.set_result(results)
+        return written
 
 
 def write_dcp(target, reader, options):
@@ -127,10 +224,10 @@ def write_dcp(target, reader, options):
     gives."""
     if pathlib.Path(target).exists():
         raise ConvertError(f"{target}: is there already")
-    manifest, load = reader.manifest, {}
+    manifest, pieces = reader.manifest, {}
 
     def lazy(flat_name, saved):
-        load[flat_name] = lambda: reader.tensor(saved)
+        pieces[flat_name] = reader.pieces(saved)
         entry = manifest["tensors"][saved]
         return torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
 
@@ -153,6 +250,8 @@ def write_dcp(target, reader, options):
         state["optim"] = {"state": {fqn: own for fqn, own in by_parameter.items() if own}, "param_groups": groups}
     if manifest["extra"]:
         state["extra"] = manifest["extra"]
-    # The writer keeps what it has written until its file ends: so each tensor has a file of its own.
-    writer = FileSystemWriter(str(target), thread_count=1, single_file_per_rank=False)
-    dcp.save(state, storage_writer=writer, planner=Lazy(load), no_dist=True)
+    try:
+        dcp.save(state, storage_writer=OneFile(str(target)), planner=Lazy(pieces), no_dist=True)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
