@@ -406,7 +406,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
       at::Tensor tensor;
       if (source == comm_->rank()) {
         for (const auto& [key, mine] : own.state.at(index).tensors)
-          if (key == name) tensor = mine.contiguous();
+          if (key == name) tensor = mine.to(comm_->device()).contiguous();  // the step's may be the host's
       } else {
         tensor = at::empty(state_sizes(name, parameters[index].sizes().vec()),
                            parameters[index].options().requires_grad(false).dtype(static_cast<at::ScalarType>(value)));

@@ -18,12 +18,14 @@ struct Data {
 };
 
 Data batch(int step, int rows) {
-  return seeded(1000 + step, [&] { return Data{torch::randn({rows, kWidth}), torch::randn({rows, kWidth})}; });
+  const auto both = seeded(
+      1000 + step, [&] { return std::vector<at::Tensor>{torch::randn({rows, kWidth}), torch::randn({rows, kWidth})}; });
+  return {both[0], both[1]};
 }
 
-int trees() { return trees_to_test(6); }
+int trees() { return trees_to_test(fewer_on_devices(6, 2)); }
 
-FsdpOptions options(int kind) {
+FsdpOptions options(int kind, at::Device device) {
   FsdpOptions options;
   if (kind % 3 == 0) options.auto_wrap = wrap_modules<torch::nn::LinearImpl, torch::nn::GRUImpl>();
   if (kind % 3 == 1) options.auto_wrap = wrap_by_size(1);
@@ -33,6 +35,7 @@ FsdpOptions options(int kind) {
   options.sync_module_states = kind % 3 != 2;
   options.offload.params = kind % 4 != 3;
   options.offload.grads = kind % 4 != 2;
+  if (device.is_cuda()) options.offload.grads = options.offload.params;  // both or neither
   options.offload.pin_memory = kind % 2 == 0;
   return options;
 }
@@ -42,15 +45,16 @@ INSTANTIATE_TEST_SUITE_P(Worlds, OffloadParity, testing::Values(1, 2, 3, 4, 5));
 
 TEST_P(OffloadParity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
   const int world = GetParam();
-  constexpr int kRows = 4, kSteps = 8;
+  constexpr int kRows = 4;
+  const int steps = fewer_on_devices(8, 4);
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
     for (int kind = 0; kind < trees(); ++kind) {
       auto build = [&] { return seeded(7, [&] { return RandomNet(300 * world + kind); }); };
       auto reference = build();
       auto model = build();
-      FullyShardedDataParallel fsdp(model, comm, options(kind));
+      FullyShardedDataParallel fsdp(model, comm, options(kind, comm->device()));
       torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < steps; ++step) {
         const Data data = batch(step, world * kRows);
         auto part = [&](auto& net, int rank) {
           return torch::mse_loss(net(data.x.narrow(0, rank * kRows, kRows)), data.y.narrow(0, rank * kRows, kRows));
@@ -116,7 +120,7 @@ torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> 
 }
 
 TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
-  for (const int world : {1, 2, 3}) {
+  for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {2})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (const bool mixed : {false, true}) {
         FsdpOptions plain;
@@ -133,6 +137,7 @@ TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
         compare(train<torch::optim::AdamW>(comm, plain, adamw), train<torch::optim::AdamW>(comm, offloaded, adamw),
                 "torch's");
         compare(train<AdamW>(comm, plain, adamw), train<AdamW>(comm, offloaded, adamw), "fused");
+        if (comm->device().is_cuda()) continue;  // whose optimizers are not the host's
         compare(train<HostAdamW>(comm, plain, adamw), train<HostAdamW>(comm, offloaded, adamw), "host");
       }
     });
@@ -146,7 +151,10 @@ TEST(Offload, GradientsReducedIn16BitAreTheSame) {
     FsdpOptions offloaded = plain;
     offloaded.offload = {.params = true, .grads = true};
     const auto adam = torch::optim::AdamOptions(1e-2);
-    const auto expected = train<HostAdam>(comm, plain, adam), own = train<HostAdam>(comm, offloaded, adam);
+    const bool is_host = comm->device().is_cpu();
+    const auto expected = is_host ? train<HostAdam>(comm, plain, adam) : train<torch::optim::Adam>(comm, plain, adam);
+    const auto own =
+        is_host ? train<HostAdam>(comm, offloaded, adam) : train<torch::optim::Adam>(comm, offloaded, adam);
     for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
   });
 }
@@ -167,13 +175,15 @@ TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
 // Constructors allocate nothing, and each unit's values go to the host as soon as they are there.
 TEST(Offload, DeferredModelsAreFilledIntoHostMemory) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    auto model = seeded(3, [] { return deferred([] { return Chain(4, kWidth).net; }); });
+    // Behind a pointer, since there is nothing yet that could be moved to a device.
+    auto model = seeded(
+        3, [] { return std::make_unique<torch::nn::Sequential>(deferred([] { return Chain(4, kWidth).net; })); });
     FullyShardedDataParallel fsdp(
-        model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+        *model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
     EXPECT_GT(fsdp.memory().host_bytes, 0);
     EXPECT_EQ(fsdp.memory().device_bytes, 0);
     torch::NoGradGuard no_grad;
-    const auto x = torch::ones({2, kWidth});
+    const auto x = on_rank_device(torch::ones({2, kWidth}));
     EXPECT_TRUE(torch::equal(fsdp(x), chain(4, kWidth)->forward(x)));
   });
 }
@@ -190,7 +200,7 @@ TEST(Offload, TheCopyIn16BitFollowsTheShard) {
     auto expect_rounded = [&](const char* when) {
       const auto exact = fsdp.full_state_dict();
       torch::NoGradGuard no_grad;
-      const auto x = torch::eye(kWidth);
+      const auto x = on_rank_device(torch::eye(kWidth));
       const auto seen = torch::linear(
           torch::linear(x.to(at::kBFloat16), exact["0.weight"].to(at::kBFloat16), exact["0.bias"].to(at::kBFloat16)),
           exact["1.weight"].to(at::kBFloat16), exact["1.bias"].to(at::kBFloat16));
@@ -229,7 +239,7 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
         torch::optim::Adam adam(fsdp.parameters(), 1e-2);
         for (int step = 0; step < 3; ++step) {
           adam.zero_grad();
-          fsdp(torch::ones({2, kSide})).sum().backward();
+          fsdp(on_rank_device(torch::ones({2, kSide}))).sum().backward();
           adam.step();
         }
         return fsdp.memory();
@@ -240,8 +250,11 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
       EXPECT_EQ(plain.device_bytes, 2 * shards);  // and gradients
       EXPECT_EQ(plain.host_bytes, 0);
       EXPECT_EQ(offloaded.device_bytes, 0);
-      EXPECT_EQ(offloaded.host_bytes, 2 * shards);
-      EXPECT_EQ(offloaded.pinned_bytes, 2 * shards);
+      // Page-locked memory comes in pages.
+      const int64_t page_bytes = comm->device().is_cuda() ? 4096 : 1;
+      const int64_t pinned = 2 * kLayers * ((kUnitBytes / world + page_bytes - 1) / page_bytes * page_bytes);
+      EXPECT_EQ(offloaded.host_bytes, pinned);
+      EXPECT_EQ(offloaded.pinned_bytes, pinned);
       // One in use and one ahead; a shard on its way for each of these and one more, gradients for those
       // that are reduced and those that leave.
       EXPECT_LE(offloaded.peak_gathered_bytes, (world == 1 ? 3 : 2) * kUnitBytes);
@@ -250,6 +263,7 @@ TEST(Offload, DeviceMemoryIsThatOfTheUnitsInFlight) {
       const MemoryReport pageable = train_memory({.params = true, .grads = true, .pin_memory = false});
       EXPECT_EQ(pageable.host_bytes, 2 * shards);
       EXPECT_EQ(pageable.pinned_bytes, 0);
+      if (comm->device().is_cuda()) return;  // where it is both or neither
       const MemoryReport params_only = train_memory({.params = true});
       EXPECT_EQ(params_only.device_bytes, shards);
       EXPECT_EQ(params_only.host_bytes, shards);
@@ -262,12 +276,13 @@ TEST(Offload, HostMemoryBeyondItsLimitIsRefusedByName) {
     auto wrap = [&](int64_t limit) {
       FullyShardedDataParallel fsdp(chain(2, 64), comm,
                                     {.offload = {.params = true, .grads = true, .host_limit_bytes = limit}});
-      fsdp(torch::ones({1, 64})).sum().backward();
+      fsdp(on_rank_device(torch::ones({1, 64}))).sum().backward();
     };
-    constexpr int64_t kBytes = 2 * (64 * 64 + 64) * 4;
-    wrap(2 * kBytes);
-    expect_contains(error_of<std::runtime_error>([&] { wrap(2 * kBytes - 1); }), "host memory for gradients on rank 0");
-    expect_contains(error_of<std::runtime_error>([&] { wrap(kBytes - 1); }), "host memory for the shards on rank 0");
+    constexpr int64_t kBytes = 2 * (64 * 64 + 64) * 4, kInPages = 9 * 4096;
+    const int64_t bytes = comm->device().is_cuda() ? kInPages : kBytes;
+    wrap(2 * bytes);
+    expect_contains(error_of<std::runtime_error>([&] { wrap(2 * bytes - 1); }), "host memory for gradients on rank 0");
+    expect_contains(error_of<std::runtime_error>([&] { wrap(bytes - 1); }), "host memory for the shards on rank 0");
     expect_contains(error_of<std::invalid_argument>([&] { wrap(-1); }), "host_limit_bytes is -1");
   });
 }

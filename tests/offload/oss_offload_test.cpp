@@ -46,7 +46,7 @@ std::vector<at::Tensor> train(std::shared_ptr<Communicator> comm, Options option
 }
 
 TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
-  for (const int world : {1, 2, 3}) {
+  for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {3})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       for (const bool with_sdp : {false, true}) {
         auto compare = [&](const auto& expected, const auto& own, const char* what) {
@@ -57,8 +57,9 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
         const auto adam = torch::optim::AdamOptions(1e-2);
         compare(train<torch::optim::Adam>(comm, adam, {}, with_sdp),
                 train<torch::optim::Adam>(comm, adam, by_grads, with_sdp), "torch's Adam");
-        compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp),
-                "HostAdam");
+        if (comm->device().is_cpu())  // where alone it may step without offload
+          compare(train<HostAdam>(comm, adam, {}, with_sdp), train<HostAdam>(comm, adam, offloaded, with_sdp),
+                  "HostAdam");
         const auto sgd = torch::optim::SGDOptions(1e-2).momentum(0.9);
         compare(train<torch::optim::SGD>(comm, sgd, {}, with_sdp),
                 train<torch::optim::SGD>(comm, sgd, {.offload = {.params = true}}, with_sdp), "SGD");
@@ -71,11 +72,12 @@ TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
     for (int i = 0; i < 4; ++i) model->push_back(torch::nn::Linear(torch::nn::LinearOptions(64, 64).bias(false)));
+    on_rank_device(model);
     OSS<HostAdamW> optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2), comm,
                              {.offload = {.grads = true}});  // and params with them
     ShardedDataParallel sdp(model, optimizer, comm);
     EXPECT_EQ(sdp.memory().host_bytes, 0);
-    sdp(torch::ones({2, 64})).sum().backward();
+    sdp(on_rank_device(torch::ones({2, 64}))).sum().backward();
     optimizer.step();
     EXPECT_EQ(sdp.memory().host_bytes, 2 * 64 * 64 * 4);
     EXPECT_EQ(sdp.memory().pinned_bytes, 2 * 64 * 64 * 4);
@@ -104,7 +106,7 @@ TEST(OssOffload, MistakesAreNamed) {
     EXPECT_EQ(pageable.host_bytes(), 24);
   });
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    torch::nn::Linear linear(2, 2);
+    const auto linear = on_rank_device(torch::nn::Linear(2, 2));
     const OssOptions others{.offload = {.params = true, .grads = comm->rank() == 1}};
     expect_contains(error_of<std::invalid_argument>([&] {
                       OSS<torch::optim::Adam> optimizer(linear->parameters(), torch::optim::AdamOptions(1e-2), comm,

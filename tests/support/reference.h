@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/tessera.h"
+#include "tests/support/matrix.h"
 
 namespace tessera::testing_support {
 
@@ -21,6 +22,12 @@ namespace tessera::testing_support {
 inline thread_local at::Device rank_device = at::kCPU;
 using RankBody = std::function<void(std::shared_ptr<Communicator>)>;
 inline void (*run_ranks_on_devices)(int world, const RankBody& body) = nullptr;
+// `all`, or `fewer` where this program's on_ranks() has devices, on which all takes long, and not every product is
+// wanted.
+template <class T>
+T fewer_on_devices(T all, T fewer) {
+  return run_ranks_on_devices != nullptr && !has_full_matrix() ? std::move(fewer) : std::move(all);
+}
 
 // A tensor, a list of them or a module of this holder, moved there. Others stay.
 template <class What>
@@ -115,9 +122,9 @@ void expect_same_parameters(Wrapped& fsdp, const torch::nn::Module& reference, c
   auto state = fsdp.full_state_dict();
   for (const auto& parameter : reference.named_parameters()) {
     ASSERT_TRUE(state.contains(parameter.key())) << where << " " << parameter.key();
-    EXPECT_TRUE(torch::equal(state[parameter.key()], parameter.value().detach()))
-        << where << " " << parameter.key() << " differs by "
-        << (state[parameter.key()] - parameter.value().detach()).abs().max();
+    const at::Tensor expected = parameter.value().detach(), own = state[parameter.key()].to(expected.device());
+    EXPECT_TRUE(torch::equal(own, expected))
+        << where << " " << parameter.key() << " differs by " << (own - expected).abs().max();
   }
 }
 

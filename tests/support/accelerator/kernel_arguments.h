@@ -19,6 +19,8 @@ Access access_of(const at::Tensor& tensor, bool writes);
 // A kernel reads the host's own values when it is launched.
 inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   if (tensor.is_cuda()) return for_kernels(tensor);
+  TORCH_CHECK(tensor.dim() == 0, "simulated accelerator: a tensor of the host, of shape ", tensor.sizes(),
+              ", beside a device's");
   at::Tensor copy = tensor.clone();
   copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
   return copy;

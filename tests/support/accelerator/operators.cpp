@@ -233,6 +233,30 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, doubl
   return {input * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
+// Of which there are kernels for devices alone.
+std::tuple<at::Tensor, at::Tensor> gru_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates,
+                                            const at::Tensor& hx, const std::optional<at::Tensor>& input_bias,
+                                            const std::optional<at::Tensor>& hidden_bias) {
+  const auto input = (input_bias ? input_gates + *input_bias : input_gates).chunk(3, 1);
+  const auto hidden = (hidden_bias ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
+  const at::Tensor reset = (input[0] + hidden[0]).sigmoid(), update = (input[1] + hidden[1]).sigmoid();
+  const at::Tensor candidate = (input[2] + reset * hidden[2]).tanh();
+  return {candidate + update * (hx - candidate), at::cat({reset, update, candidate, hx, hidden[2]}, 1)};
+}
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(const at::Tensor& gradient,
+                                                                                         const at::Tensor& workspace,
+                                                                                         bool has_bias) {
+  const auto kept = workspace.chunk(5, 1);
+  const at::Tensor &reset = kept[0], &update = kept[1], &candidate = kept[2], &hx = kept[3], &hidden = kept[4];
+  const at::Tensor of_update = gradient * (hx - candidate) * (1 - update) * update;
+  const at::Tensor of_candidate = gradient * (1 - update) * (1 - candidate * candidate);
+  const at::Tensor of_reset = of_candidate * hidden * (1 - reset) * reset;
+  const at::Tensor of_input = at::cat({of_reset, of_update, of_candidate}, 1);
+  const at::Tensor of_hidden = at::cat({of_reset, of_update, of_candidate * reset}, 1);
+  return {of_input, of_hidden, gradient * update, has_bias ? of_input.sum(0) : at::Tensor(),
+          has_bias ? of_hidden.sum(0) : at::Tensor()};
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -252,6 +276,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", &copy);
   library.impl("_local_scalar_dense", &item);
   library.impl("native_dropout", &native_dropout);
+  library.impl("_thnn_fused_gru_cell", &gru_cell);
+  library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
   // Where libtorch has a decomposition beside kernels, a GPU has a kernel: with the CPU's numbers, or as one launch.
   const std::set<std::string> here = {"aten::copy_", "aten::empty", "aten::native_dropout"};
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
