@@ -210,7 +210,7 @@ TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
     const TemporaryFolder folder;
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
       Replicated model(torch::nn::Linear(30, 30).ptr(), comm);
-      FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+      FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
       save_checkpoint(folder / "a", fsdp, {{"step", 1}});
       comm->barrier();
       failing_rank = 1;
@@ -238,7 +238,7 @@ TEST(CheckpointFaults, OneRankMayBeSlowerThanTheGroupsTimeout) {
   const TemporaryFolder folder;
   run_ranks(2,
             [&](std::shared_ptr<Communicator> comm) {
-              FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+              FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
               for (int step = 0; step < 2; ++step) {
                 slow_ms = 1500;
                 slow_syncs_of_rank_1 = 1;
@@ -264,7 +264,7 @@ TEST(CheckpointFaults, ARankThatIsStuckIsNamedToTheOthers) {
   auto save = [&](bool in_background) {
     run_ranks(2,
               [&](std::shared_ptr<Communicator> comm) {
-                FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+                FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
                 const auto began = std::chrono::steady_clock::now();
                 const auto error = error_of<CheckpointError>([&] {
                   if (in_background)
@@ -363,7 +363,7 @@ TEST(CheckpointFaults, WhatIsNoDamageDoesNotGoBackToAnOlderCheckpoint) {
     void load_state_values(const StateValues&) override {}
   };
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
-    FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
     OutOfMemory mine;
     for (int n = 1; n <= 2; ++n) save_checkpoint(folder / ("step-" + std::to_string(n)), {fsdp, mine}, {{"step", n}});
     auto newest = [&] { static_cast<void>(load_newest_checkpoint(folder.path(), {fsdp, mine})); };
@@ -467,7 +467,7 @@ TEST(CheckpointFaults, EverythingIsOnTheDiskBeforeItHasItsName) {
     named_too_early.clear();
   }
   on_ranks(5, [&](std::shared_ptr<Communicator> comm) {
-    FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
     for (const char* name : {"a", "b", "a"}) {
       save_checkpoint(folder / name, fsdp);
       save_checkpoint_async(folder / name, fsdp).wait();

@@ -8,15 +8,17 @@
 #include <vector>
 
 #include "tessera/tessera.h"
+#include "tests/support/reference.h"
 
 namespace tessera::testing_support {
 
 // A module that every rank holds whole (as under DDP), or in `group_numel` parts that groups of
-// ranks hold alike (as under hybrid sharding): the smallest ModelShards that show such layouts.
+// ranks hold alike (as under hybrid sharding): the smallest ModelShards that show such layouts. It moves the module to
+// the rank's device.
 class Replicated : public ModelShards {
  public:
   Replicated(std::shared_ptr<torch::nn::Module> module, std::shared_ptr<Communicator> comm)
-      : module_(std::move(module)), comm_(std::move(comm)) {}
+      : module_(on_rank_device(std::move(module))), comm_(std::move(comm)) {}
 
   const std::shared_ptr<Communicator>& comm() const override { return comm_; }
   std::vector<NamedShard> named_shards() const override {

@@ -36,7 +36,7 @@ struct Trained {
     step();
   }
   double step() {
-    auto loss = fsdp(torch::ones({2, 40})).sum();
+    auto loss = fsdp(on_rank_device(torch::ones({2, 40}))).sum();
     adam.zero_grad();
     loss.backward();
     adam.step();

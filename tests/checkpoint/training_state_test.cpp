@@ -124,16 +124,16 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
   };
   auto step = [](auto& model, auto& scheduler, Ema& ema) {
     model.zero_grad();
-    model.forward(torch::ones({2, 7})).pow(2).sum().backward();
+    model.forward(on_rank_device(torch::ones({2, 7}))).pow(2).sum().backward();
     model.step();
     scheduler.step();
     ema.update();
   };
   // The parameters, and their averages.
   auto weights = [](auto& model, Ema& ema) {
-    const at::Tensor own = model.full_state_dict()["weight"].clone();
+    const at::Tensor own = model.full_state_dict()["weight"].cpu().clone();
     auto averaged = ema.swap_in();
-    return std::vector<at::Tensor>{own, model.full_state_dict()["weight"].clone()};
+    return std::vector<at::Tensor>{own, model.full_state_dict()["weight"].cpu().clone()};
   };
   const std::vector<std::pair<int, int>> chain{{0, 2}, {1, 3}, {2, 1}, {3, 5}, {3, 2}};
   std::vector<at::Tensor> expected;
@@ -165,9 +165,9 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
     load_checkpoint(last, ema.with_model(), model.optimizer());
     EXPECT_TRUE(weights(model, ema)[1].allclose(expected[1]));
     model.comm()->barrier();
-    DistributedDataParallel plain(torch::nn::Linear(7, 5), model.comm());
+    DistributedDataParallel plain(on_rank_device(torch::nn::Linear(7, 5)), model.comm());
     load_full(folder / "m.safetensors", plain);
-    EXPECT_TRUE(plain.full_state_dict()["weight"].allclose(expected[0]));
+    EXPECT_TRUE(plain.full_state_dict()["weight"].cpu().allclose(expected[0]));
     // While the model has the averages they would be saved as its own.
     {
       auto averaged = ema.swap_in();
