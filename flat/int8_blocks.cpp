@@ -9,6 +9,8 @@
 #include <bit>
 #include <limits>
 
+#include "tessera/memory/without_data.h"
+
 namespace tessera {
 namespace {
 
@@ -72,7 +74,7 @@ void Int8Blocks::encode(const at::Tensor& values, const at::Tensor& bytes) const
   const auto* from = floats.const_data_ptr<float>();
   auto* to_scales = scales.mutable_data_ptr<float>();
   auto* to_codes = codes.mutable_data_ptr<int8_t>();
-  at::parallel_for(0, blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * block_numel_;
       encode_block(from + first, std::min(block_numel_, numel - first), to_scales[block], to_codes + first);
@@ -101,7 +103,7 @@ void Int8Blocks::read(const at::Tensor& bytes, const at::Tensor& values, bool ad
   const auto* from_scales = scales.const_data_ptr<float>();
   const auto* from_codes = codes.const_data_ptr<int8_t>();
   auto* to = floats.mutable_data_ptr<float>();
-  at::parallel_for(0, blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t last = std::min((block + 1) * block_numel_, numel);
       const float scale = from_scales[block];

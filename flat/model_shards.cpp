@@ -2,6 +2,8 @@
 
 #include <c10/core/GradMode.h>
 
+#include <stdexcept>
+
 namespace tessera {
 
 std::vector<at::Tensor> ModelShards::parameters() const {
@@ -14,6 +16,17 @@ torch::OrderedDict<std::string, at::Tensor> ModelShards::named_parameters() cons
   torch::OrderedDict<std::string, at::Tensor> leaves;
   for (const NamedShard& shard : named_shards()) leaves.insert(shard.fqn, shard.tensor);
   return leaves;
+}
+
+std::vector<HeldPart> ModelShards::held_by(int rank) const {
+  std::vector<HeldPart> held;
+  for (const NamedShard& shard : named_shards()) {
+    if (shard.replica_count != comm()->size())
+      throw std::logic_error("which part of '" + shard.fqn + "' rank " + std::to_string(rank) +
+                             " has is not known: ModelShards::held_by() is to say it where parameters are cut");
+    held.push_back({shard.held, rank});
+  }
+  return held;
 }
 
 void ModelShards::zero_grad(bool set_to_none) {

@@ -28,6 +28,12 @@ struct NamedShard {
   int replica_count = 1;
 };
 
+// What a rank holds of one parameter.
+struct HeldPart {
+  Range range;      // in elements in memory order
+  int replica = 0;  // NamedShard::replica
+};
+
 // How a wrapper shows the state of its model to code that does not know it (checkpoints, say): by the module's own
 // names, wherever the parts may lie. Nothing here is collective.
 class ModelShards {
@@ -40,6 +46,9 @@ class ModelShards {
   // The same for who saves them: their values are what the module shows now, where a scope or other data given to its
   // parameters has changed that. Throws std::logic_error, naming the unit, where those changes are not to stay.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
+  // What any rank of comm() holds of each of named_shards(), computed and not asked for. Throws std::logic_error where
+  // parameters are cut and the wrapper has not said how.
+  virtual std::vector<HeldPart> held_by(int rank) const;
   // The leaves of named_shards(): what an optimizer is given.
   std::vector<at::Tensor> parameters() const;
   // The same by their first names.

@@ -65,6 +65,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
   const std::shared_ptr<Communicator>& comm() const override;
   std::vector<NamedShard> named_shards() const override;
   std::vector<NamedShard> shards_to_save() const override;
+  std::vector<HeldPart> held_by(int rank) const override;
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:

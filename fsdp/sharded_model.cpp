@@ -165,27 +165,35 @@ void ShardedModel::cast_buffers(at::ScalarType dtype) {
 }
 
 void ShardedModel::name_shards() {
-  std::map<std::string, NamedShard> by_name;
+  std::map<std::string, std::pair<NamedShard, Place>> by_name;
   for (auto& unit : units_) {
     for (auto& group : unit->groups()) {
       FlatParameter& flat = group->flat;
       for (size_t i = 0; i < flat.parameters().size(); ++i) {
         const PlannedParameter& parameter = flat.parameters()[i];
-        by_name[parameter.fqn] = {parameter.fqn,
-                                  parameter.aliases,
-                                  flat.geometry(i).sizes,
-                                  flat.geometry(i).strides,
-                                  flat.layout().owned(static_cast<int64_t>(i), mesh_.shard->rank()),
-                                  flat.parameter_shards()[i],
-                                  mesh_.copy(),
-                                  mesh_.copies()};
+        const auto index = static_cast<int64_t>(i);
+        by_name[parameter.fqn] = {
+            {parameter.fqn, parameter.aliases, flat.geometry(i).sizes, flat.geometry(i).strides,
+             flat.layout().owned(index, mesh_.shard->rank()), flat.parameter_shards()[i], mesh_.copy(), mesh_.copies()},
+            {&flat.layout(), index}};
       }
     }
   }
   for (const auto& parameter : module_->named_parameters()) {
     const auto found = by_name.find(parameter.key());  // not there: an alias of one that is
-    if (found != by_name.end()) named_shards_.push_back(found->second);
+    if (found == by_name.end()) continue;
+    named_shards_.push_back(found->second.first);
+    places_.push_back(found->second.second);
   }
+}
+
+// Ranks of a copy are consecutive, as make_mesh() has them.
+std::vector<HeldPart> ShardedModel::held_by(int rank) const {
+  const int ranks = mesh_.shard->size();
+  std::vector<HeldPart> held;
+  for (const auto& [layout, parameter] : places_)
+    held.push_back({layout->owned(parameter, rank % ranks), rank / ranks});
+  return held;
 }
 
 // ---- reports ------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ class ShardedModel {
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
+  std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
   // The dtypes that buffers had before they were cast, by name.
   const std::map<std::string, at::ScalarType>& cast_buffers() const { return cast_buffers_; }
 
@@ -63,6 +64,11 @@ class ShardedModel {
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<NamedShard> named_shards_;
+  struct Place {
+    const FlatLayout* layout;
+    int64_t parameter;
+  };
+  std::vector<Place> places_;  // of named_shards_
   std::map<std::string, at::ScalarType> cast_buffers_;
 };
 

@@ -8,8 +8,8 @@ static thread_local MemoryKind current_kind = MemoryKind::kUnknown;
 
 std::string_view name_of(MemoryKind kind) {
   static constexpr std::string_view kNames[kMemoryKinds] = {
-      "unknown",     "parameters",  "gathered", "secondary", "buckets",   "gradients", "optimizer",
-      "activations", "temporaries", "staging",  "host",      "transport", "scratch"};
+      "unknown",     "parameters",  "gathered", "secondary", "buckets", "gradients", "optimizer",
+      "activations", "temporaries", "staging",  "host",      "disk",    "transport", "scratch"};
   return kNames[static_cast<size_t>(kind)];
 }
 

@@ -18,10 +18,11 @@ enum class MemoryKind : uint8_t {
   kTemporaries,  // everything else that operators make
   kStaging,      // with offload: on the way to the device or from it
   kHost,         // with offload: in host memory, page-locked on accelerators
+  kDisk,         // with offload: claimed in a file, and no memory
   kTransport,    // of a communicator's own, while it moves data
   kScratch,      // taken and given back inside one operator
 };
-inline constexpr size_t kMemoryKinds = 13;
+inline constexpr size_t kMemoryKinds = 14;
 
 // "gathered"; of a static string.
 std::string_view name_of(MemoryKind kind);

@@ -16,4 +16,18 @@ class WithoutDataScope {
 };
 bool is_without_data();  // of this thread
 
+// While it lives, what this thread makes that moves data beside the program is waited for as soon as it begins, so that
+// which memory is taken when does not depend on how fast a disk is (record_run()).
+class WaitForTransfersScope {
+ public:
+  WaitForTransfersScope();
+  ~WaitForTransfersScope();
+  WaitForTransfersScope(const WaitForTransfersScope&) = delete;
+  WaitForTransfersScope& operator=(const WaitForTransfersScope&) = delete;
+
+ private:
+  const bool before_;
+};
+bool waits_for_transfers();  // of this thread
+
 }  // namespace tessera

@@ -9,6 +9,7 @@
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/shard_mark.h"
+#include "tessera/memory/without_data.h"
 #include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
@@ -37,6 +38,12 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
     known.shard = shard;
     for (int rank = 0; rank < world; ++rank)
       known.by_rank.push_back({{parts[rank][i][0], parts[rank][i][1]}, static_cast<int>(parts[rank][i][2])});
+  }
+  if (!is_without_data()) return;
+  for (int rank = 0; rank < world; ++rank) {  // whom nobody has asked
+    const std::vector<HeldPart> held = model.held_by(rank);
+    for (int64_t i = 0; i < count; ++i)
+      known_[shards[i].tensor.unsafeGetTensorImpl()].by_rank[rank] = {held[i].range, held[i].replica};
   }
 }
 
@@ -89,7 +96,11 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   const auto count = static_cast<int64_t>(parameters.size());
   at::Tensor have = at::zeros({count}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   auto* flags = have.mutable_data_ptr<uint8_t>();
-  for (int64_t i = 0; i < count; ++i) flags[i] = parameters[i].grad().defined() ? 1 : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    // In a dry run other ranks use the same parameters, also those of which this one has nothing.
+    const bool is_elsewhere = is_without_data() && are_cut_ && of(parameters[i]).held.numel() == 0;
+    flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;
+  }
   if (are_cut_ && count > 0) {
     at::Tensor travels = have.to(comm_->device());
     comm_->all_reduce(travels, ReduceOp::kMax, "which parameters have gradients").wait();

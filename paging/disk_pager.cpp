@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/memory/disk_bytes.h"
 #include "tessera/memory/without_data.h"
 
 namespace tessera {
@@ -26,8 +27,6 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   };
   require(options.buffer_bytes >= File::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
   require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
-  if (is_without_data())
-    throw std::invalid_argument("dry_run: memory in files (CpuOffload's directory) holds data; leave it out");
   require(options.threads >= 1, "threads", options.threads, "1 or more");
   return options;
 }
@@ -59,7 +58,8 @@ File offload_file(const std::string& directory) { return File::create_unnamed(di
 
 DiskPager::DiskPager(DiskPagerOptions options)
     : options_(checked(options)),
-      file_(offload_file(options.directory)),
+      file_(is_without_data() ? std::nullopt : std::optional(offload_file(options.directory))),
+      waits_(waits_for_transfers()),
       buffers_(at::kCPU, MemoryKind::kHost),
       queue_(options.threads) {}
 
@@ -100,7 +100,12 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
 int64_t DiskPager::claim(int64_t bytes) {
   reclaim();
   const auto place = std::ranges::find_if(free_bytes_, [&](const auto& free) { return free.second >= bytes; });
-  if (place == free_bytes_.end()) return file_.extend(bytes);
+  if (place == free_bytes_.end()) {
+    const int64_t begin = file_ ? file_->extend(bytes) : claimed_bytes_;
+    claimed_bytes_ = begin + bytes;
+    counted_.push_back(count_disk_bytes(bytes));
+    return begin;
+  }
   const auto [offset, free] = *place;
   free_bytes_.erase(place);
   if (free > bytes) free_bytes_.emplace(offset + bytes, free - bytes);
@@ -197,12 +202,24 @@ bool DiskPager::evict_one() {
   }
   entry->is_changed = entry->is_zero = false;
   entry->state = State::kWriting;
-  entry->transfer = queue_.add([this, data = entry->data.const_data_ptr(), entry] {
-    file_.write(data, entry->bytes, entry->offset);
+  entry->transfer = start_transfer([this, data = entry->data.const_data_ptr(), entry] {
+    file_->write(data, entry->bytes, entry->offset);
     written_bytes_ += entry->bytes;
   });
   writing_.push_back(entry);
   return true;
+}
+
+// Reads or writes beside the caller; nothing without data.
+std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
+  if (!file_) {
+    std::promise<void> nothing;
+    nothing.set_value();
+    return nothing.get_future();
+  }
+  std::future<void> end = queue_.add(std::move(transfer));
+  if (waits_) end.wait();
+  return end;
 }
 
 // What was read for nothing, it seems.
@@ -251,11 +268,11 @@ void DiskPager::start_read(Entry& entry) {
   entry.data = aligned_part(entry.buffer, entry.bytes);
   entry.state = State::kReading;
   reading_.push_back(&entry);
-  entry.transfer = queue_.add([this, data = entry.data.mutable_data_ptr(), &entry, is_zero = entry.is_zero] {
+  entry.transfer = start_transfer([this, data = entry.data.mutable_data_ptr(), &entry, is_zero = entry.is_zero] {
     if (is_zero) {
       std::memset(data, 0, entry.bytes);
     } else {
-      file_.read(data, entry.bytes, entry.offset);
+      file_->read(data, entry.bytes, entry.offset);
       read_bytes_ += entry.bytes;
     }
   });
@@ -350,7 +367,7 @@ void DiskPager::read_ahead(const at::Tensor& tensor) {
 
 int64_t DiskPager::disk_bytes() const {
   std::lock_guard lock(mutex_);
-  return file_.bytes();
+  return claimed_bytes_;
 }
 
 int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <future>
 #include <list>
 #include <map>
@@ -41,7 +42,7 @@ struct DiskPagerOptions {
 // for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
 // tensors as any others; code that takes pointers holds them first. Data exist in one file without a name, which claims
 // its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing. The space
-// of tensors that are gone is taken first.
+// of tensors that are gone is taken first. In a dry run there is no file, and nothing moves.
 //
 // Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
 class DiskPager : public Pager {
@@ -88,7 +89,7 @@ class DiskPager : public Pager {
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // moved so far
   int64_t written_bytes() const { return written_bytes_; }
-  bool is_direct() const { return file_.is_direct(); }
+  bool is_direct() const { return file_ && file_->is_direct(); }
 
   void use(const std::vector<Page*>& pages) override;
   [[noreturn]] bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
@@ -112,6 +113,7 @@ class DiskPager : public Pager {
   };
 
   int64_t claim(int64_t bytes);
+  std::future<void> start_transfer(std::function<void()> transfer);
   void reclaim();
   void free_space(int64_t offset, int64_t bytes);
   Entry& entry_of(const at::Tensor& tensor);
@@ -131,7 +133,10 @@ class DiskPager : public Pager {
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
-  File file_;
+  std::optional<File> file_;                    // none without data
+  const bool waits_;                            // for each transfer as it begins
+  int64_t claimed_bytes_ = 0;                   // of the file
+  std::vector<std::shared_ptr<void>> counted_;  // of those, by who counts them
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // by their page's id; they stay where they are
   std::vector<int> vacant_;                                      // of them, those without a page

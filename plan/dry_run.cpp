@@ -68,6 +68,7 @@ struct RunScope::Without {
 struct RunScope::Recording {
   explicit Recording(std::shared_ptr<Recorder> recorder) : current(std::move(recorder)) {}
   Recorder::Current current;
+  WaitForTransfersScope wait;
   RecordedOperators operators;
 };
 

@@ -13,6 +13,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/memory/disk_bytes.h"
 #include "tessera/memory/memory_cache.h"
 #include "tessera/paging/residency.h"
 
@@ -84,7 +85,7 @@ class RecordingAllocator : public c10::Allocator {
       if (!maps && !recorder->has_data()) std::memset(memory, 0, bytes);
       const int64_t block = recorder->allocated(static_cast<int64_t>(bytes));
       // What is copied to host memory has no values; and no operator made these tensors, which would have said so.
-      const bool is_void = maps && MemoryKindScope::current() == MemoryKind::kHost;
+      const bool is_void = !recorder->has_data() && MemoryKindScope::current() == MemoryKind::kHost;
       std::lock_guard lock(table().mutex);
       table().entries[reinterpret_cast<uintptr_t>(memory)] = {bytes, maps ? bytes : 0, is_void, block, recorder};
     }
@@ -94,6 +95,15 @@ class RecordingAllocator : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { inner->copy_data(to, from, bytes); }
 };
 
+std::shared_ptr<void> count_on_disk(int64_t bytes) {
+  if (!current_recorder) return nullptr;
+  const MemoryKindScope kind(MemoryKind::kDisk);
+  const auto free = [recorder = current_recorder, block = current_recorder->allocated(bytes)](void*) {
+    recorder->freed(block);
+  };
+  return {nullptr, free};
+}
+
 void install_allocator() {
   static std::once_flag is_installed;
   std::call_once(is_installed, [] {
@@ -101,6 +111,7 @@ void install_allocator() {
     inner = c10::GetCPUAllocator();
     if (inner == c10::GetDefaultCPUAllocator()) inner = memory_cache_allocator();  // init() may come later
     c10::SetCPUAllocator(new RecordingAllocator, kAnyPriority);  // of which libtorch keeps a plain pointer
+    set_disk_bytes_counter(&count_on_disk);
   });
 }
 

@@ -13,8 +13,11 @@
 
 namespace tessera {
 
-// Whether memory of this kind is tensors': all but what kernels and communicators take for a moment.
-inline bool is_tensors(MemoryKind kind) { return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport; }
+// Whether memory of this kind is tensors': all but what kernels and communicators take for a moment, and what is on a
+// disk.
+inline bool is_tensors(MemoryKind kind) {
+  return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport && kind != MemoryKind::kDisk;
+}
 
 // Bytes of tensors by kind.
 struct BytesByKind {

@@ -21,6 +21,7 @@
 
 #include "tessera/flat/deferred.h"
 #include "tessera/flat/int8_blocks.h"
+#include "tessera/memory/without_data.h"
 #include "tessera/optim/adamw_8bit.h"
 
 namespace tessera {
@@ -134,7 +135,7 @@ at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int6
   const auto* from = codes.const_data_ptr<uint8_t>();
   const auto* of_blocks = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  at::parallel_for(0, scales.numel(), kGrainRows, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, is_without_data() ? 0 : scales.numel(), kGrainRows, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       std::array<float, 16> table;
       for (size_t i = 0; i < table.size(); ++i) table[i] = kNormalFloats[i] * of_blocks[block];
@@ -156,7 +157,7 @@ int64_t encoded_bytes(WeightFormat format, int64_t numel) {
 at::Tensor encoded(WeightFormat format, const at::Tensor& weight) {
   at::NoGradGuard no_grad;
   const at::Tensor values = weight.detach().contiguous().view({-1}).to(at::kFloat);
-  if (!at::isfinite(values).all().item<bool>())
+  if (!at::isfinite(values).all().item<bool>() && !is_without_data())
     throw std::invalid_argument("a weight to be quantized has elements that are infinite or NaN");
   at::Tensor bytes = at::zeros({encoded_bytes(format, values.numel())}, values.options().dtype(at::kByte));
   if (values.numel() == 0) return bytes;

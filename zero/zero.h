@@ -95,6 +95,7 @@ class Zero : public ModelShards {
   const std::shared_ptr<Communicator>& comm() const override { return wrapper().comm(); }
   std::vector<NamedShard> named_shards() const override { return wrapper().named_shards(); }
   std::vector<NamedShard> shards_to_save() const override { return wrapper().shards_to_save(); }
+  std::vector<HeldPart> held_by(int rank) const override { return wrapper().held_by(rank); }
   ZeroOptions::Parameters named_buffers() const override { return wrapper().named_buffers(); }
 
  private:

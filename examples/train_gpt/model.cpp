@@ -1,6 +1,5 @@
 #include "model.h"
 
-#include <filesystem>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -48,10 +47,7 @@ std::unique_ptr<Trainable> wrap_as(Gpt model, const TrainOptions& options,
                                                                   std::move(zero));
   zero.fsdp.offload = {.params = true, .grads = true};
   zero.oss.offload = {.params = true, .grads = true};
-  if (options.offload == Offload::kDisk) {
-    std::filesystem::create_directories(options.offload_directory);
-    zero.fsdp.offload.directory = options.offload_directory.string();
-  }
+  if (options.offload == Offload::kDisk) zero.fsdp.offload.directory = options.offload_directory.string();
   return std::make_unique<DistributedModel<Offloaded, Options>>(std::move(model), own, std::move(comm),
                                                                 std::move(zero));
 }

@@ -27,17 +27,6 @@ std::unique_ptr<Trainable> make_trainable(const TrainOptions& options, std::shar
   return wrapped;
 }
 
-// What needs values: files and formats of few bits hold some, and Muon asks other ranks which parts of a matrix they
-// have.
-void check(const TrainOptions& options) {
-  const char* what = nullptr;
-  if (options.offload == Offload::kDisk) what = "--offload disk";
-  if (options.base != BaseFormat::kFull) what = "--quantize";
-  if (options.optimizer == OptimizerKind::kMuon && options.wrapper == Wrapper::kFsdp)
-    what = "--optimizer muon with --wrapper fsdp";
-  if (what != nullptr) throw OptionsError(std::string("--plan is not for ") + what);
-}
-
 std::vector<int> planned_ranks(int world) {
   std::vector<int> ranks;
   for (int rank = 0; rank < world; ++rank)
@@ -64,12 +53,13 @@ tessera::RunRecord plan_of(const Job& job, int rank) {
 }
 
 void print_plan(std::ostream& out, const Job& job) {
-  check(job.options);
   const int world = job.options.ranks.value_or(1);
   const auto ranks = planned_ranks(world);
   std::vector<tessera::RunRecord> records;
   for (const int rank : ranks) records.push_back(plan_of(job, rank));
   std::vector<MemoryKind> kinds;
+  bool uses_disk = false;
+  for (const auto& record : records) uses_disk = uses_disk || record.most[MemoryKind::kDisk] > 0;
   for (size_t i = 0; i < tessera::kMemoryKinds; ++i) {
     const auto kind = static_cast<MemoryKind>(i);
     bool is_used = false;
@@ -80,12 +70,13 @@ void print_plan(std::ostream& out, const Job& job) {
       << (world == 1 ? " rank" : " ranks") << "; without kernels' scratch, files and the sample\n\n"
       << left("rank", 6);
   for (const auto kind : kinds) out << right(std::string(tessera::name_of(kind)), kColumns);
-  out << right("peak", kColumns) << "\n";
+  out << right("peak", kColumns) << (uses_disk ? right("disk", kColumns) : "") << "\n";
   for (size_t i = 0; i < ranks.size(); ++i) {
     if (i > 0 && ranks[i] > ranks[i - 1] + 1) out << "...\n";
     out << left(std::to_string(ranks[i]), 6);
     for (const auto kind : kinds) out << right(mib(records[i].peak[kind]), kColumns);
-    out << right(mib(records[i].peak_bytes()), kColumns) << "\n";
+    out << right(mib(records[i].peak_bytes()), kColumns)
+        << (uses_disk ? right(mib(records[i].most[MemoryKind::kDisk]), kColumns) : "") << "\n";
   }
   out << "\nrank 0's peak is in " << records[0].peak_place() << "\n";
 }

@@ -36,8 +36,8 @@ class Rehearsal {
 // What one of --ranks would take: tessera::dry_run() of a Rehearsal. Not collective.
 tessera::RunRecord plan_of(const Job& job, int rank);
 
-// The peak of each rank by kind, in MiB: of all of them up to eight, else of the first seven and the last. Throws
-// OptionsError for what a dry run has no answer for.
+// The peak of each rank by kind, in MiB: of all of them up to eight, else of the first seven and the last; with a disk
+// what is claimed there beside it, which is no memory.
 void print_plan(std::ostream& out, const Job& job);
 
 }  // namespace train_gpt

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <filesystem>
 #include <iostream>
 #include <limits>
 #include <optional>
@@ -178,6 +179,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   }
   const int64_t adapters_numel = adapts ? trained_numel(model) : 0;
 
+  if (options.offload == Offload::kDisk) std::filesystem::create_directories(options.offload_directory);
   auto wrapped = wrap(model, options, comm);
   // Before averages begin.
   if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);

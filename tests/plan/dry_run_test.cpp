@@ -3,8 +3,10 @@
 #include <string>
 #include <vector>
 
+#include "tessera/optim/host_adam.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tests/plan/models.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
 namespace {
@@ -22,6 +24,7 @@ struct Case {
   bool accumulates = false;  // two backwards, the first under no_sync()
   bool clips = true;
   bool evaluates = false;
+  bool on_host = false;  // stepped by HostAdamW
 };
 
 at::Tensor input_of(const std::string& model) {
@@ -63,6 +66,11 @@ auto with_model(const Case& each, Run run) {
       return zero(seeded(1, make), torch::optim::AdamWOptions(1e-3), std::move(comm), each.zero);
     });
   };
+  if (each.on_host)
+    return run([&each](std::shared_ptr<Communicator> comm) {
+      return zero<HostAdamW>(seeded(1, [] { return Gpt(); }), torch::optim::AdamWOptions(1e-3), std::move(comm),
+                             each.zero);
+    });
   if (each.model == "recipe")  // examples/zero_recipe, narrower
     return run([&each](std::shared_ptr<Communicator> comm) {
       const auto make = [] {
@@ -128,12 +136,18 @@ void expect_as_said(const Case& each, const RunRecord& dry, const Said& said, co
     EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
   }
   if (each.zero.stage != 3) return;
-  EXPECT_EQ(dry.end[MemoryKind::kOptimizer], said.optimizer_bytes) << where;
+  const bool has_disk = !each.zero.fsdp.offload.directory.empty();
+  EXPECT_EQ(dry.end[MemoryKind::kDisk], said.memory.disk_bytes) << where;
+  EXPECT_EQ(dry.end[MemoryKind::kDisk] > 0, has_disk) << where;
+  if (!each.zero.fsdp.offload.disk_units) {
+    EXPECT_EQ(dry.end[MemoryKind::kOptimizer], each.on_host && has_disk ? 0 : said.optimizer_bytes) << where;
+  }
   EXPECT_EQ(dry.most[MemoryKind::kGathered], said.memory.peak_gathered_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kSecondary], said.memory.peak_secondary_bytes) << where;
   EXPECT_EQ(dry.most[MemoryKind::kBuckets], said.memory.peak_bucket_bytes) << where;
   if (each.zero.fsdp.offload.params) {
-    EXPECT_EQ(dry.end[MemoryKind::kHost], said.memory.shard_bytes + said.memory.grad_bytes) << where;
+    const int64_t expected_bytes = has_disk ? said.memory.host_bytes : said.memory.shard_bytes + said.memory.grad_bytes;
+    EXPECT_EQ(dry.end[MemoryKind::kHost], expected_bytes) << where;
     return;
   }
   EXPECT_EQ(dry.end[MemoryKind::kGradients], said.memory.grad_bytes) << where;
@@ -148,6 +162,26 @@ ZeroOptions fsdp(FsdpOptions options) {
 }
 ZeroOptions stage(int number) {
   return {.stage = number, .ddp = {.bucket_cap_mb = 1}, .oss = {.broadcast_bucket_bytes = 65536}};
+}
+
+// Shards and state on a disk: with room in memory for all of it, and for little more than a parameter and its state.
+void add_disk_cases(std::vector<Case>& all, const std::string& folder) {
+  const auto disk = [&](int64_t buffer_bytes, WrapPolicy units = {}) {
+    FsdpOptions options{.auto_wrap = std::move(units)};
+    options.offload = {.params = true, .grads = true, .directory = folder, .disk_buffer_bytes = buffer_bytes};
+    return fsdp(options);
+  };
+  constexpr int64_t kAmple = int64_t{256} << 20, kTight = 208 << 10;
+  all.push_back({.name = "FSDP, disk", .model = "gpt", .world = 2, .zero = disk(kAmple), .on_host = true});
+  all.push_back({.name = "FSDP, disk, tight", .model = "gpt", .world = 2, .zero = disk(kTight), .on_host = true});
+  all.push_back({.name = "FSDP, disk", .model = "mlp", .world = 3, .zero = disk(kAmple)});
+  all.push_back({.name = "FSDP, disk, tight", .model = "gpt", .world = 3, .zero = disk(kTight)});
+  Case& narrow = all.emplace_back(Case{"FSDP, disk, bf16, tight", "gpt", 2, disk(kTight)});
+  narrow.zero.fsdp.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
+  narrow.on_host = true;
+  Case& some = all.emplace_back(Case{"FSDP, some units on a disk", "gpt", 1, disk(kAmple)});
+  some.zero.fsdp.offload.disk_units = [](const std::string& unit) { return unit.size() % 2 == 0; };
+  some.on_host = some.accumulates = some.evaluates = true;
 }
 
 std::vector<Case> cases() {
@@ -199,7 +233,9 @@ std::vector<Case> cases() {
 }
 
 TEST(DryRun, TakesWhatARunWithDataTakes) {
-  const auto all = cases();
+  const TemporaryFolder folder;
+  auto all = cases();
+  add_disk_cases(all, folder.path());
   EXPECT_GE(all.size(), 30U);
   for (const Case& each : all) {
     const std::string where =
@@ -222,7 +258,9 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
       said[rank].collectives = comm->traffic().collectives - before;
     });
     for (int rank = 0; rank < each.world; ++rank) {
-      const RunRecord dry = with_model(each, [&](auto make) {
+      Case elsewhere = each;
+      if (!each.zero.fsdp.offload.directory.empty()) elsewhere.zero.fsdp.offload.directory = "/no/such/folder";
+      const RunRecord dry = with_model(elsewhere, [&](auto make) {
         return dry_run(make, [&](auto& model) { train(each, model); }, {.world_size = each.world, .rank = rank});
       });
       const std::string of_rank = where + ", rank " + std::to_string(rank);
