@@ -6,6 +6,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <csignal>
+#include <fstream>
 #include <functional>
 #include <thread>
 
@@ -269,6 +270,46 @@ TEST(PeerMemoryProcesses, ARankThatIsKilledIsNoticedSoon) {
     return 1;
   });
   EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
+}
+
+// Its number is soon another's, who here has a copy even of what lies in its memory.
+TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
+  on_two_threads([](PeerMemory&, int) {});  // what a process is told apart by is chosen, and copied by fork
+  constexpr int kNoSuchNumber = 77;
+  const auto codes = on_processes(1, [](const c10::intrusive_ptr<c10d::Store>&, int) {
+    const TemporaryFolder folder;
+    const auto connect = [&](int rank) {
+      auto store = c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2);
+      return PeerMemory::connect(*store, rank, 2, 30s, true);
+    };
+    const pid_t peer = ::fork();
+    if (peer == 0) {
+      const auto memory = connect(1);
+      for (;;) ::pause();
+    }
+    const auto memory = connect(0);
+    if (!memory) return kNoSuchNumber;
+    const auto end = [](pid_t child) {
+      ::kill(child, SIGKILL);
+      ::waitpid(child, nullptr, 0);
+    };
+    end(peer);
+    pid_t other = 0;
+    for (int tries = 0; tries < 100 && other != peer; ++tries) {
+      if (other > 0) end(other);
+      std::ofstream last("/proc/sys/kernel/ns_last_pid");
+      if (!(last << peer - 1 << std::flush)) return kNoSuchNumber;
+      other = ::fork();
+      if (other == 0)
+        for (;;) ::pause();
+    }
+    if (other != peer) return kNoSuchNumber;
+    const auto outcome = memory->wait(memory->receive(torch::empty({10}), 1, 5), std::chrono::steady_clock::now() + 5s);
+    end(other);
+    return static_cast<int>(outcome);
+  });
+  if (codes[0] == kNoSuchNumber) GTEST_SKIP() << "process numbers cannot be chosen here (needs root)";
+  EXPECT_EQ(codes[0], static_cast<int>(Outcome::kPeerDied));
 }
 
 // This thread stops the process when it is about to write into another one's memory.
