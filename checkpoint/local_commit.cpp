@@ -25,10 +25,23 @@ fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kS
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
 }
 
+// By the file system's time: this host's clock may have been set meanwhile, or be another than its server's.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
-  std::error_code error;
+  std::error_code error, ignored;
   const auto written = fs::last_write_time(directory, error);
-  return !error && fs::file_time_type::clock::now() - written > age;
+  if (error) return false;
+  const fs::path made_now = hidden_name(directory, draw_checkpoint_id(), ".now-");
+  if (!fs::create_directory(made_now, error)) return false;
+  const auto now = fs::last_write_time(made_now, error);
+  fs::remove(made_now, ignored);
+  return !error && now - written > age;
+}
+
+// Whether it was left before it was locked, or is so old that it must have been.
+bool is_left_in_the_making(const fs::path& directory) {
+  FileLock lock;
+  return lock.take_exclusive(directory / kDraftName) != LockOutcome::kHeldByOther &&
+         is_older_than(directory, kMakingTakes);
 }
 
 // Whether nobody is at work on a hidden directory, nor reads what is in it. `lock` then keeps it so.
@@ -52,7 +65,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
     if (!name.starts_with('.') || !name.starts_with(prefix) || !entry.is_directory(ignored)) continue;
     FileLock lock;
     const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
-                          (name.find(kMaking) != std::string::npos && is_older_than(entry.path(), kMakingTakes));
+                          (name.find(kMaking) != std::string::npos && is_left_in_the_making(entry.path()));
     if (!needless) continue;
     for (const auto& file : fs::directory_iterator(entry.path(), ignored)) fs::remove(file.path(), ignored), progress();
     fs::remove_all(entry.path(), ignored);

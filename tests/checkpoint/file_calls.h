@@ -33,14 +33,30 @@ inline void tell_file_calls(std::function<void(const FileCall&)> tell) {
   is_told = tell_call != nullptr;
 }
 
-// Does it, and tells of it.
+inline std::atomic<bool> is_asked = false;
+inline std::function<int(const FileCall&)> refuse_call;
+
+// From here on `refuse` is asked before each call, one at a time, what it is to fail with: an errno, or 0 for nothing.
+// What it does to files itself is not asked about. No more with a null one.
+inline void refuse_file_calls(std::function<int(const FileCall&)> refuse) {
+  const std::lock_guard lock(file_calls_mutex);
+  refuse_call = std::move(refuse);
+  is_asked = refuse_call != nullptr;
+}
+
+inline thread_local bool is_observing = false;
+
+// Does it, unless it is refused, and tells of it.
 template <class Act, class Describe>
 auto observed(Act act, Describe describe) {
-  if (!is_told) return act();
+  if ((!is_told && !is_asked) || is_observing) return act();
   const std::lock_guard lock(file_calls_mutex);
-  const auto result = act();
-  const int error = errno;
+  is_observing = true;
+  const int refusal = refuse_call ? refuse_call(describe()) : 0;
+  const auto result = refusal != 0 ? decltype(act())(-1) : act();
+  const int error = refusal != 0 ? refusal : errno;
   if (result >= 0 && tell_call) tell_call(describe());
+  is_observing = false;
   errno = error;
   return result;
 }

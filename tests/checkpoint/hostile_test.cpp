@@ -1,0 +1,438 @@
+// What becomes of a save where the disk is full, the folder is read-only or gone, a second job writes to it, or the
+// clock goes back: each rank is told within seconds, by rank and path, and the older checkpoint loads.
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <future>
+#include <iostream>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "tessera/checkpoint/find_checkpoints.h"
+#include "tessera/checkpoint/offline.h"
+#include "tests/checkpoint/file_calls.h"
+#include "tests/checkpoint/replicated.h"
+#include "tests/support/matrix.h"
+#include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
+
+namespace tessera::hostile_test {
+
+std::atomic<int64_t> wall_clock_is_ahead_s = 0;
+
+// In the place of the system's: the time of day as this program sees it.
+extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
+  const auto result = static_cast<int>(::syscall(SYS_clock_gettime, clock, time));
+  if (clock == CLOCK_REALTIME) time->tv_sec += wall_clock_is_ahead_s;
+  return result;
+}
+
+namespace {
+
+using namespace testing_support;
+namespace fs = std::filesystem;
+using testing_support::FileCall;
+
+constexpr auto kSeconds = std::chrono::seconds(20);  // on a machine that does much else
+
+// A disk of its own, or without the right to mount one an imitation: writes to its folder fail once they were so many.
+class SmallDisk {
+ public:
+  explicit SmallDisk(int64_t bytes) {
+    // What is mounted is seen by this thread and those that it starts, and ends with them.
+    is_real_ = ::unshare(CLONE_NEWNS | CLONE_FS) == 0 &&
+               ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) == 0 &&
+               ::mount("tmpfs", path().c_str(), "tmpfs", 0, size_of(bytes).c_str()) == 0;
+    if (is_real_) return;
+    if (errno != EPERM) throw std::system_error(errno, std::generic_category(), "mounting a small disk");
+    std::cout << "[ no mount ] the disk is imitated\n";
+    room_bytes_ = bytes;
+    refuse_file_calls([this](const FileCall& call) { return refusal(call); });
+  }
+  ~SmallDisk() {
+    if (is_real_)
+      ::umount2(path().c_str(), MNT_DETACH);
+    else
+      refuse_file_calls(nullptr);
+  }
+  SmallDisk(const SmallDisk&) = delete;
+  SmallDisk& operator=(const SmallDisk&) = delete;
+
+  const fs::path& path() const { return folder_.path(); }
+  // From now on it is so large.
+  void resize(int64_t bytes) {
+    if (is_real_)
+      remount(0, bytes);
+    else
+      room_bytes_ = written_bytes_ + bytes;
+  }
+  void set_read_only(bool is_read_only, int64_t bytes) {
+    if (is_real_)
+      remount(is_read_only ? MS_RDONLY : 0, bytes);
+    else
+      is_read_only_ = is_read_only;
+  }
+
+ private:
+  static std::string size_of(int64_t bytes) { return "size=" + std::to_string(bytes); }
+  // Once nobody has files there open for writing: a save's lock goes with what it replaced, on a thread.
+  void remount(unsigned long flags, int64_t bytes) {
+    for (int i = 0; ::mount("tmpfs", path().c_str(), "tmpfs", MS_REMOUNT | flags, size_of(bytes).c_str()) != 0; ++i) {
+      if (errno != EBUSY || i == 500) throw std::system_error(errno, std::generic_category(), "remounting");
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+  }
+  int refusal(const FileCall& call) {
+    if (!call.path.starts_with(path().string())) return 0;
+    if (is_read_only_) return EROFS;
+    if (call.kind != FileCall::kWrite) return 0;
+    if (written_bytes_ + static_cast<int64_t>(call.data.size()) > room_bytes_) return ENOSPC;
+    written_bytes_ += static_cast<int64_t>(call.data.size());
+    return 0;
+  }
+
+  const TemporaryFolder folder_;
+  bool is_real_ = false;
+  std::atomic<int64_t> room_bytes_ = 0, written_bytes_ = 0;
+  std::atomic<bool> is_read_only_ = false;
+};
+
+void on_small_disk(int64_t bytes, const std::function<void(SmallDisk&)>& body) {
+  std::async(std::launch::async, [&] {
+    SmallDisk disk(bytes);
+    body(disk);
+  }).get();
+}
+
+// What a rank is told, "" if nothing; within seconds.
+template <class Save>
+std::string told_by(Save save) {
+  const auto began = std::chrono::steady_clock::now();
+  std::string told;
+  try {
+    save();
+  } catch (const CheckpointError& error) {
+    told = error.what();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - began, kSeconds) << told;
+  return told;
+}
+
+template <class Model>
+std::string save_either_way(bool in_background, const fs::path& path, Model& model, torch::optim::Optimizer& optimizer,
+                            int step, const SaveOptions& options = {}) {
+  return told_by([&] {
+    if (in_background)
+      save_checkpoint_async(path, model, optimizer, {{"step", step}}, options).wait();
+    else
+      save_checkpoint(path, model, optimizer, {{"step", step}}, options);
+  });
+}
+
+// With the rank and the path, and the system's reason.
+void expect_told(const std::string& told, const fs::path& path, int reason) {
+  for (const std::string& part : {std::string("rank "), path.string(), std::string(std::strerror(reason))})
+    expect_contains(told, part);
+}
+
+int64_t entries(const fs::path& folder) {
+  return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
+}
+
+// What is in a folder, but for names that contain `but`, once that is `expected`, or after some seconds.
+std::set<std::string> names_at_the_end(const fs::path& folder, const std::set<std::string>& expected,
+                                       const std::string& but = "/") {
+  std::set<std::string> names;
+  for (int i = 0; i < 500 && names != expected; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    names.clear();
+    for (const auto& entry : fs::directory_iterator(folder))
+      if (const std::string name = entry.path().filename(); name.find(but) == std::string::npos) names.insert(name);
+  }
+  return names;
+}
+
+struct Trained {
+  explicit Trained(const std::shared_ptr<Communicator>& comm, int width = 300)
+      : fsdp(seeded(1, [&] { return torch::nn::Linear(width, width); }), comm), optimizer(fsdp.parameters(), 1e-3) {
+    fsdp(torch::ones({1, width})).sum().backward();
+    optimizer.step();
+  }
+  FullyShardedDataParallel<torch::nn::Linear> fsdp;
+  AdamW optimizer;
+};
+
+void expect_newest(const fs::path& folder, Trained& trained, int step) {
+  const auto newest = load_newest_checkpoint(folder, trained.fsdp, trained.optimizer);
+  ASSERT_TRUE(newest);
+  EXPECT_EQ(newest->extra["step"], step);
+  EXPECT_EQ(newest->damaged, std::vector<std::string>());
+}
+
+TEST(HostileSave, AFullDiskIsToldToAllRanksAndTheOlderCheckpointLoads) {
+  constexpr int64_t kRoom = 2 << 20;  // for one checkpoint of 1.1 MB
+  for (const bool leaves_nothing : {false, true})
+    on_small_disk(kRoom, [&](SmallDisk& disk) {
+      on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+        Trained trained(comm);
+        ASSERT_EQ(save_either_way(false, disk.path() / "a", trained.fsdp, trained.optimizer, 1), "");
+        if (comm->rank() == 0 && leaves_nothing) {
+          std::ofstream rest(disk.path() / "rest");
+          while (rest << std::string(4096, 'x') << std::flush) {
+          }
+        }
+        comm->barrier();
+        for (const bool in_background : {false, true}) {
+          const auto told = save_either_way(in_background, disk.path() / "b", trained.fsdp, trained.optimizer, 2);
+          expect_told(told, disk.path(), ENOSPC);
+          comm->barrier();
+          EXPECT_EQ(entries(disk.path()), leaves_nothing ? 2 : 1) << "what was written is removed";
+          expect_newest(disk.path(), trained, 1);
+        }
+        comm->barrier();
+        if (comm->rank() == 0) disk.resize(4 * kRoom);
+        comm->barrier();
+        ASSERT_EQ(save_either_way(true, disk.path() / "b", trained.fsdp, trained.optimizer, 3), "");
+        expect_newest(disk.path(), trained, 3);
+      });
+    });
+}
+
+TEST(HostileSave, AFolderThatTurnsReadOnlyIsToldToAllRanksAndLoads) {
+  constexpr int64_t kRoom = 8 << 20;
+  on_small_disk(kRoom, [&](SmallDisk& disk) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Trained trained(comm);
+      auto set_read_only = [&](bool is_read_only) {
+        comm->barrier();
+        if (comm->rank() == 0) disk.set_read_only(is_read_only, kRoom);
+        comm->barrier();
+      };
+      ASSERT_EQ(save_either_way(true, disk.path() / "a", trained.fsdp, trained.optimizer, 1), "");
+      set_read_only(true);
+      for (const bool in_background : {false, true})
+        for (const char* name : {"a", "b", "new/c"}) {
+          const auto path = disk.path() / name;
+          const auto told = save_either_way(in_background, path, trained.fsdp, trained.optimizer, 2, {.keep_last = 1});
+          expect_told(told, disk.path(), EROFS);
+          expect_newest(disk.path(), trained, 1);
+        }
+      set_read_only(false);
+      ASSERT_EQ(save_either_way(false, disk.path() / "a", trained.fsdp, trained.optimizer, 3), "");
+      expect_newest(disk.path(), trained, 3);
+    });
+  });
+}
+
+// The disk is full for one rank alone: a quota, or its host's.
+TEST(HostileSave, OneRanksFullDiskIsToldByItsName) {
+  const TemporaryFolder folder;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm);
+    ASSERT_EQ(save_either_way(false, folder / "a", trained.fsdp, trained.optimizer, 1), "");
+    for (const bool in_background : {false, true})
+      for (const char* of : {"rank-00002-0.safetensors", ".part-00002"}) {
+        comm->barrier();
+        if (comm->rank() == 0)
+          refuse_file_calls([&](const FileCall& call) {
+            return call.kind == FileCall::kWrite && call.path.ends_with(of) ? ENOSPC : 0;
+          });
+        comm->barrier();
+        const auto told = save_either_way(in_background, folder / "b", trained.fsdp, trained.optimizer, 2);
+        expect_told(told, folder.path(), ENOSPC);
+        expect_contains(told, "rank 2: ");
+        expect_contains(told, of);
+        comm->barrier();
+        refuse_file_calls(nullptr);
+        EXPECT_EQ(entries(folder.path()), 1);
+        expect_newest(folder.path(), trained, 1);
+      }
+  });
+}
+
+// One call after the other of those that a save makes fails; or it and all that follow.
+class Refusal {
+ public:
+  void begin(fs::path folder, int from, bool goes_on, int reason) {
+    calls_ = refused_ = 0;
+    refuse_file_calls([=, this, folder = std::move(folder)](const FileCall& call) {
+      if (!call.path.starts_with(folder.string())) return 0;
+      const int number = calls_++;
+      if (number < from || (number > from && !goes_on)) return 0;
+      ++refused_;
+      return reason;
+    });
+  }
+  // Whether any was refused.
+  bool end() {
+    refuse_file_calls(nullptr);
+    return refused_ > 0;
+  }
+
+ private:
+  std::atomic<int> calls_ = 0, refused_ = 0;
+};
+
+TEST(HostileSave, WhicheverCallFailsAllRanksKnowAndACheckpointLoads) {
+  const auto ways = of_matrix<std::pair<bool, bool>>({{false, false}, {true, true}}, {{false, true}, {true, false}});
+  for (const auto& [in_background, goes_on] : ways) {
+    SCOPED_TRACE(std::string(in_background ? "in the background" : "at once") +
+                 (goes_on ? ", from a call on" : ", one call"));
+    const TemporaryFolder folder;
+    const int reason = goes_on ? EROFS : ENOSPC;
+    Refusal refusal;
+    std::vector<std::string> told(2);
+    bool was_refused = true;
+    int failed_count = 0;
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Trained trained(comm, 20);
+      ASSERT_EQ(save_either_way(false, folder / "step-0", trained.fsdp, trained.optimizer, 0), "");
+      int last = 0;
+      for (int n = 1; was_refused; ++n) {
+        comm->barrier();
+        if (comm->rank() == 0) refusal.begin(folder.path(), n - 1, goes_on, reason);
+        comm->barrier();
+        // By turns a new name, and one that is there.
+        const auto path = folder / ("step-" + std::to_string(n % 2 == 0 ? last : n));
+        told[comm->rank()] = save_either_way(in_background, path, trained.fsdp, trained.optimizer, n, {.keep_last = 2});
+        comm->barrier();
+        if (comm->rank() == 0) was_refused = refusal.end();
+        comm->barrier();
+        EXPECT_EQ(told[0].empty(), told[1].empty()) << n << ": " << told[0] << told[1];
+        if (!told[comm->rank()].empty()) {
+          expect_told(told[comm->rank()], folder.path(), reason);
+          failed_count += comm->rank() == 0;
+        }
+        const auto newest = load_newest_checkpoint(folder.path(), trained.fsdp, trained.optimizer);
+        ASSERT_TRUE(newest);
+        EXPECT_EQ(newest->damaged, std::vector<std::string>());
+        const int step = newest->extra["step"];
+        EXPECT_TRUE(step == n || (step == last && !told[0].empty())) << n << " " << step << " " << told[0];
+        if (comm->rank() == 0) {
+          EXPECT_EQ(verify_checkpoint(newest->path), std::vector<std::string>());
+        }
+        last = step;
+      }
+      ASSERT_EQ(
+          save_either_way(in_background, folder / "last", trained.fsdp, trained.optimizer, 1000, {.keep_last = 1}), "");
+      save_checkpoint(folder / "last", trained.fsdp, trained.optimizer, {}, {.keep_last = 1});  // waits for the removal
+    });
+    EXPECT_GT(failed_count, 10);
+    // What was not yet locked when it failed stays for some minutes, lest somebody is just making it.
+    EXPECT_EQ(names_at_the_end(folder.path(), {"last"}, ".making-"), std::set<std::string>{"last"});
+  }
+}
+
+TEST(HostileSave, AFolderRemovedMeanwhileIsToldToAllRanks) {
+  const TemporaryFolder folder;
+  on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm);
+    for (const bool in_background : {false, true})
+      for (const bool with_parent : {false, true}) {
+        const auto run = folder / "run";
+        ASSERT_EQ(save_either_way(false, run / "a", trained.fsdp, trained.optimizer, 1), "");
+        comm->barrier();
+        if (comm->rank() == 0)
+          refuse_file_calls([&, with_parent](const FileCall& call) {
+            if (call.kind == FileCall::kWrite && call.path.ends_with("rank-00001-0.safetensors"))
+              fs::remove_all(with_parent ? run : fs::path(call.path).parent_path());
+            return 0;
+          });
+        comm->barrier();
+        const auto told = save_either_way(in_background, run / "b", trained.fsdp, trained.optimizer, 2);
+        expect_contains(told, "rank ");
+        expect_contains(told, run.string());
+        EXPECT_TRUE(told.find("No such file or directory") != std::string::npos ||
+                    told.find("somebody has removed it") != std::string::npos)
+            << told;
+        comm->barrier();
+        refuse_file_calls(nullptr);
+        if (!with_parent) {
+          expect_newest(run, trained, 1);
+          EXPECT_EQ(entries(run), 1);
+        }
+        ASSERT_EQ(save_either_way(in_background, run / "b", trained.fsdp, trained.optimizer, 3), "");
+        expect_newest(run, trained, 3);
+        comm->barrier();
+        if (comm->rank() == 0) fs::remove_all(run);
+        comm->barrier();
+      }
+  });
+}
+
+TEST(HostileSave, AClockThatGoesBackOrAheadChangesNothing) {
+  const TemporaryFolder folder;
+  constexpr int64_t kDay = 24 * 60 * 60;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm);
+    int step = 0;
+    for (const int64_t ahead : {int64_t{0}, -400 * kDay, 3 * kDay, -10 * kDay})
+      for (const bool in_background : {false, true}) {
+        comm->barrier();
+        wall_clock_is_ahead_s = ahead;
+        comm->barrier();
+        const auto path = folder / ("at-" + std::to_string(++step));
+        ASSERT_EQ(save_either_way(in_background, path, trained.fsdp, trained.optimizer, step, {.keep_last = 2}), "");
+        // What files show, too.
+        if (comm->rank() == 0) {
+          const auto time = fs::file_time_type::clock::now();
+          fs::last_write_time(path / "tessera.json", time);
+          fs::last_write_time(path, time);
+        }
+        expect_newest(folder.path(), trained, step);
+        EXPECT_EQ(latest_checkpoint(folder.path()), path);
+      }
+    comm->barrier();
+    wall_clock_is_ahead_s = 0;
+  });
+  const std::set<std::string> last{"at-7", "at-8"};  // that were saved
+  EXPECT_EQ(names_at_the_end(folder.path(), last), last);
+}
+
+// Without a FolderLock, and with the same names: who comes second may be refused, and nothing is ever half there.
+TEST(HostileSave, TwoJobsWithOneFolderLeaveWholeCheckpoints) {
+  const TemporaryFolder folder;
+  std::atomic<int> saved = 0, refused = 0;
+  auto job = [&](int number) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Trained trained(comm, 40);
+      for (int n = 0; n < 20; ++n) {
+        const auto told = save_either_way(n % 2 == 1, folder / ("step-" + std::to_string(n % 3)), trained.fsdp,
+                                          trained.optimizer, 100 * number + n, {.keep_last = 2});
+        ++(told.empty() ? saved : refused);
+        if (!told.empty()) {
+          expect_contains(told, "rank 0: ");
+          expect_contains(told, folder.path().string());
+        }
+      }
+    });
+  };
+  auto other = std::async(std::launch::async, [&] { job(1); });
+  job(2);
+  other.get();
+  EXPECT_GT(saved, refused);
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 40);
+    save_checkpoint(folder / "last", trained.fsdp, trained.optimizer, {{"step", 7}}, {.keep_last = 3});
+    expect_newest(folder.path(), trained, 7);
+    save_checkpoint(folder / "last", trained.fsdp, trained.optimizer, {{"step", 8}});  // waits for the removal
+  });
+  for (const auto& path : checkpoints_in(folder.path()))
+    EXPECT_EQ(verify_checkpoint(path), std::vector<std::string>()) << path;
+  EXPECT_LE(entries(folder.path()), 3);
+}
+
+}  // namespace
+}  // namespace tessera::hostile_test
