@@ -27,10 +27,12 @@ size_t page_bytes() {
   return bytes;
 }
 
-void* map_pages(size_t bytes) {
-  const size_t alignment = bytes < kHugePageBytes ? page_bytes() : kHugePageBytes;
+size_t alignment_of(size_t bytes) { return bytes < kHugePageBytes ? page_bytes() : kHugePageBytes; }
+
+void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
+  const size_t alignment = alignment_of(bytes);
   const size_t reserved_bytes = bytes + alignment - page_bytes();
-  void* const reserved = ::mmap(nullptr, reserved_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const reserved = ::mmap(nullptr, reserved_bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (reserved == MAP_FAILED) return nullptr;
   auto* const begin = static_cast<std::byte*>(reserved);
   const auto address = reinterpret_cast<uintptr_t>(reserved);
@@ -40,6 +42,30 @@ void* map_pages(size_t bytes) {
   if (after_bytes > 0) ::munmap(begin + before_bytes + bytes, after_bytes);
   if (alignment == kHugePageBytes) ::madvise(begin + before_bytes, bytes, MADV_HUGEPAGE);
   return begin + before_bytes;
+}
+
+// The same pages for another number of bytes, and new ones for what is more; elsewhere, if there is no room behind.
+// Null: the system would not, and all is as it was.
+void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
+  auto* const begin = static_cast<std::byte*>(memory);
+  if (new_bytes <= bytes) {
+    if (new_bytes < bytes) ::munmap(begin + new_bytes, bytes - new_bytes);
+    return memory;
+  }
+  const size_t alignment = alignment_of(new_bytes);
+  void* resized = MAP_FAILED;
+  if (reinterpret_cast<uintptr_t>(memory) % alignment == 0) resized = ::mremap(memory, bytes, new_bytes, 0);
+  if (resized == MAP_FAILED) {
+    void* const target = map_pages(new_bytes, PROT_NONE);
+    if (target == nullptr) return nullptr;
+    resized = ::mremap(memory, bytes, new_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target);
+    if (resized == MAP_FAILED) {
+      ::munmap(target, new_bytes);
+      return nullptr;
+    }
+  }
+  if (alignment == kHugePageBytes) ::madvise(resized, new_bytes, MADV_HUGEPAGE);
+  return resized;
 }
 
 thread_local int rank_of_thread = MemoryCache::kNoRank;
@@ -79,8 +105,10 @@ void* MemoryCache::take(size_t bytes) {
            (stats_.live_bytes + stats_.idle_bytes > most_bytes || live_.size() + idle_.size() >= kMostBlocks))
       unused.push_back(take_idle(std::prev(idle_.end())));
   }
+  void* block = remake_one_of(unused, bytes);
+  const bool is_remade = block != nullptr;
   unmap(unused);
-  void* block = map_pages(bytes);
+  if (block == nullptr) block = map_pages(bytes);
   if (block == nullptr) {  // perhaps for what is idle here
     release();
     block = map_pages(bytes);
@@ -92,8 +120,23 @@ void* MemoryCache::take(size_t bytes) {
     return nullptr;
   }
   live_.emplace(block, bytes);
-  ++stats_.mapped;
+  ++(is_remade ? stats_.remade : stats_.mapped);
   return block;
+}
+
+// Of blocks that are to be unmapped: the smallest that is large enough, or else the largest. What a program asks for
+// differs from step to step where its shapes do, and pages that are there already need not be cleared again.
+void* MemoryCache::remake_one_of(std::vector<Block>& unused, size_t bytes) {
+  const auto is_better = [bytes](const Block& one, const Block& other) {
+    const bool is_enough = one.bytes >= bytes;
+    if (is_enough != (other.bytes >= bytes)) return is_enough;
+    return is_enough ? one.bytes < other.bytes : one.bytes > other.bytes;
+  };
+  const auto best = std::min_element(unused.begin(), unused.end(), is_better);
+  if (best == unused.end()) return nullptr;
+  void* const memory = resize_pages(best->memory, best->bytes, bytes);
+  if (memory != nullptr) unused.erase(best);
+  return memory;
 }
 
 void MemoryCache::count_live(size_t bytes) {

@@ -26,7 +26,8 @@ namespace tessera {
 // A block is a mapping of its own, in huge pages where the system grants them (transparent_hugepage: madvise or
 // always). It is used again for a request of up to 1/8 less, the one freed last first, while it may still be in a
 // processor's cache. Live and idle blocks together stay below 9/8 of the most that was live at one time: before a new
-// block is mapped, those that were idle longest are unmapped. Where a control group limits memory, and the processes in
+// block is mapped, those that were idle longest go, and one of them becomes the new one, cut or grown where its pages
+// are (mremap). Where a control group limits memory, and the processes in
 // it need more than half of that, the system may take the pages of idle blocks whenever it is short of any
 // (MADV_FREE), rather than end the process. A thread looks at what they need while there are idle blocks, since what
 // takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is worth.
@@ -41,6 +42,7 @@ class MemoryCache {
     int64_t idle_bytes = 0;       // kept for what comes
     int64_t peak_live_bytes = 0;  // since the start or the last release()
     int64_t mapped = 0;           // how many blocks, since the start
+    int64_t remade = 0;           // how often an idle one was cut or grown to become another, since the start
     int64_t reused = 0;           // how often one was used again, since the start
   };
 
@@ -92,6 +94,7 @@ class MemoryCache {
   int64_t look_at_limit();
   void start_watch();
   Block take_idle(std::map<Stamp, Block>::iterator idle);
+  static void* remake_one_of(std::vector<Block>& unused, size_t bytes);
   static void unmap(const std::vector<Block>& blocks);
 
   mutable std::mutex mutex_;

@@ -64,7 +64,7 @@ TEST(MemoryCache, TakesNoBlockThatIsMoreThanAnEighthTooLarge) {
   cache.give(cache.take(9 * kMiB));
   cache.give(cache.take(8 * kMiB - 4096));  // may be where the other was: that is the system's to choose
   EXPECT_EQ(cache.stats().reused, 0);
-  EXPECT_EQ(cache.stats().mapped, 2);
+  EXPECT_EQ(cache.stats().mapped + cache.stats().remade, 2);
 }
 
 TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
@@ -83,6 +83,45 @@ TEST(MemoryCache, UnmapsWhatWasIdleLongestBeforeItGrowsPastItsBound) {
   cache.release();
   EXPECT_EQ(cache.stats().idle_bytes, 0);
   EXPECT_EQ(cache.stats().peak_live_bytes, 0);
+}
+
+// What is to go becomes what is asked for: its pages stay, which a mark in each shows.
+TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
+  tessera::MemoryCache cache;
+  const auto take_marked = [&](size_t bytes) {
+    auto* const block = static_cast<std::byte*>(cache.take(bytes));
+    std::memset(block, 7, bytes);
+    return block;
+  };
+  std::byte* const large = take_marked(8 * kMiB);
+  cache.give(large);
+  auto* const cut = static_cast<std::byte*>(cache.take(3 * kMiB));
+  EXPECT_EQ(cut, large);
+  EXPECT_EQ(cut[0], std::byte{7});
+  EXPECT_EQ(cut[3 * kMiB - 1], std::byte{7});
+  EXPECT_EQ(cache.stats().live_bytes + cache.stats().idle_bytes, static_cast<int64_t>(3 * kMiB));
+  cache.give(cut);
+
+  auto* const grown = static_cast<std::byte*>(cache.take(9 * kMiB));
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(grown) % (2 * kMiB), 0u);
+  EXPECT_EQ(grown[3 * kMiB - 1], std::byte{7});
+  EXPECT_EQ(grown[9 * kMiB - 1], std::byte{0});  // a page of the system's
+  std::memset(grown, 1, 9 * kMiB);
+  cache.give(grown);
+  EXPECT_EQ(cache.stats().mapped, 1);
+  EXPECT_EQ(cache.stats().remade, 2);
+
+  // In small pages, at whatever page, until it has to begin at a huge one.
+  cache.release();
+  cache.give(take_marked(kMiB));
+  cache.give(cache.take(kMiB * 3 / 2));
+  auto* const aligned = static_cast<std::byte*>(cache.take(4 * kMiB));
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(aligned) % (2 * kMiB), 0u);
+  EXPECT_EQ(aligned[kMiB - 1], std::byte{7});
+  EXPECT_EQ(cache.stats().remade, 4);
+  EXPECT_EQ(cache.stats().live_bytes, static_cast<int64_t>(4 * kMiB));
+  EXPECT_EQ(cache.stats().idle_bytes, 0);
+  cache.give(aligned);
 }
 
 TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
@@ -178,7 +217,7 @@ TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
   for (int rank = 0; rank < 4; ++rank) threads.emplace_back(work, rank);
   for (auto& thread : threads) thread.join();
   EXPECT_EQ(cache.stats().live_bytes, 0);
-  EXPECT_EQ(cache.stats().mapped + cache.stats().reused, 2000);
+  EXPECT_EQ(cache.stats().mapped + cache.stats().remade + cache.stats().reused, 2000);
 }
 
 // ---- limits of control groups, under which the system takes what is idle ------------------------
