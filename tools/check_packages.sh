@@ -35,9 +35,8 @@ CMAKE_CXX_COMPILER_LAUNCHER=$(command -v ccache || true)
 
 "$work/tar/bin/tessera" --help >/dev/null
 cmake -S tests/consumer -B "$work/consumer" -G Ninja -DCMAKE_PREFIX_PATH="$work/tar" --log-level=WARNING >/dev/null
-cmake --build "$work/consumer" --target ranks peak >"$work/build.log" || { cat "$work/build.log"; exit 1; }
-"$work/consumer/peak"
-"$work/consumer/ranks"
+cmake --build "$work/consumer" -j "$jobs" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+for program in peak ranks consumer; do "$work/consumer/$program"; done
 say "the archive serves find_package, and its command runs"
 
 conan="$root/.deps/conan"

@@ -1,7 +1,7 @@
-# Builds the consumer project and runs it:
+# Builds the consumer project with Tessera as its subdirectory, and runs it:
 #
-#   cmake -DMODE=add_subdirectory|find_package -DTESSERA_SOURCE_DIR=... -DTESSERA_BINARY_DIR=...
-#         -DWORK_DIR=... -DGENERATOR=... -DCXX_COMPILER=... [-DTORCH_DIR=...] [-DLAUNCHER=...] -P run.cmake
+#   cmake -DTESSERA_SOURCE_DIR=... -DTESSERA_BINARY_DIR=... -DWORK_DIR=... -DGENERATOR=... -DCXX_COMPILER=...
+#         -DTORCH_DIR=... [-DLAUNCHER=...] -P run.cmake
 #
 # WORK_DIR is kept, so that a second run compiles only what has changed.
 cmake_minimum_required(VERSION 3.25)
@@ -10,7 +10,7 @@ function(run)
   execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
-set(build "${WORK_DIR}/${MODE}")
+set(build "${WORK_DIR}/add_subdirectory")
 # Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
 set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
 if(LAUNCHER) # ccache, if there is one; what another clone has compiled serves here
@@ -19,35 +19,21 @@ if(LAUNCHER) # ccache, if there is one; what another clone has compiled serves h
   set(ENV{CCACHE_NOHASHDIR} 1)
 endif()
 
-if(MODE STREQUAL "add_subdirectory")
-  list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
-    # Nor a precompiled header: it would cost more than it saves here, and without it a library has to include
-    # what it uses.
-    -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
-    # What only Tessera's own tests, benchmarks and examples need must not be asked for.
-    -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
-    -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
-  # All libraries once more would take minutes: every target of theirs is configured, one is built, and a program that
-  # takes it alone. The program that takes all is compiled, and linked below with the libraries that are there.
-  set(programs peak)
-elseif(MODE STREQUAL "find_package")
-  # No hint where libtorch is: the package remembers it.
-  set(prefix "${WORK_DIR}/prefix")
-  file(REMOVE_RECURSE "${prefix}" "${build}/CMakeCache.txt")
-  run(${CMAKE_COMMAND} --install "${TESSERA_BINARY_DIR}" --prefix "${prefix}" --component development)
-  list(APPEND arguments "-DCMAKE_PREFIX_PATH=${prefix}")
-  set(programs consumer ranks)
-else()
-  message(FATAL_ERROR "MODE is '${MODE}'; expected add_subdirectory or find_package")
-endif()
+list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
+  # Nor a precompiled header: it would cost more than it saves here, and without it a library has to include
+  # what it uses.
+  -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
+  # What only Tessera's own tests, benchmarks and examples need must not be asked for.
+  -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
+  -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
 
+# All libraries once more would take minutes: every target of theirs is configured, one is built, and a program that
+# takes it alone. The program that takes all is compiled, and linked below with the libraries that are there.
 run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
-run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target ${programs})
-foreach(program ${programs})
-  run("${build}/${program}")
-endforeach()
+run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target peak)
+run("${build}/peak")
 
-if(MODE STREQUAL "add_subdirectory" AND GENERATOR STREQUAL "Ninja")
+if(GENERATOR STREQUAL "Ninja")
   execute_process(COMMAND ninja -C "${build}" -t commands tessera_memory OUTPUT_VARIABLE compiled
     COMMAND_ERROR_IS_FATAL ANY)
   if(NOT compiled MATCHES " -O3 ")
