@@ -4,6 +4,7 @@
 // copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
 // into the caller's tensors; sums are taken in rank order: when the operation is waited for where ranks of one host
 // read and write each other's memory (PeerMemory), else chunk by chunk as gloo's TCP brings them (ReductionPipeline).
+// What is small, where all ranks share memory, is no messages but one Meeting.
 // Each message carries a tag made of the operation's number and a hash of what it is for, so that ranks which have
 // diverged never mix up data: they stall, and StallWatch says why.
 #include <c10/util/StringUtil.h>
@@ -12,11 +13,15 @@
 
 #include <csignal>
 
+#include <atomic>
+#include <bit>
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <iterator>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <thread>
 #include <unordered_set>
@@ -27,6 +32,7 @@
 #include "tessera/comm/descriptors.h"
 #include "tessera/comm/fingerprint.h"
 #include "tessera/comm/group_process.h"
+#include "tessera/comm/meeting.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/rank_order_sum.h"
@@ -64,7 +70,7 @@ struct Message {
   c10::intrusive_ptr<c10d::Work> work;  // over TCP: holds the tensor
   PeerMemory::Announced announced;      // in memory: of
   at::Tensor tensor;
-  int peer;  // -1: gloo's own collective, with all of them
+  int peer;  // -1: gloo's own collective, with all of them; of a meeting who it waits for, once that is known
   bool is_send;
 };
 
@@ -89,6 +95,9 @@ class GlooOperation : public Pending::Operation {
   // Into a tensor [numel] that is kept until the operation is over.
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer);
   void all_reduce_by_gloo(const at::Tensor& tensor);
+  // All of the operation, as a round of the group's Meeting: see there.
+  void meet(const Meeting::Contribution& own, std::vector<uint64_t> expected,
+            std::function<void(const Meeting::Contributions&)> read);
   // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own` and what the
   // others send in this step, into `out`. `publish`: and to all others, in the next step.
   void reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish);
@@ -103,7 +112,8 @@ class GlooOperation : public Pending::Operation {
 
  private:
   void start_message(const at::Tensor& tensor, int peer, bool is_send);
-  bool wait_for(const Message& message, std::string* cause) const;
+  void wait_for_room();
+  bool wait_for(Message& message, std::string* cause) const;
   void wait_for_pipeline();
   int tag(int peer, bool is_send, int step) const;
   uint64_t memory_tag() const;
@@ -117,6 +127,8 @@ class GlooOperation : public Pending::Operation {
   std::vector<Message> messages_;
   std::vector<at::Tensor> staging_;
   std::shared_ptr<ReductionPipeline> pipeline_;
+  std::shared_ptr<Meeting::Round> round_;
+  std::atomic<bool> is_cut_ = false;  // the group was closed before its messages were through
 };
 
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
@@ -127,6 +139,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
         store_(std::move(store)),
         options_(std::move(options)),
         memory_(std::move(memory)),
+        meeting_(memory_ && memory_->reaches_all() ? std::make_unique<Meeting>(*memory_) : nullptr),
         group_(std::move(group)),
         watch_(store_, rank, size,
                {.interrupt =
@@ -170,6 +183,11 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
+  bool is_met(const Collective& collective) const;
+  void meet_to_gather(GlooOperation& op, const Collective& collective);
+  void meet_to_reduce(GlooOperation& op, const Collective& collective);
+  int64_t bytes_sent_to_reduce(const Collective& collective) const;
+  bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const;
   void reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
                       const std::vector<int64_t>& counts, ReduceOp reduce);
   void all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
@@ -204,6 +222,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
   const std::unique_ptr<PeerMemory> memory_;          // null: no other rank on this host, or none that can be reached
+  const std::unique_ptr<Meeting> meeting_;            // null: not all ranks
   std::mutex mutex_;                                  // guards the next nine
   c10::intrusive_ptr<c10d::ProcessGroupGloo> group_;  // null until it is needed, and once this is closed
   bool is_closed_ = false;
@@ -255,6 +274,10 @@ GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string
 }
 
 GlooOperation::~GlooOperation() {
+  if (round_) {  // nobody counts on anything: what this rank contributes lies in its slot
+    messages_.clear();
+    if (comm_->process_.is_this()) comm_->meeting_->drop(*round_);
+  }
   std::lock_guard lock(comm_->mutex_);
   comm_->operations_.erase(this);
   // Never waited for: the peers still count on the messages, so they and their tensors live on.
@@ -318,6 +341,28 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   comm_->count_sent(2 * static_cast<int64_t>(tensor.nbytes()) * (comm_->size() - 1) / comm_->size());
 }
 
+void GlooOperation::meet(const Meeting::Contribution& own, std::vector<uint64_t> expected,
+                         std::function<void(const Meeting::Contributions&)> read) {
+  if (!comm_->meeting_->has_room()) wait_for_room();
+  const bool is_read = read != nullptr;
+  round_ = comm_->meeting_->begin(memory_tag(), own, std::move(expected), std::move(read));
+  if (is_read) messages_.push_back({nullptr, nullptr, {}, -1, /*is_send=*/false});
+}
+
+// This rank is many rounds ahead of another one.
+void GlooOperation::wait_for_room() {
+  Message room{nullptr, nullptr, {}, -1, /*is_send=*/false};
+  const auto began = steady_clock::now();
+  comm_->watch_.begin_wait();
+  auto outcome = PeerMemory::Outcome::kInterrupted;
+  if (comm_->begin_wait_for(room)) outcome = comm_->meeting_->make_room(began + comm_->timeout(), room.peer);
+  if (outcome == PeerMemory::Outcome::kDone) comm_->end_waits();
+  comm_->watch_.end_wait();
+  if (outcome != PeerMemory::Outcome::kDone)
+    comm_->fail(*this, room.peer, room.is_send, kCauses[static_cast<size_t>(outcome)]);
+  comm_->count_wait(steady_clock::now() - began, description_);
+}
+
 void GlooOperation::reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish) {
   // Tags are of the step, so they are made here; the communicator outlives its pipelines.
   std::vector<int> receive_tags, publish_tags;
@@ -355,7 +400,7 @@ void GlooOperation::wait_for_messages() {
   if (messages_.empty()) return;
   const auto began = steady_clock::now();
   comm_->watch_.begin_wait();
-  for (const Message& message : messages_) {
+  for (Message& message : messages_) {
     std::string cause;
     if (comm_->begin_wait_for(message) && wait_for(message, &cause)) continue;
     comm_->watch_.end_wait();
@@ -367,9 +412,10 @@ void GlooOperation::wait_for_messages() {
   comm_->count_wait(steady_clock::now() - began, description_);
 }
 
-bool GlooOperation::wait_for(const Message& message, std::string* cause) const {
+bool GlooOperation::wait_for(Message& message, std::string* cause) const {
   if (!message.work) {
-    const auto outcome = comm_->memory_->wait(message.announced, deadline_);
+    const auto outcome = round_ ? comm_->meeting_->wait(*round_, deadline_, message.peer)
+                                : comm_->memory_->wait(message.announced, deadline_);
     *cause = kCauses[static_cast<size_t>(outcome)];
     return outcome == PeerMemory::Outcome::kDone;
   }
@@ -384,12 +430,15 @@ bool GlooOperation::wait_for(const Message& message, std::string* cause) const {
 
 void GlooOperation::drop_messages(std::vector<at::Tensor>* keeper) noexcept {
   if (keeper != nullptr) keep_memory(messages_, *keeper);
+  if (!messages_.empty()) is_cut_ = true;
   messages_.clear();
   if (pipeline_) PipelineThread::drop(*pipeline_);
 }
 
 void GlooOperation::finish() {
   deadline_ = steady_clock::now() + comm_->timeout();
+  if (is_cut_) comm_->fail(*this, -1, false, "");
+  if (round_) comm_->process_.require_this(description_);
   if (pipeline_) wait_for_pipeline();
   wait_for_messages();
   if (complete) complete();
@@ -552,6 +601,10 @@ Pending GlooCommunicator::start(Collective collective) {
   description += " (" + std::to_string(numel) + " elements)";
   if (!label().empty()) description += " in the group of " + label();
   auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
+  if (is_met(collective)) {
+    kind == Collective::kAllGather ? meet_to_gather(*op, collective) : meet_to_reduce(*op, collective);
+    return Pending(std::move(op));
+  }
   switch (kind) {
     case Collective::kAllGather:
       exchange_shards(*op, full, shard, counts);
@@ -585,6 +638,73 @@ Pending GlooCommunicator::start(Collective collective) {
     }
   }
   return Pending(std::move(op));
+}
+
+bool GlooCommunicator::is_met(const Collective& collective) const {
+  if (!meeting_ || collective.numel == 0) return false;
+  switch (collective.kind) {
+    case Collective::kAllGather:
+    case Collective::kReduceScatter:
+      return collective.numel <= meeting_->plan().most_numel();
+    case Collective::kAllReduce:
+    case Collective::kReduce:
+      return collective.numel <= meeting_->plan().most_reduced_numel();
+    default:
+      return false;
+  }
+}
+
+void GlooCommunicator::meet_to_gather(GlooOperation& op, const Collective& collective) {
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const auto element_bytes = static_cast<uint64_t>(full.element_size());
+  std::vector<uint64_t> bytes;
+  for (const int64_t count : counts) bytes.push_back(static_cast<uint64_t>(count) * element_bytes);
+  auto* const all = static_cast<std::byte*>(full.mutable_data_ptr());
+  const uint64_t own_begin = std::accumulate(bytes.begin(), bytes.begin() + rank(), uint64_t{0});
+  if (shard.nbytes() > 0 && all + own_begin != shard.const_data_ptr())
+    std::memcpy(all + own_begin, shard.const_data_ptr(), shard.nbytes());
+  count_sent(static_cast<int64_t>(shard.nbytes()) * (size() - 1));
+  op.meet({shard.const_data_ptr(), shard.nbytes()}, bytes, [full, all, bytes](const Meeting::Contributions& shards) {
+    std::byte* place = all;
+    for (size_t peer = 0; peer < shards.size(); place += bytes[peer++])
+      if (shards[peer] != nullptr && bytes[peer] > 0) std::memcpy(place, shards[peer], bytes[peer]);
+  });
+}
+
+// Of all that a rank has each other rank reads its part, or all of it.
+void GlooCommunicator::meet_to_reduce(GlooOperation& op, const Collective& collective) {
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const bool has_parts = kind == Collective::kReduceScatter;
+  const at::Tensor& out = has_parts ? shard : full;
+  const auto element_bytes = static_cast<uint64_t>(full.element_size());
+  const uint64_t begin =
+      has_parts ? element_bytes * std::accumulate(counts.begin(), counts.begin() + rank(), uint64_t{0}) : 0;
+  const bool gives = kind != Collective::kReduce || rank() != root;
+  const bool gets = (kind != Collective::kReduce || rank() == root) && out.numel() > 0;
+  Meeting::Contribution own{full.const_data_ptr(), gives ? full.nbytes() : 0};
+  if (has_parts) own.unread_begin = begin, own.unread_bytes = out.nbytes();
+  count_sent(bytes_sent_to_reduce(collective));
+  std::function<void(const Meeting::Contributions&)> read;
+  if (gets)
+    read = [full, out, begin, reduce](const Meeting::Contributions& contributions) {
+      const auto* const mine = static_cast<const std::byte*>(full.const_data_ptr());
+      std::vector<const void*> parts;
+      for (const std::byte* contribution : contributions)
+        parts.push_back((contribution == nullptr ? mine : contribution) + begin);
+      reduce_in_rank_order(out.mutable_data_ptr(), parts, out.numel(), out.scalar_type(), reduce);
+    };
+  op.meet(own, std::vector<uint64_t>(static_cast<size_t>(size()), full.nbytes()), std::move(read));
+}
+
+// Who gives in a reduction sends it to all others, or to those who get a part of it or, where the largest or smallest
+// of integers are looked for among many, to as many as their number has bits.
+int64_t GlooCommunicator::bytes_sent_to_reduce(const Collective& collective) const {
+  const auto bytes = static_cast<int64_t>(collective.full.nbytes());
+  if (collective.kind == Collective::kReduceScatter) return bytes - static_cast<int64_t>(collective.shard.nbytes());
+  if (collective.kind == Collective::kReduce) return rank() == collective.root ? 0 : bytes;
+  return bytes * (spreads_by_doubling(collective.full, collective.op)
+                      ? std::bit_width(static_cast<unsigned>(size() - 1))
+                      : size() - 1);
 }
 
 // [Note: one way]
@@ -651,12 +771,15 @@ void GlooCommunicator::reduce_scatter(GlooOperation& op, const at::Tensor& full,
   op.start_pipeline();
 }
 
-void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce) {
-  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+bool GlooCommunicator::spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {
   const bool is_in_any_order =
       c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) && reduce != ReduceOp::kSum;
-  if (size() > kMostDirectRanks && bytes <= kOneStepBytes && is_in_any_order)
-    return reduce_by_doubling(op, tensor, reduce);
+  return size() > kMostDirectRanks && static_cast<int64_t>(tensor.nbytes()) <= kOneStepBytes && is_in_any_order;
+}
+
+void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce) {
+  const auto bytes = static_cast<int64_t>(tensor.nbytes());
+  if (spreads_by_doubling(tensor, reduce)) return reduce_by_doubling(op, tensor, reduce);
   if (bytes <= (size() == 2 ? kOneStepBytesOfTwo : kOneStepBytes)) {
     std::vector<at::Tensor> parts(size(), tensor);
     exchange([&](int to) { op.send(tensor, to); },

@@ -47,11 +47,6 @@ namespace {
 
 using std::chrono::steady_clock;
 
-// How often a rank that waits asks whether its peer still lives.
-constexpr auto kAskEvery = std::chrono::milliseconds(50);
-// How long it looks for the message before it sleeps: waking up costs about as much.
-constexpr auto kSpin = std::chrono::microseconds(30);
-
 const std::string kNone = "none";
 
 // How long close() gives a peer that is copying; too short for a large message costs memory, not correctness.
@@ -342,6 +337,7 @@ PeerMemory::Outcome PeerMemory::watch(int peer, Deadline until, IsOver is_over) 
 void PeerMemory::interrupt() {
   interrupted_.store(true);
   SharedBoard::notify(member(rank_), SharedBoard::kAnyone);
+  board_->ring();
 }
 
 bool PeerMemory::close() noexcept {
@@ -367,6 +363,7 @@ bool PeerMemory::close() noexcept {
     if (!gives || !takes) may_be_touched_ = true;
     SharedBoard::notify(board_->member(other), self);
   }
+  board_->ring();
   permission_.reset();
   return !may_be_touched_;
 }

@@ -43,6 +43,12 @@ class PeerMemory {
                                              bool is_wanted);
   ~PeerMemory();
 
+  // How often a rank that waits asks whether its peers still live.
+  static constexpr std::chrono::milliseconds kAskEvery{50};
+  // How long it looks for news before it sleeps: waking up costs about as much.
+  static constexpr std::chrono::microseconds kSpin{30};
+
+  int rank() const { return rank_; }
   bool reaches(int peer) const { return local_[peer] >= 0; }
   // Every rank of the group: then all ranks do.
   bool reaches_all() const { return board_->ranks() == static_cast<int>(local_.size()); }
@@ -68,6 +74,13 @@ class PeerMemory {
   void interrupt();
   void clear_interrupt() { interrupted_.store(false); }
 
+  // For who waits beside it on the same board.
+  const std::shared_ptr<SharedBoard>& board() const { return board_; }
+  bool is_interrupted() const { return interrupted_.load(); }
+  bool has_left(int peer) const { return member(peer).has_left.load() != 0; }  // it will not touch anything any more
+  bool is_alive(int peer) const;                                               // its process
+  bool may_spin() const { return may_spin_; }
+
   // Takes back what was announced and not matched, so that no peer touches this rank's memory once this has returned;
   // waits of peers for it end. False if a peer that has announced itself as the one who copies has not ended within a
   // second: it is stopped, and goes on when it is continued, so what was announced has to stay where it is for as long
@@ -84,7 +97,6 @@ class PeerMemory {
   template <class IsOver>
   Outcome watch(int peer, Deadline until, IsOver is_over);
   bool reap();
-  bool is_alive(int peer) const;
   SharedBoard::Member& member(int peer) const { return board_->member(local_[peer]); }
 
   const int rank_;

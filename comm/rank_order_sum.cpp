@@ -43,23 +43,35 @@ void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp
 
 // over(numel, body) calls body(begin, end) for all of them.
 template <class Over>
-void reduce_over(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op, Over over) {
-  AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "reduce_in_rank_order", [&] {
+void reduce_over(void* out, const std::vector<const void*>& parts, at::ScalarType dtype, ReduceOp op, Over over) {
+  AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "reduce_in_rank_order", [&] {
     std::vector<const scalar_t*> values;
-    for (const at::Tensor& part : parts) values.push_back(part.const_data_ptr<scalar_t>());
-    auto* result = out.mutable_data_ptr<scalar_t>();
-    over(out.numel(), [&](int64_t begin, int64_t end) { reduce_range(result, values, op, begin, end); });
+    for (const void* part : parts) values.push_back(static_cast<const scalar_t*>(part));
+    auto* result = static_cast<scalar_t*>(out);
+    over([&](int64_t begin, int64_t end) { reduce_range(result, values, op, begin, end); });
   });
+}
+
+std::vector<const void*> places_of(const std::vector<at::Tensor>& parts) {
+  std::vector<const void*> places;
+  for (const at::Tensor& part : parts) places.push_back(part.const_data_ptr());
+  return places;
 }
 
 }  // namespace
 
 void reduce_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
-  reduce_over(out, parts, op, [](int64_t numel, auto body) { at::parallel_for(0, numel, kGrainNumel, body); });
+  reduce_in_rank_order(out.mutable_data_ptr(), places_of(parts), out.numel(), out.scalar_type(), op);
+}
+
+void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int64_t numel, at::ScalarType dtype,
+                          ReduceOp op) {
+  reduce_over(out, parts, dtype, op, [numel](auto body) { at::parallel_for(0, numel, kGrainNumel, body); });
 }
 
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
-  reduce_over(out, parts, op, [](int64_t numel, auto body) { body(0, numel); });
+  reduce_over(out.mutable_data_ptr(), places_of(parts), out.scalar_type(), op,
+              [&](auto body) { body(0, out.numel()); });
 }
 
 }  // namespace tessera

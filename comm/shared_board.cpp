@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <ctime>
 #include <map>
 #include <mutex>
@@ -21,12 +22,20 @@
 #include <system_error>
 #include <utility>
 
+#include "tessera/comm/meeting_plan.h"
+
 namespace tessera {
 namespace {
 
-size_t bytes_for(size_t header_bytes, int ranks) {
+size_t bytes_before_meeting(size_t header_bytes, int ranks) {
   const auto count = static_cast<size_t>(ranks);
-  return header_bytes + count * sizeof(SharedBoard::Member) + count * count * sizeof(SharedBoard::Channel);
+  const size_t bytes =
+      header_bytes + count * sizeof(SharedBoard::Member) + count * count * sizeof(SharedBoard::Channel);
+  return (bytes + MeetingPlan::kPageBytes - 1) / MeetingPlan::kPageBytes * MeetingPlan::kPageBytes;
+}
+
+size_t bytes_for(size_t header_bytes, int ranks) {
+  return bytes_before_meeting(header_bytes, ranks) + MeetingPlan(ranks).bytes();
 }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -177,6 +186,8 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
   return channels[from * ranks_ + to];
 }
 
+std::byte* SharedBoard::meeting() const { return base_ + bytes_before_meeting(sizeof(Header), ranks_); }
+
 // None is lost: this counts before it looks whether the member sleeps and for whom, and the member says for whom before
 // it reads the count, and that it sleeps before the system compares the count with `seen`.
 void SharedBoard::notify(Member& member, int from) {
@@ -191,6 +202,34 @@ void SharedBoard::sleep(Member& self, uint32_t seen, std::chrono::nanoseconds mo
   ::syscall(SYS_futex, &self.events, FUTEX_WAIT, seen, &time, nullptr, 0);
   self.is_asleep.store(0);
 }
+
+// None is lost, for the same reason.
+void SharedBoard::ring() const {
+  std::atomic<uint32_t>& rings = header().rings;
+  rings.fetch_add(1);
+  if (header().listeners.load() != 0) ::syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void SharedBoard::ring_for_room() const {
+  if (header().waits_for_room.load() != 0) ring();
+}
+
+SharedBoard::Listener::Listener(const SharedBoard& board) : board_(board) { board_.header().listeners.fetch_add(1); }
+
+SharedBoard::Listener::~Listener() { board_.header().listeners.fetch_sub(1); }
+
+uint32_t SharedBoard::Listener::rings() const { return board_.header().rings.load(); }
+
+void SharedBoard::Listener::sleep(uint32_t rings, std::chrono::nanoseconds most) const {
+  const timespec time = as_timespec(most);
+  ::syscall(SYS_futex, &board_.header().rings, FUTEX_WAIT, rings, &time, nullptr, 0);
+}
+
+SharedBoard::WaitForRoom::WaitForRoom(const SharedBoard& board) : board_(board) {
+  board_.header().waits_for_room.fetch_add(1);
+}
+
+SharedBoard::WaitForRoom::~WaitForRoom() { board_.header().waits_for_room.fetch_sub(1); }
 
 SharedBoard::Announced SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
                                              uint64_t bytes, Deadline until) {

@@ -67,6 +67,8 @@ class SharedBoard {
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
+  // Where they meet: MeetingPlan(ranks()).bytes(), on a page of its own.
+  std::byte* meeting() const;
 
   // The slot that the peer announced with this tag and the opposite kind, which the caller then has to fulfil
   // (kCopying; kOtherBytes if it has another number of bytes, and all is said); else the caller's own, newly announced;
@@ -89,11 +91,42 @@ class SharedBoard {
   // or for no reason. The caller has set `awaited` before it read `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
+  // Wakes all that listen; with the second, where one of them waits for room.
+  void ring() const;
+  void ring_for_room() const;
+  // For as long as it lives a rank hears the bell: sleep() returns once it has rung more often than `rings` says, after
+  // that time, or for no reason.
+  class Listener {
+   public:
+    explicit Listener(const SharedBoard& board);
+    ~Listener();
+    Listener(const Listener&) = delete;
+    Listener& operator=(const Listener&) = delete;
+    uint32_t rings() const;
+    void sleep(uint32_t rings, std::chrono::nanoseconds most) const;
+
+   private:
+    const SharedBoard& board_;
+  };
+  // For as long as it lives a rank waits for room.
+  class WaitForRoom {
+   public:
+    explicit WaitForRoom(const SharedBoard& board);
+    ~WaitForRoom();
+    WaitForRoom(const WaitForRoom&) = delete;
+    WaitForRoom& operator=(const WaitForRoom&) = delete;
+
+   private:
+    const SharedBoard& board_;
+  };
+
  private:
   // At the start of the memory.
   struct alignas(64) Header {
     uint64_t number[2];
     int32_t ranks;
+    alignas(64) std::atomic<uint32_t> rings;
+    std::atomic<uint32_t> listeners, waits_for_room;
   };
   SharedBoard(int fd, int ranks);
   Header& header() const { return *reinterpret_cast<Header*>(base_); }

@@ -1,7 +1,6 @@
 // Messages from memory to memory: between threads, and between processes that may die.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
@@ -19,13 +18,14 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/peer_memory.h"
+#include "tests/comm/on_processes.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::peer_memory_test {
 namespace {
 
 using namespace std::chrono_literals;
-using testing_support::TemporaryFolder;
+using testing_support::on_processes;
 using Outcome = PeerMemory::Outcome;
 
 // The body on both of two ranks, threads of this process.
@@ -188,33 +188,6 @@ TEST(PeerMemory, AllOfAHostsRanksUseItOrNone) {
   other.join();
 }
 
-// Ranks as processes, forked from this one; gives what they exited with, 128 + signal where one ended them.
-std::vector<int> on_processes(int world, const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
-  const TemporaryFolder folder;
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < world; ++rank) {
-    const pid_t child = ::fork();
-    if (child == 0) {
-      int code = 99;
-      try {
-        code = body(c10::make_intrusive<c10d::FileStore>((folder / "store").string(), world), rank);
-      } catch (const std::exception& error) {
-        fprintf(stderr, "rank %d: %s\n", rank, error.what());
-      }
-      ::_exit(code);
-    }
-    children.push_back(child);
-  }
-  // Reaped in order, so a later one that dies is a zombie for a while: its process id is still there.
-  std::vector<int> codes;
-  for (const pid_t child : children) {
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status));
-  }
-  return codes;
-}
-
 TEST(PeerMemoryProcesses, OperationsAreTheSame) {
   for (const int world : {2, 3, 5}) {
     const auto codes = on_processes(world, [&](c10::intrusive_ptr<c10d::Store> store, int rank) {
@@ -277,7 +250,7 @@ TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
   on_two_threads([](PeerMemory&, int) {});  // what a process is told apart by is chosen, and copied by fork
   constexpr int kNoSuchNumber = 77;
   const auto codes = on_processes(1, [](const c10::intrusive_ptr<c10d::Store>&, int) {
-    const TemporaryFolder folder;
+    const testing_support::TemporaryFolder folder;
     const auto connect = [&](int rank) {
       auto store = c10::make_intrusive<c10d::FileStore>((folder / "store").string(), 2);
       return PeerMemory::connect(*store, rank, 2, 30s, true);
