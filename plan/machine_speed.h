@@ -96,8 +96,11 @@ MachineSpeed read_speed(const std::filesystem::path& file);
 // Throws std::runtime_error where the file cannot be written.
 void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 
-// "400Gbit", "50GB" (a second). Throws std::invalid_argument that names the text.
+// "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B bytes, a second with and without "/s".
+// Throws std::invalid_argument that names the text.
 double bytes_per_s_of_text(const std::string& text);
+// "300e12", "300TFLOP/s", "300TFLOPS". Throws likewise.
+double flop_per_s_of_text(const std::string& text);
 // "10us", "2ms". Throws likewise.
 double seconds_of_text(const std::string& text);
 

@@ -246,7 +246,9 @@ int64_t bytes_of_text(const std::string& text) {
                                                       {"GiB", 0x1p30}, {"TiB", 0x1p40}};
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const auto unit = units.find(std::string(end, text.data() + text.size()));
+  std::string name(end, text.data() + text.size());
+  name.erase(0, std::min(name.find_first_not_of(' '), name.size()));
+  const auto unit = units.find(name);
   if (error != std::errc() || unit == units.end() || !(number > 0) || number * unit->second > 0x1p62)
     throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");
   return static_cast<int64_t>(number * unit->second);

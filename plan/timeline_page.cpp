@@ -41,8 +41,8 @@ h1 { font-size: 1.35rem; font-weight: 600; margin: 0 0 .25rem; overflow-wrap: an
 .facts { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1rem 0; }
 .facts div { background: var(--card); border-radius: .5rem; padding: .5rem .9rem; }
 .facts b { display: block; font-size: 1.2rem; font-variant-numeric: tabular-nums; }
-#legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; }
-#legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; margin: .5rem 0; }
+.legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .15rem; margin-right: .35rem; }
 svg { width: 100%; height: auto; display: block; }
 svg text { font: 13px system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
@@ -60,10 +60,11 @@ pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x:
 <div class="faint" id="options"></div>
 <div class="faint" id="where"></div>
 <div class="facts" id="facts"></div>
-<div id="legend"></div>
+<div class="legend" id="legend"></div>
 <svg id="picture" viewBox="0 0 1180 560" role="img" aria-label="bytes by kind over the operators of a run"></svg>
 <div id="compared" hidden></div>
 <h2 id="time" hidden></h2>
+<div class="legend" id="time-legend" hidden></div>
 <svg id="gantt" viewBox="0 0 1180 10" role="img" aria-label="predicted time of a step: compute by unit, collectives"></svg>
 <h2 id="measured-time" hidden></h2>
 <svg id="measured-gantt" viewBox="0 0 1180 10" role="img" aria-label="a measured step: compute by unit, waits, collectives"></svg>
@@ -76,7 +77,7 @@ pre { background: var(--card); border-radius: .5rem; padding: .9rem; overflow-x:
 const data = JSON.parse(document.getElementById("data").textContent);
 // In the order of MemoryKind.
 const colors = ["#b9c3cf", "#8d99ae", "#3f6fd8", "#58b0e8", "#e0a030", "#d9603b", "#7a5bc7", "#3a9d6e", "#c97fb1",
-  "#98703c"];
+  "#98703c", "#5f7a2e"];
 const box = { left: 92, right: 1165, top: 28, bottom: 400, lane: 430 };
 const [unit, unitName] = data.peak.total >= 2 ** 30 ? [2 ** 30, "GiB"]
   : data.peak.total >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
@@ -97,6 +98,13 @@ function html(parent, name, text) {
   if (text !== undefined) made.textContent = text;
   return parent.appendChild(made);
 }
+// A color, and what it stands for.
+function explain(legend, color, text) {
+  const entry = html(byId(legend), "span");
+  html(entry, "i").style.background = color;
+  entry.append(text);
+  return entry;
+}
 document.title = data.title;
 byId("title").textContent = data.title;
 byId("options").textContent = data.options;
@@ -104,6 +112,7 @@ byId("where").textContent = "Peak " + data.peak.where + ".";
 byId("notes").textContent = data.notes;
 byId("notes").hidden = !data.notes;
 for (const [value, name] of [[bytes(data.peak.total), "at the peak"],
+  ...(data.disk ? [[bytes(data.disk), "on the disk"]] : []),
   ...(data.memory ? [[bytes(data.memory), "of a rank"]] : []), [data.tflop + " TFLOP", "a step"],
   [String(data.operators), "operators in all"]]) {
   const fact = html(byId("facts"), "div");
@@ -143,9 +152,7 @@ data.kinds.forEach((kind, index) => {
   });
   svg("polygon", { points: upper.concat(lower.reverse()).join(" "), fill: colors[data.colors[index]],
     "fill-opacity": 0.85 });
-  const entry = html(byId("legend"), "span");
-  html(entry, "i").style.background = colors[data.colors[index]];
-  entry.append(kind + " ");
+  const entry = explain("legend", colors[data.colors[index]], kind + " ");
   html(entry, "span", bytes(data.peak.bytes[index]) + " at the peak").className = "faint";
 });
 if (data.memory && data.memory <= top_) {
@@ -230,6 +237,7 @@ const ends = key => steps.flatMap(one => one.lanes.flatMap(lane => lane.interval
 const from = Math.min(0, ...ends("begin_ms"));
 const until = Math.max(1e-6, ...steps.map(one => one.total_ms), ...ends("end_ms"));
 const large = new Set(data.measured_time ? data.measured_time.differences.filter(one => one.is_large).map(one => one.name) : []);
+const timeColors = { compute: colors[2], backward: colors[5], exchanged: colors[4], waits: colors[0] };
 function drawStep(gantt, time) {
   const across = at => box.left + (box.right - box.left) * (at - from) / (until - from);
   const bottom = 12 + 46 * time.lanes.length;
@@ -247,7 +255,8 @@ function drawStep(gantt, time) {
       const made = svg("rect", { x: across(one.begin_ms), y: 12 + 46 * line, height: 34,
         stroke: differs ? "var(--red)" : "var(--paper)", "stroke-width": differs ? 1.6 : 0.5,
         width: Math.max(0.6, across(one.end_ms) - across(one.begin_ms)),
-        fill: lane.lane === "waits" ? colors[0] : !one.operators ? colors[4] : one.backward ? colors[5] : colors[2] },
+        fill: lane.lane === "waits" ? timeColors.waits : !one.operators ? timeColors.exchanged
+          : one.backward ? timeColors.backward : timeColors.compute },
         undefined, gantt);
       svg("title", {}, one.name + (one.operators > 1 ? ", " + one.operators + " operators" : "") +
         (one.backward ? ", in backward" : "") + "\n" + ms(one.end_ms - one.begin_ms) + " from " + ms(one.begin_ms), made);
@@ -255,7 +264,14 @@ function drawStep(gantt, time) {
   });
 }
 if (data.time) {
-  byId("time").hidden = false;
+  byId("time").hidden = byId("time-legend").hidden = false;
+  explain("time-legend", timeColors.compute, "forward and the optimizer");
+  explain("time-legend", timeColors.backward, "backward");
+  explain("time-legend", timeColors.exchanged, "collectives");
+  if (data.measured_time) {
+    explain("time-legend", timeColors.waits, "waits");
+    explain("time-legend", "var(--red)", "edge: off by more than a twentieth of the step");
+  }
   byId("time").textContent = "A step by predicted time: " + ms(data.time.total_ms) + ", of which " +
     ms(data.time.exposed_ms) + " wait for collectives";
   drawStep(byId("gantt"), data.time);
@@ -386,6 +402,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"colors", kinds},
                      {"notes", text.notes},
                      {"memory", text.memory_bytes},
+                     {"disk", record.most[MemoryKind::kDisk]},
                      {"operators", record.operators.size()},
                      {"tflop", tflop},
                      {"units", record.units},

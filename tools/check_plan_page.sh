@@ -58,6 +58,7 @@ expect '<polygon points="[0-9., -]{1000,}"' "areas"
 expect "<div id=\"told\"[^>]*>aten::" "text for the pointer"
 expect '<h2 id="time">A step by predicted time: [0-9.]+ ms' "predicted time"
 expect '<rect [^>]*><title>all-gather of [^<]*' "collectives over time"
+expect '<div class="legend" id="time-legend">.*backward.*collectives.*waits.*edge: off by' "legend of times"
 expect "<title>unit 'blocks.0', [0-9]+ operators, in backward" "compute by unit over time"
 expect '<h2 id="measured-time">Measured, the median of 2 steps: 30.00 ms, of which 2.00 ms waits; predicted [+-]' \
   "measured step"

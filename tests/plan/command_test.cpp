@@ -44,6 +44,11 @@ TEST(PlanCommand, PrintsWhatFits) {
   expect_contains(table, "choices tried");
   expect_contains(table, "recommended");
   expect_contains(plan({"--model", model, "--memory", "1GB"}).second, "--gpus is missing");
+  const auto [help_code, help] = plan({"--help"});
+  EXPECT_EQ(help_code, 0);
+  for (const char* part : {"tessera plan --model", "--link", "400Gb/s"}) expect_contains(help, part);
+  for (const char* part : {"PATH is a checkpoint", "--tolerance"})
+    EXPECT_EQ(help.find(part), std::string::npos) << help;
 }
 
 // Opened in a browser by `make plan-page`.
@@ -81,8 +86,8 @@ TEST(PlanCommand, SaysTheTimeOfAStep) {
     more.insert(more.begin(), common.begin(), common.end());
     return plan(more);
   };
-  const std::vector<std::string> fast = {"--flops", "1e12", "--memory-bandwidth", "10GB", "--link", "8Gbit", "--json",
-                                         "--html",  page};
+  const std::vector<std::string> fast = {
+      "--flops", "1TFLOP/s", "--memory-bandwidth", "10GB/s", "--link", "8Gb/s", "--json", "--html", page};
   const json all = json::parse(with(fast).second);
   double fastest_s = 1e9, recommended_s = 0;
   for (const json& choice : all) {

@@ -290,11 +290,25 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
                   "'operators.aten::mm.flop_per_byte' is -1");
   refused("{", "");
   expect_contains(error_of<std::invalid_argument>([&] { read_speed(folder.path() / "none.json"); }), "none.json");
-  EXPECT_DOUBLE_EQ(bytes_per_s_of_text("400Gbit"), 50e9);
   EXPECT_DOUBLE_EQ(bytes_per_s_of_text("3e12"), 3e12);
   EXPECT_DOUBLE_EQ(seconds_of_text("10us"), 10e-6);
-  expect_contains(error_of<std::invalid_argument>([] { bytes_per_s_of_text("400Gb"); }), "400Gb");
   expect_contains(error_of<std::invalid_argument>([] { seconds_of_text("-1s"); }), "-1s");
+}
+
+// As data sheets write them.
+TEST(SpeedText, IsUnderstoodInBitsAndBytes) {
+  for (const char* text : {"400Gbit", "400Gb/s", "400Gbit/s", "400 Gb/s", "400Gbps", "50GB/s", "50 GB", "0.05TB/s"})
+    EXPECT_DOUBLE_EQ(bytes_per_s_of_text(text), 50e9) << text;
+  EXPECT_DOUBLE_EQ(bytes_per_s_of_text("2GiB/s"), 0x1p31);
+  for (const char* text : {"300e12", "300TFLOP/s", "300 TFLOPS", "0.3PFLOP"})
+    EXPECT_DOUBLE_EQ(flop_per_s_of_text(text), 300e12) << text;
+  for (const char* text : {"400gb/s", "400Gb/h", "400/s", "/s", "Gb/s", "0GB/s", "-1GB/s", "1e400GB/s", "80GB //s"})
+    EXPECT_THROW(bytes_per_s_of_text(text), std::invalid_argument) << text;
+  for (const char* text : {"300GB/s", "300Tbit", "0", "300TFLOP/h"})
+    EXPECT_THROW(flop_per_s_of_text(text), std::invalid_argument) << text;
+  EXPECT_EQ(bytes_of_text("80GiB"), int64_t{80} << 30);
+  EXPECT_EQ(bytes_of_text("80 GiB"), int64_t{80} << 30);
+  EXPECT_THROW(bytes_of_text("80GB/s"), std::invalid_argument);
 }
 
 // A file of TESSERA_TRACE with steps of so many microseconds each, of which half is a unit's compute.

@@ -70,16 +70,17 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machi
     throw std::invalid_argument("--gpus is " + std::to_string(machines.ranks) + " and --ranks-per-host " +
                                 std::to_string(machines.ranks_per_host) + ", expected 1 or more");
   if (given == SpeedArguments{}) return std::nullopt;
-  const auto set = [](SpeedCurve& curve, const std::string& text) {
-    if (!text.empty()) curve = SpeedCurve::of_speed(bytes_per_s_of_text(text));
+  const auto set = [](SpeedCurve& curve, const std::string& text, double (*per_s_of)(const std::string&)) {
+    if (!text.empty()) curve = SpeedCurve::of_speed(per_s_of(text));
   };
   if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {};
   if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();  // else they would hide what is given
   if (!given.flops.empty() && given.bandwidth.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
-  set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32);
-  set(speed.work_16bit[static_cast<size_t>(WorkClass::kMatmul)], given.flops);
-  set(speed.work[static_cast<size_t>(WorkClass::kMemory)], given.bandwidth);
+  set(speed.work[static_cast<size_t>(WorkClass::kMatmul)], given.flops_fp32.empty() ? given.flops : given.flops_fp32,
+      flop_per_s_of_text);
+  set(speed.work_16bit[static_cast<size_t>(WorkClass::kMatmul)], given.flops, flop_per_s_of_text);
+  set(speed.work[static_cast<size_t>(WorkClass::kMemory)], given.bandwidth, bytes_per_s_of_text);
   if (!given.operator_time.empty()) speed.operator_s = seconds_of_text(given.operator_time);
   set_links(speed, given, machines);
   speed.check();

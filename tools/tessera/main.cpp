@@ -27,6 +27,7 @@ struct Command {
   bool has(const std::string& option) const {
     return std::find(options.begin(), options.end(), option) != options.end();
   }
+  bool reads_checkpoints() const { return run != plan && run != calibrate && run != merge_trace_files; }
 };
 
 const std::vector<Command>& commands() {
@@ -116,9 +117,10 @@ void print_help(const std::string& name, const po::options_description& options)
     for (const auto& option : options.options())
       if (is_for_all(option->long_name()) || command.has(option->long_name())) shown.add(option);
   }
-  std::cout << "\nPATH is a checkpoint, a folder of them (the newest is taken), or full safetensors files;\n"
-               "DIR a checkpoint or such a folder.\n\n"
-            << shown << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
+  if (name.empty() || command_of(name).reads_checkpoints())
+    std::cout << "\nPATH is a checkpoint, a folder of them (the newest is taken), or full safetensors files;\n"
+                 "DIR a checkpoint or such a folder.\n";
+  std::cout << "\n" << shown << "\nExit codes: 0; 1 if damage or differences were found; 2 for errors.\n";
 }
 
 int run_command(const std::string& name, const po::variables_map& values, const std::vector<std::string>& paths,
@@ -143,14 +145,14 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
   SpeedArguments& speed = arguments.speed;
   add("speed", po::value(&speed.file), "plan: the machine's speed, as calibrate wrote it; what follows replaces parts");
-  add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12");
+  add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12 or 300TFLOP/s");
   add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
-  add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB");
+  add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB/s");
   add("operator-time", po::value(&speed.operator_time), "plan: of every operator beside its work, as 5us; without: 0");
   add("link", po::value(&speed.link),
-      "plan: of each rank to those of other hosts, as 400Gbit; without another, within a host too");
+      "plan: of each rank to those of other hosts, as 400Gb/s or 50GB/s; without another, within a host too");
   add("latency", po::value(&speed.latency), "plan: of that link, as 10us; without: 0");
-  add("host-link", po::value(&speed.host_link), "plan: of each rank to those of its host, as 450GB");
+  add("host-link", po::value(&speed.host_link), "plan: of each rank to those of its host, as 450GB/s");
   add("host-latency", po::value(&speed.host_latency), "plan: of that link; without: 0");
   add("output,o", po::value(&arguments.out), "calibrate: the file to write");
   add("threads", po::value(&arguments.threads), "calibrate: intra-operator threads of each rank; without: 1");
