@@ -315,6 +315,48 @@ TEST(TrainGpt, ASecondJobWithTheSameFolderIsRefused) {
   }
 }
 
+const std::string kShortRun = " --layers 2 --width 24 --heads 3 --context 16 --threads 1 --val-every 0 --sample 0 ";
+
+TEST(TrainGpt, OfTwoJobsThatBeginAtOnceOneIsRefused) {
+  const TemporaryFolder folder;
+  std::istringstream line(tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + kShortRun +
+                          "--steps 1000000 --wrapper local --out " + (folder / "a").string());
+  const std::vector<std::string> command{std::istream_iterator<std::string>(line), {}};
+  tessera::testing::ChildProcess one(command), two(command);
+  int codes[2] = {-1, -1};
+  for (int i = 0; i < 600 && codes[0] < 0 && codes[1] < 0; ++i) {
+    codes[0] = one.wait(std::chrono::seconds(0));
+    codes[1] = two.wait(std::chrono::seconds(0));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+  const bool is_first = codes[0] >= 0;
+  auto& refused = is_first ? one : two;
+  auto& other = is_first ? two : one;
+  EXPECT_EQ(std::max(codes[0], codes[1]), 1) << refused.output();
+  EXPECT_EQ(refused.printed("is in use by "), 1) << refused.output();
+  EXPECT_TRUE(other.await("step", 1)) << other.output();
+}
+
+// Its checkpoint cannot be written: that is said once, within seconds, and the run goes on from the one before.
+TEST(TrainGpt, ADiskThatIsFullEndsARunThatGoesOnLater) {
+  const TemporaryFolder folder;
+  const std::string common = kShortRun + ("--ranks 2 --lr 1e-2 --batch 2 --resume auto --out " +
+                                          (folder / "a").string() + " --save-every 4 --steps ");
+  ASSERT_EQ(run(common + "4").exit_code, 0);
+  const auto began = std::chrono::steady_clock::now();
+  tessera::testing::ChildProcess full({"sh", "-c",
+                                       "trap '' XFSZ; ulimit -f 40; exec " +
+                                           tessera::testing_support::built(TRAIN_GPT_EXECUTABLE) + " " + common + "8"});
+  EXPECT_EQ(full.wait(), 1) << full.output();
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(40));
+  EXPECT_EQ(full.printed("File too large"), 1) << full.output();
+  for (const char* part : {"rank ", "step-000008"}) EXPECT_GE(full.printed(part), 1) << full.output();
+  const auto later = run(common + "8");
+  EXPECT_EQ(later.exit_code, 0) << later.output;
+  EXPECT_NE(later.output.find("step 5/8"), std::string::npos) << later.output;
+  EXPECT_EQ(metrics_in(folder / "a").size(), 8u);
+}
+
 // A GPT-2 with other scales comes back as it went, and importing leaves its folder alone.
 TEST(TrainGpt, AGpt2KeepsItsScalesAndItsFolder) {
   const TemporaryFolder folder;
