@@ -4,6 +4,7 @@
 #include <set>
 
 #include "tessera/checkpoint/full_file.h"
+#include "tessera/checkpoint/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
@@ -114,6 +115,21 @@ TEST_F(Command, ConsolidatedLoadsAndDiffSaysWhatChanged) {
             0);
   EXPECT_TRUE(std::filesystem::exists(folder_ / "s.safetensors.index.json"));
   expect_contains(tessera_command({"diff", at("a"), at("m.safetensors")}).output, "optim.exp_avg.0.bias: only in");
+}
+
+TEST_F(Command, DiffHoldsABlockAtATime) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(4096, 8192), comm);
+    save_checkpoint(folder_ / "one", fsdp);
+    const at::NoGradGuard no_grad;
+    for (auto& shard : fsdp.parameters()) shard.add_(1);
+    save_checkpoint(folder_ / "two", fsdp);
+  });
+  PeakMemory memory;
+  const auto differences = diff_checkpoints(folder_ / "one", folder_ / "two", {.tolerance = 0.5});
+  ASSERT_EQ(differences.size(), 2U);
+  EXPECT_EQ(differences[1].different_numel, 4096 * 8192);
+  EXPECT_LT(memory.peak_bytes(), 64 << 20) << "of 134 MB each";
 }
 
 TEST_F(Command, DiffOfParametersLeavesBuffersOutOfFullFilesToo) {

@@ -1,5 +1,6 @@
 // What becomes of a save where the disk is full, the folder is read-only or gone, a second job writes to it, or the
 // clock goes back: each rank is told within seconds, by rank and path, and the older checkpoint loads.
+#include <fcntl.h>
 #include <sched.h>
 #include <sys/mount.h>
 #include <sys/syscall.h>
@@ -9,6 +10,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdarg>
 #include <cstring>
 #include <fstream>
 #include <future>
@@ -22,6 +24,8 @@
 
 #include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/offline.h"
+#include "tessera/comm/agreement.h"
+#include "tessera/storage/file_lock.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/matrix.h"
@@ -31,6 +35,16 @@
 namespace tessera::hostile_test {
 
 std::atomic<int64_t> wall_clock_is_ahead_s = 0;
+std::atomic<bool> no_locks = false;  // as a file system may have none
+
+extern "C" int fcntl(int fd, int command, ...) {
+  va_list more;
+  va_start(more, command);
+  void* const argument = va_arg(more, void*);
+  va_end(more);
+  if (no_locks && command == F_OFD_SETLK) return errno = ENOLCK, -1;
+  return static_cast<int>(::syscall(SYS_fcntl, fd, command, argument));
+}
 
 // In the place of the system's: the time of day as this program sees it.
 extern "C" int clock_gettime(clockid_t clock, timespec* time) noexcept {
@@ -293,9 +307,8 @@ TEST(HostileSave, WhicheverCallFailsAllRanksKnowAndACheckpointLoads) {
     const TemporaryFolder folder;
     const int reason = goes_on ? EROFS : ENOSPC;
     Refusal refusal;
-    std::vector<std::string> told(2);
-    bool was_refused = true;
-    int failed_count = 0;
+    std::atomic<bool> was_refused = true;
+    std::atomic<int> failed_count = 0;
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
       Trained trained(comm, 20);
       ASSERT_EQ(save_either_way(false, folder / "step-0", trained.fsdp, trained.optimizer, 0), "");
@@ -306,7 +319,9 @@ TEST(HostileSave, WhicheverCallFailsAllRanksKnowAndACheckpointLoads) {
         comm->barrier();
         // By turns a new name, and one that is there.
         const auto path = folder / ("step-" + std::to_string(n % 2 == 0 ? last : n));
-        told[comm->rank()] = save_either_way(in_background, path, trained.fsdp, trained.optimizer, n, {.keep_last = 2});
+        const auto told = gather_texts(
+            *comm, save_either_way(in_background, path, trained.fsdp, trained.optimizer, n, {.keep_last = 2}),
+            "errors");
         comm->barrier();
         if (comm->rank() == 0) was_refused = refusal.end();
         comm->barrier();
@@ -399,6 +414,43 @@ TEST(HostileSave, AClockThatGoesBackOrAheadChangesNothing) {
   });
   const std::set<std::string> last{"at-7", "at-8"};  // that were saved
   EXPECT_EQ(names_at_the_end(folder.path(), last), last);
+}
+
+TEST(HostileSave, WithoutLocksOldCheckpointsGoAndWhatDeadSavesLeft) {
+  const TemporaryFolder folder;
+  no_locks = true;
+  const std::string here = process_name().substr(process_name().find(" on "));
+  auto leave = [&](const std::string& name, const std::string& of, std::chrono::hours age) {
+    const auto path = folder / ("." + name + ".saving-0123456789abcdef");
+    fs::create_directories(path);
+    std::ofstream(path / ".manifest") << of << "\n";
+    fs::last_write_time(path, fs::file_time_type::clock::now() - age);
+    return path;
+  };
+  leave("ended", "process 999999999" + here, std::chrono::hours(0));
+  leave("of-yesterday", "process 1 on elsewhere", std::chrono::hours(25));
+  const std::set<fs::path> live{leave("at-work", process_name(), std::chrono::hours(0)),
+                                leave("elsewhere", "process 1 on elsewhere", std::chrono::hours(23))};
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 20);
+    for (int step = 1; step <= 4; ++step)
+      ASSERT_EQ(save_either_way(step % 2 == 0, folder / ("step-" + std::to_string(step)), trained.fsdp,
+                                trained.optimizer, step, {.keep_last = 2}),
+                "");
+    expect_newest(folder.path(), trained, 4);
+  });
+  std::set<std::string> expected{"step-3", "step-4"};
+  for (const auto& path : live) expected.insert(path.filename());
+  EXPECT_EQ(names_at_the_end(folder.path(), expected), expected);
+  {
+    const FolderLock lock(folder / "out");
+    expect_contains(error_of<CheckpointError>([&] { FolderLock second(folder / "out"); }),
+                    "seems to be in use by " + process_name());
+  }
+  FolderLock(folder / "out");
+  std::ofstream(folder / "out/.tessera.lock") << "process 999999999" << here << "\n";
+  FolderLock(folder / "out");
+  no_locks = false;
 }
 
 // Without a FolderLock, and with the same names: who comes second may be refused, and nothing is ever half there.
