@@ -65,7 +65,7 @@ void HostMemoryInUse::wait_for(const at::Tensor& host) {
   {
     std::lock_guard lock(mutex_);
     for (const auto& [number, use] : held_)
-      if (use.host.is_alias_of(host)) ends.push_back(use.end);
+      if (use.host.is_alias_of(host) && !use.end->is_over()) ends.push_back(use.end);
   }
   for (const auto& end : ends) end->wait();
   if (!ends.empty()) remove_ended();

@@ -87,6 +87,25 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
   });
 }
 
+// The copies of shards are waited for by streams, and those of gradients by the host, once each.
+TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
+  const Simulation simulation;
+  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+    for (const int layers : {3, 5}) {
+      auto net = chain(layers);
+      net->to(comm->device());
+      FullyShardedDataParallel fsdp(
+          net, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}});
+      HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+      const auto cost = cost_of_a_step(fsdp, optimizer, *comm, false);
+      std::string places;
+      for (const auto& [place, times] : cost.wait_places)
+        if (times > 0) places += "\n" + place + " " + std::to_string(times);
+      EXPECT_EQ(cost.host_waits, layers) << places;
+    }
+  });
+}
+
 // All gradients make one flag: launches are the same for however many there are.
 TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
   const Simulation simulation;
