@@ -252,7 +252,7 @@ TEST(DiskTier, TrainsBitEqualToMemory) {
   const Folder folder;
   for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {2})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-      for (int kind = 0; kind < 3; ++kind) {
+      for (int kind = 0; kind < fewer_on_devices(3, 1); ++kind) {
         FsdpOptions plain;
         if (comm->device().is_cuda()) plain.offload = {.params = true, .grads = true};  // for the host's optimizers
         if (kind == 1) plain.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};

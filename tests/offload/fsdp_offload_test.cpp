@@ -46,7 +46,7 @@ INSTANTIATE_TEST_SUITE_P(Worlds, OffloadParity, testing::Values(1, 2, 3, 4, 5));
 TEST_P(OffloadParity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
   const int world = GetParam();
   constexpr int kRows = 4;
-  const int steps = fewer_on_devices(8, 4);
+  const int steps = fewer_on_devices(8, 2);
   on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
     for (int kind = 0; kind < trees(); ++kind) {
       auto build = [&] { return seeded(7, [&] { return RandomNet(300 * world + kind); }); };

@@ -60,7 +60,7 @@ torch::OrderedDict<std::string, at::Tensor> train(std::shared_ptr<Communicator> 
 TEST(StepInBackward, IsTheStepAfterBackwardBitForBit) {
   for (const int world : fewer_on_devices<std::vector<int>>({1, 2, 3}, {2})) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-      for (int kind = 0; kind < 6; ++kind) {
+      for (int kind = 0; kind < fewer_on_devices(6, 3); ++kind) {
         const Setting setting{
             kind % 3 == 1 ? std::optional(0.1) : std::nullopt, kind % 3 == 2,
             kind % 2 == 0 || comm->device().is_cuda() ? CpuOffload{.params = true, .grads = true} : CpuOffload{}};
