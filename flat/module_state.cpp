@@ -13,6 +13,13 @@ namespace {
 // Below this, tensors are copied together: a message's cost hardly depends on its length.
 constexpr int64_t kSmallBytes = 1 << 20;
 
+// Each element once: of an expanded tensor, which cannot be written as a whole, the part that all of it shows.
+at::Tensor distinct_elements(at::Tensor tensor) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) tensor = tensor.narrow(dim, 0, 1);
+  return tensor;
+}
+
 }  // namespace
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
@@ -22,8 +29,8 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
-    at::Tensor tensor = given.defined() ? given.data() : given;  // of no version: what autograd has saved stays usable
-    if (!tensor.defined() || tensor.numel() == 0) continue;
+    if (!given.defined() || given.numel() == 0) continue;
+    const at::Tensor tensor = distinct_elements(given.data());  // of no version: what autograd has saved stays usable
     if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() &&
         tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
@@ -66,7 +73,11 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   std::vector<std::string> lines;
   for (const auto& buffer : module.named_buffers()) {
     lines.push_back("buffer '" + buffer.key() + "' ");
-    if (buffer.value().defined()) lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
+    if (!buffer.value().defined()) continue;
+    lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
+    for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
+      if (buffer.value().stride(dim) == 0 && buffer.value().size(dim) > 1)
+        lines.back() += c10::str(" expanded in dimension ", dim);
   }
   return lines;
 }

@@ -39,6 +39,18 @@ struct Extent {
   const PlannedParameter* parameter;
 };
 
+Extent extent_of(const at::Tensor& tensor, const PlannedParameter* parameter) {
+  const size_t begin_bytes = tensor.storage_offset() * tensor.element_size();
+  return {begin_bytes,
+          begin_bytes + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size()),
+          parameter};
+}
+
+// Whether a tensor has memory of its own now.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.defined() && !is_deferred(tensor) && tensor.has_storage() && tensor.numel() > 0;
+}
+
 }  // namespace
 
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
@@ -51,12 +63,8 @@ void require_shardable(const std::vector<PlannedParameter>& parameters, const Co
     const at::Tensor& tensor = parameter.tensor;
     if (const std::string problem = problem_of(tensor, comm, may_be_deferred); !problem.empty())
       throw std::invalid_argument(label(parameter) + " " + problem);
-    if (is_deferred(tensor) || tensor.numel() == 0) continue;
-    const size_t begin_bytes = tensor.storage_offset() * tensor.element_size();
-    const size_t extent_bytes =
-        at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size());
-    by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(
-        {begin_bytes, begin_bytes + extent_bytes, &parameter});
+    if (has_memory(tensor))
+      by_storage[tensor.storage().unsafeGetStorageImpl()].push_back(extent_of(tensor, &parameter));
   }
   for (auto& [storage, extents] : by_storage) {
     std::ranges::sort(extents, {}, &Extent::begin_bytes);
@@ -66,6 +74,25 @@ void require_shardable(const std::vector<PlannedParameter>& parameters, const Co
                                     extents[i - 1].parameter->fqn +
                                     "' without being the same tensor, and would be torn from it: to tie them, register "
                                     "one tensor under both names");
+  }
+}
+
+void require_apart(const torch::OrderedDict<std::string, at::Tensor>& buffers,
+                   const std::vector<PlannedParameter>& parameters, const std::string& who, int rank) {
+  std::unordered_multimap<const c10::StorageImpl*, Extent> by_storage;
+  for (const PlannedParameter& parameter : parameters)
+    if (has_memory(parameter.tensor))
+      by_storage.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), extent_of(parameter.tensor, &parameter));
+  for (const auto& buffer : buffers) {
+    if (!has_memory(buffer.value())) continue;
+    const Extent own = extent_of(buffer.value(), nullptr);
+    const auto [begin, end] = by_storage.equal_range(buffer.value().storage().unsafeGetStorageImpl());
+    for (auto at = begin; at != end; ++at)
+      if (own.begin_bytes < at->second.end_bytes && at->second.begin_bytes < own.end_bytes)
+        throw std::invalid_argument(who + ": buffer '" + buffer.key() + "' on rank " + std::to_string(rank) +
+                                    " shares memory with parameter '" + at->second.parameter->fqn +
+                                    "', and would keep the values of now: make it of the parameter in forward, or "
+                                    "register a clone()");
   }
 }
 

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <torch/ordered_dict.h>
+
 #include <string>
 #include <vector>
 
@@ -18,5 +20,10 @@ namespace tessera {
 // one tensor only. Deferred parameters pass if `may_be_deferred`.
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
+
+// For a wrapper that gives parameters other memory. Throws std::invalid_argument, naming both and the rank, for a
+// buffer that shares memory with a parameter: it would be torn from it.
+void require_apart(const torch::OrderedDict<std::string, at::Tensor>& buffers,
+                   const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/deferred.h"
+#include "tessera/flat/former_memory.h"
 #include "tessera/flat/memory_warning.h"
 #include "tessera/flat/module_state.h"
 #include "tessera/flat/quiet.h"
@@ -49,10 +50,13 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   std::vector<PlannedParameter> planned;
   for (const PlannedUnit& unit : plan) planned.insert(planned.end(), unit.parameters.begin(), unit.parameters.end());
   require_shardable(planned, *mesh_.world, "FullyShardedDataParallel", /*may_be_deferred=*/true);
+  require_apart(module_->named_buffers(), planned, "FullyShardedDataParallel", mesh_.world->rank());
+  const FormerMemory former_memory(planned);
   planned.clear();
   check_agreement(plan);
   warn_if_short_of_memory(plan);
   make_units(plan, pager);
+  former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
   name_shards();

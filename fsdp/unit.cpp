@@ -369,7 +369,11 @@ void Unit::bring_home(bool may_change) {
   for (auto& group : groups_) {
     for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
       const PlannedParameter& parameter = group->flat.parameters()[i];
-      if (page_in_use(*group).holds(parameter.tensor)) continue;
+      if (is_at_home(*group, i)) continue;
+      if (page_in_use(*group).holds(parameter.tensor))
+        throw std::logic_error("parameter '" + parameter.fqn + "' on rank " + std::to_string(comm_.rank()) +
+                               " was given the data of another parameter of " + name_ +
+                               ", or another shape (by set_data(), a swap): copy values inside summon_full_params()");
       const at::ScalarType dtype = parameter.tensor.scalar_type();
       const bool fits = parameter.tensor.layout() == at::kStrided && page_of(parameter.tensor) == nullptr &&
                         parameter.tensor.sizes() == at::IntArrayRef(group->flat.geometry(i).sizes) &&
@@ -384,8 +388,33 @@ void Unit::bring_home(bool may_change) {
   }
 }
 
+bool Unit::is_at_home(const PagedFlatParameter& group, size_t index) const {
+  const at::Tensor& parameter = group.flat.parameters()[index].tensor;
+  const ParameterGeometry& geometry = group.flat.geometry(index);
+  return page_in_use(group).holds(parameter) &&
+         parameter.storage_offset() == group.flat.layout().offset(static_cast<int64_t>(index)) &&
+         parameter.sizes() == at::IntArrayRef(geometry.sizes) &&
+         parameter.strides() == at::IntArrayRef(geometry.strides);
+}
+
+// What the user has given a parameter in place of its data shall be its data. Whoever still has those, a target network
+// that swapped with it or a view, would see the new values, too.
+void Unit::require_unheld(const PagedFlatParameter& group, size_t index) const {
+  const auto& parameters = group.flat.parameters();
+  const Page& page = page_in_use(group);
+  const auto own = std::ranges::count_if(
+      parameters, [&](const PlannedParameter& parameter) { return page.holds(parameter.tensor); });
+  const at::Tensor view = page.view(group.flat.gather_dtype(), {0}, {1}, 0);
+  if (view.storage().use_count() == static_cast<size_t>(own) + 2) return;  // and the page, and the view
+  throw std::logic_error("parameter '" + parameters[index].fqn + "' on rank " + std::to_string(comm_.rank()) +
+                         " was given other data while another tensor still shares those of " + name_ +
+                         " (a network that it was swapped with, a view or detach() that was kept), and would follow: "
+                         "copy values with copy_(), or let go of that tensor");
+}
+
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
 void Unit::bring_home(PagedFlatParameter& group, size_t index) {
+  require_unheld(group, index);
   at::NoGradGuard no_grad;
   FlatParameter& flat = group.flat;
   const at::Tensor parameter = flat.parameters()[index].tensor;

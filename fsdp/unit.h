@@ -129,6 +129,8 @@ class Unit {
   void gather_secondary();
   void cut_secondary();
   void bring_home(PagedFlatParameter& group, size_t parameter);
+  bool is_at_home(const PagedFlatParameter& group, size_t parameter) const;
+  void require_unheld(const PagedFlatParameter& group, size_t parameter) const;
   void point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype);
   static Page& page_in_use(const PagedFlatParameter& group) {
     if (group.host_page && group.host_page->is_lent()) return *group.host_page;

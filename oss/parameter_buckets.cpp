@@ -1,6 +1,7 @@
 #include "tessera/oss/parameter_buckets.h"
 
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -64,21 +65,55 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
   return bucket;
 }
 
+bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
+  const at::Tensor& parameter = parameters_[bucket.members[member]];
+  return parameter.storage().is_alias_of(bucket.flat.storage()) &&
+         parameter.storage_offset() == bucket.layout.offset(static_cast<int64_t>(member));
+}
+
+// Whether others than these parameters have its memory, too.
+bool ParameterBuckets::is_shared(const Bucket& bucket, size_t member) const {
+  const c10::Storage& storage = parameters_[bucket.members[member]].storage();
+  if (storage.use_count() == 1) return false;
+  const auto own = std::ranges::count_if(
+      parameters_, [&](const at::Tensor& parameter) { return parameter.storage().is_alias_of(storage); });
+  return storage.use_count() > static_cast<size_t>(own);
+}
+
 void ParameterBuckets::adopt(Bucket& bucket) {
+  bucket.stays.resize(bucket.members.size(), false);
   for (size_t member = 0; member < bucket.members.size(); ++member) {
+    if (is_in_place(bucket, member) || bucket.stays[member]) continue;
+    if (is_shared(bucket, member)) {
+      bucket.stays[member] = true;
+      continue;
+    }
     const at::Tensor& parameter = parameters_[bucket.members[member]];
-    const at::Tensor place =
-        view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
-    if (parameter.storage().is_alias_of(bucket.flat.storage())) continue;
+    const at::Tensor place = place_of(bucket, member);
     place.copy_(parameter.detach());
     parameter.set_data(place);
   }
 }
 
-// Whether the parameters are still the bucket's views: torch::load(), module.to() and set_data() change that.
-bool ParameterBuckets::is_adopted(const Bucket& bucket) const {
-  return std::all_of(bucket.members.begin(), bucket.members.end(),
-                     [&](size_t index) { return parameters_[index].storage().is_alias_of(bucket.flat.storage()); });
+// torch::load(), module.to() and set_data() give parameters other memory. The places that they have left are written
+// again only where nobody else looks at them: not a view that was kept, nor a parameter that has swapped with it.
+void ParameterBuckets::settle(Bucket& bucket) {
+  size_t in_flat = 0;
+  bool has_moved = false, have_swapped = false;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const bool is_in_flat = parameters_[bucket.members[member]].storage().is_alias_of(bucket.flat.storage());
+    if (is_in_flat) ++in_flat;
+    if (bucket.stays[member] || is_in_place(bucket, member)) continue;
+    has_moved = true;
+    have_swapped = have_swapped || is_in_flat;
+  }
+  if (!has_moved) return;
+  if (have_swapped || bucket.flat.storage().use_count() > in_flat + 1) {
+    bucket.flat = at::zeros_like(bucket.flat);
+    bucket.stays.assign(bucket.members.size(), true);
+  } else {
+    adopt(bucket);
+  }
 }
 
 void ParameterBuckets::note_trained() {
@@ -105,9 +140,12 @@ void ParameterBuckets::require_unconverted() const {
 }
 
 ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
+  if (bucket.flat.defined()) settle(bucket);
   Flight flight{&bucket, bucket.flat, {}, {}};
   if (flight.values.defined()) {
-    if (!is_adopted(bucket)) adopt(bucket);
+    for (size_t member = 0; member < bucket.members.size(); ++member)
+      if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] == comm_.rank())
+        place_of(bucket, member).copy_(parameters_[index].detach());
   } else {
     const at::Tensor parameter = parameters_[bucket.members[0]].detach();
     flight.values = parameter.as_strided({parameter.numel()}, {1}, parameter.storage_offset());
@@ -134,6 +172,9 @@ void ParameterBuckets::finish(Flight& flight) {
         flight.values.narrow(0, part.begin, part.numel()).copy_(flight.wire.narrow(0, part.begin, part.numel()));
     }
   }
+  for (size_t member = 0; member < bucket.stays.size(); ++member)
+    if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
+      parameters_[index].data().copy_(place_of(bucket, member));
   // The exchange wrote behind autograd's back: whoever saved the old values shall notice.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();

@@ -19,6 +19,9 @@ namespace tessera {
 // A bucket's memory is cut by owner, and its parameters are views of it: one all-gather straight out of and into them
 // updates them all. Large parameters stay where they are, a bucket of their own each. So nothing is copied, in a step
 // or for long at the start.
+//
+// But a parameter whose memory others share (a view that a module keeps, a second model) stays in it, and is copied
+// out of the bucket and into it: what each rank finds for itself, since buckets travel the same.
 class ParameterBuckets {
  public:
   // Moves the small parameters' values into buckets of at most `bucket_bytes` and makes them views
@@ -44,15 +47,21 @@ class ParameterBuckets {
     std::vector<ParameterGeometry> geometries;
     FlatLayout layout;
     at::ScalarType dtype;
-    at::Tensor flat;  // undefined: the only member's own memory
+    at::Tensor flat;          // undefined: the only member's own memory
+    std::vector<bool> stays;  // by member: it is no view of `flat`, and will be none
     // A member has required a gradient, at construction or in a step: it is published. Also where it is frozen now,
     // since it may have been frozen between a backward and this step.
     bool has_trained = false;
   };
   void plan(int64_t bucket_bytes);
   Bucket make_bucket(std::vector<size_t> members) const;
-  void adopt(Bucket& bucket);  // (again) makes the members views of the bucket's memory
-  bool is_adopted(const Bucket& bucket) const;
+  void adopt(Bucket& bucket);   // makes members views of the bucket's memory
+  void settle(Bucket& bucket);  // the same again, where the user has given some of them other data
+  bool is_in_place(const Bucket& bucket, size_t member) const;
+  bool is_shared(const Bucket& bucket, size_t member) const;
+  at::Tensor place_of(const Bucket& bucket, size_t member) const {
+    return view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
+  }
   void note_trained();
   Flight start(Bucket& bucket);
   void finish(Flight& flight);
