@@ -58,7 +58,10 @@ void Scheduler::use(const std::vector<Page*>& pages) {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
     // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
-    for (Unit* unit : needed) inspect(*unit);
+    for (Unit* unit : needed) {
+      inspect(*unit);
+      gradients_.begin_use(*unit);
+    }
   }
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit, backward);
@@ -226,6 +229,7 @@ void Scheduler::show_in_shards() {
   if (inside_backward() || is_running()) return;  // what the pass computes with
   Quiet quiet;
   recover();
+  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
 
@@ -252,6 +256,7 @@ void Scheduler::before_write(int index) {
   if (!awaits) return;
   awaits = false;  // bringing home writes, too
   Quiet quiet;
+  gradients_.require_none_by_hand(unit);
   unit.bring_home(/*may_change=*/true);
 }
 
@@ -269,6 +274,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   Quiet quiet;
   recover();
+  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);
 }

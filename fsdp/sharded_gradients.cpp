@@ -29,6 +29,12 @@ bool has_hooks(const at::Tensor& leaf) {
   return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
 }
 
+// Must not throw, where a guard's end is told: only what can be counted, so no other guard.
+bool are_zeros(const at::Tensor& gradient) {
+  return gradient.defined() && !is_paged(gradient) && gradient.layout() == at::kStrided && !gradient.is_meta() &&
+         gradient.count_nonzero().item<int64_t>() == 0;
+}
+
 }  // namespace
 
 ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex)
@@ -71,7 +77,10 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
         std::lock_guard lock(mutex_);
         clear(parameter);
         states_[parameter].is_cleared = true;
-        take_zeros_by_hand(parameter);  // what has been put in the guard's place is there already
+        // What has been put in the guard's place is there already.
+        if (take_zeros_by_hand(parameter) || !has_gradient_by_hand(parameter)) return;
+        states_[parameter].is_by_hand = true;
+        not_ready_->put(parameter, binding_.label(parameter), states_[parameter].shard);
       },
       [this](size_t parameter) {
         std::lock_guard lock(mutex_);
@@ -102,14 +111,36 @@ ShardedGradients::~ShardedGradients() {
 }
 
 std::string ShardedGradients::reason(size_t parameter) const {
+  if (states_[parameter].is_by_hand) return by_hand(parameter);
   if (states_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
          "it with zero_grad()";
 }
 
+std::string ShardedGradients::by_hand(size_t parameter) const {
+  return binding_.label(parameter) +
+         " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no step would take: "
+         "gradients are in fsdp.parameters(), by backward(), as averages over the ranks";
+}
+
+bool ShardedGradients::has_gradient_by_hand(size_t parameter) const {
+  const at::Tensor& tensor = binding_.tensor(parameter);
+  return tensor.grad().defined() && !elsewhere_->is_in(parameter, tensor);
+}
+
+void ShardedGradients::require_none_by_hand(const Unit& unit) const {
+  for (const auto& group : unit.groups())
+    for (size_t i = group->first_parameter; i < group->first_parameter + group->flat.parameters().size(); ++i)
+      if (has_gradient_by_hand(i) && !are_zeros(binding_.tensor(i).grad())) throw std::logic_error(by_hand(i));
+}
+
+void ShardedGradients::require_none_by_hand() const {
+  for (const auto& unit : model_.units()) require_none_by_hand(*unit);
+}
+
 void ShardedGradients::forget(size_t parameter) {
-  states_[parameter].is_lost = false;
+  states_[parameter].is_lost = states_[parameter].is_by_hand = false;
   states_[parameter].kept.reset();
   reducer_.forget(parameter);
 }
@@ -146,6 +177,12 @@ void ShardedGradients::require_unchanged(const Unit& unit) const {
 
 void ShardedGradients::forget_versions() { std::fill(versions_.begin(), versions_.end(), std::nullopt); }
 
+// Before its first use outside backward, recorded or not: a function with a backward of its own computes without
+// autograd, and saves afterwards what it was given.
+void ShardedGradients::begin_use(const Unit& unit) {
+  if (!versions_[unit.index()]) show_version(unit);
+}
+
 void ShardedGradients::expect(const Unit& unit, bool backward) {
   if (!backward) {
     show_version(unit);
@@ -173,8 +210,8 @@ void ShardedGradients::inspect(const Unit& unit) {
                                "makes no gradient for it: register it on the module's own parameter");
       take_gradient_by_hand(i);
       if (!elsewhere_->is_in(i, parameter)) {
-        // Not told of: the user still holds the guard that was there.
-        if (!std::exchange(state.is_cleared, false)) clear(i);
+        // Not told of: the user still holds the guard that was there. Or what was put there by hand is there no more.
+        if (!std::exchange(state.is_cleared, false) || state.is_by_hand) clear(i);
         elsewhere_->put(i, binding_.label(i), parameter);
       }
       binding_.hook(i);
@@ -184,11 +221,7 @@ void ShardedGradients::inspect(const Unit& unit) {
 
 // Zeros in the guard's place are a zero_grad(): a step from now on takes them. False where there are none.
 bool ShardedGradients::take_zeros_by_hand(size_t i) {
-  const at::Tensor gradient = binding_.tensor(i).grad();
-  // Must not throw, where a guard's end is told: only what can be counted, so no other guard.
-  if (!gradient.defined() || is_paged(gradient) || gradient.layout() != at::kStrided || gradient.is_meta())
-    return false;
-  if (gradient.count_nonzero().item<int64_t>() > 0) return false;
+  if (!are_zeros(binding_.tensor(i).grad())) return false;
   clear(i);
   ParameterState& state = states_[i];
   if (state.shard.requires_grad()) state.shard.mutable_grad() = at::zeros_like(state.shard.detach());
@@ -198,15 +231,10 @@ bool ShardedGradients::take_zeros_by_hand(size_t i) {
 // What the user has put in the guard's place. Other values than zero would do nothing, unlike for an optimizer of one
 // process.
 void ShardedGradients::take_gradient_by_hand(size_t i) {
-  const at::Tensor& parameter = binding_.tensor(i);
-  if (!parameter.grad().defined() || elsewhere_->is_in(i, parameter)) return;
-  if (!take_zeros_by_hand(i))
-    throw std::logic_error(binding_.label(i) +
-                           " has a gradient that was put there by hand (one of torch::autograd::grad(), say), which no "
-                           "step would take: gradients are in fsdp.parameters(), by backward(), as averages over the "
-                           "ranks");
+  if (!has_gradient_by_hand(i)) return;
+  if (!take_zeros_by_hand(i)) throw std::logic_error(by_hand(i));
   states_[i].is_cleared = false;
-  elsewhere_->put(i, binding_.label(i), parameter);
+  elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -223,6 +251,7 @@ void ShardedGradients::begin() {
     if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(state.is_cleared, false)) clear(i);
     if (not_ready_->is_in(i, state.shard)) {
       if (state.is_lost) continue;  // refused when a gradient for it comes
+      state.is_by_hand = false;     // and is there no more
       not_ready_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
     } else if (reducer_.keeps(i)) {
@@ -294,6 +323,7 @@ void ShardedGradients::abandon() {
 }
 
 std::vector<at::Tensor> ShardedGradients::ready() const {
+  require_none_by_hand();
   for (size_t i = 0; i < states_.size(); ++i)
     if (not_ready_->is_in(i, states_[i].shard)) throw std::logic_error(reason(i));
   std::vector<at::Tensor> gradients;

@@ -33,6 +33,7 @@ class ShardedGradients {
   GradientReducer& reducer() { return reducer_; }
   const GradientReducer& reducer() const { return reducer_; }
 
+  void begin_use(const Unit& unit);
   // A forward, or a part of one that `backward` computes again, used this unit with autograd recording: gradients for
   // it will come.
   void expect(const Unit& unit, bool backward);
@@ -42,6 +43,11 @@ class ShardedGradients {
   // Looks for what has happened to the parameters of a unit, outside of a backward: hooks them anew, has requires_grad
   // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
   void inspect(const Unit& unit);
+
+  // Throws std::logic_error, naming it, for a parameter of the unit, or of all, into whose .grad the user has put
+  // something, which a step would not take.
+  void require_none_by_hand(const Unit& unit) const;
+  void require_none_by_hand() const;
 
   void begin_forward();
   void begin();
@@ -68,11 +74,14 @@ class ShardedGradients {
     bool shard_requires_grad;  // as it was at the last look
     bool is_lost = false;      // its gradient, by a backward that failed
     bool is_cleared = false;   // by way of the parameter's, since the last look
+    bool is_by_hand = false;   // a guard stands for what the user has put into the parameter's
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
   };
   void settle();  // guards where they belong, after a pass
   void show_version(const Unit& unit);
   std::string reason(size_t parameter) const;
+  std::string by_hand(size_t parameter) const;
+  bool has_gradient_by_hand(size_t parameter) const;
   void forget(size_t parameter);
   bool take_zeros_by_hand(size_t parameter);
   void take_gradient_by_hand(size_t parameter);

@@ -1,4 +1,5 @@
-// Tensors that share a parameter's memory, or a parameter that takes another's.
+// Tensors that share a parameter's memory, or a parameter that takes another's; gradients put where others look for
+// them.
 #include "tests/loops/loops.h"
 
 namespace tessera::loops::aliases_test {
@@ -187,6 +188,52 @@ TEST_P(Aliases, AViewIsKeptWhileItsWeightTakesOtherData) {
       run.note(kept.square().mean());
       run.note(other.square().mean());
     }
+  });
+}
+
+// ---- gradients that are put there by hand, the same on all ranks
+
+void put_gradients(Trainer& run, double factor) {
+  for (at::Tensor& parameter : run.model->parameters())
+    parameter.mutable_grad() = torch::full_like(parameter.detach(), factor);
+}
+
+TEST_P(Aliases, GradientsReplacedInTheModuleAfterBackward) {
+  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      put_gradients(run, 0.1 + step);
+      run.optimizer().step();
+    }
+  });
+}
+
+TEST_P(Aliases, GradientsPutIntoTheModuleAfterZeroGradInTheLastStep) {
+  for (const bool by_module : {false, true})
+    play(GetParam(), {.expect = unless_sharded()}, [by_module](Trainer& run) {
+      run.train(0);
+      by_module ? run.model->zero_grad() : run.optimizer().zero_grad();
+      put_gradients(run, 0.1);
+      run.optimizer().step();
+    });
+}
+
+TEST_P(Aliases, GradientsPutIntoTheModuleBeforeTheFirstForward) {
+  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+    put_gradients(run, 0.1);
+    run.optimizer().step();
+    run.train(0);
+  });
+}
+
+TEST_P(Aliases, AGradientPutIntoTheModuleIsScaledByItsNorm) {
+  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+    run.train(0);
+    run.model->zero_grad();
+    put_gradients(run, 0.1);
+    run.clip_grad_norm_(0.01);
+    run.optimizer().step();
   });
 }
 

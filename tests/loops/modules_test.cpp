@@ -324,6 +324,26 @@ TEST_P(Modules, AnAutogradFunctionWithAThread) {
   });
 }
 
+// The weight that it saves is used once more, recorded. Nobody goes through the wrapper.
+struct WithFunctionFirst : WithThreads {
+  at::Tensor forward(const at::Tensor& x) override {
+    return Threaded::apply(x, fc2->weight) + fc2->bias + fc1(x).tanh().matmul(fc2->weight);
+  }
+};
+
+TEST_P(Modules, AnAutogradFunctionSavesAWeightPastTheWrapper) {
+  auto model = [] { return seeded(8, []() -> Model { return std::make_shared<WithFunctionFirst>(); }); };
+  play(GetParam(), {.model = model}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = torch::mse_loss(run.model->forward(run.x(step)), run.y(step));
+      run.note(loss.detach());
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 // ---- checkpointed()
 
 // Autograd itself throws where a saved tensor was changed; what is computed again must not hide it.
