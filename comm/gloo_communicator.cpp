@@ -678,7 +678,9 @@ void GlooCommunicator::meet_to_reduce(GlooOperation& op, const Collective& colle
   const at::Tensor& out = has_parts ? shard : full;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
   const uint64_t begin =
-      has_parts ? element_bytes * std::accumulate(counts.begin(), counts.begin() + rank(), uint64_t{0}) : 0;
+      has_parts
+          ? element_bytes * static_cast<uint64_t>(std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}))
+          : 0;
   const bool gives = kind != Collective::kReduce || rank() != root;
   const bool gets = (kind != Collective::kReduce || rank() == root) && out.numel() > 0;
   Meeting::Contribution own{full.const_data_ptr(), gives ? full.nbytes() : 0};

@@ -91,8 +91,8 @@ bool Meeting::all_have_come(const Round& round) const {
 
 Meeting::Outcome Meeting::wait(Round& round, Deadline until, int& peer) {
   if (round.is_over) return Outcome::kDone;
-  const Outcome outcome = watch(
-      until, peer, [&] { return all_have_come(round); }, [&](int rank) { return !has_come(round, rank); });
+  const Outcome outcome =
+      watch(until, peer, [&] { return all_have_come(round); }, [&](int rank) { return !has_come(round, rank); });
   if (outcome != Outcome::kDone) return outcome;
   for (int rank = 0; rank < ranks_; ++rank) {
     const auto& entry = at<MeetingPlan::Entry>(plan_.entry(round.number, rank));

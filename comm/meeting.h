@@ -20,10 +20,11 @@ namespace tessera {
 // read it, or will not: nothing of the others' is needed, or its handle was dropped. [Note: nobody waits in a circle]
 // Beginning a round R waits for nothing but room, that is for round R - kRounds to be left by all ranks: first the rank
 // itself leaves it, if it has not yet, reading what the others have put there, into the results of the operation, which
-// nobody may touch before that is waited for; then it waits for the others to leave. Let ranks wait; among them one that
-// has begun the fewest rounds, R. What it may wait for is there, or comes from a rank that does not wait:
+// nobody may touch before that is waited for; then it waits for the others to leave. Let ranks wait; among them one
+// that has begun the fewest rounds, R. What it may wait for is there, or comes from a rank that does not wait:
 // - A round before R, to read it: every rank that waits has begun it, so its contribution is there.
-// - Round R - kRounds to be left: a rank that has begun R has left it before that, one that has not is about to begin R,
+// - Round R - kRounds to be left: a rank that has begun R has left it before that, one that has not is about to begin
+// R,
 //   and leaves it first, since all have begun it; or it waits for something before R, which is there.
 // Over several groups the same holds, "begun" being counted in the order in which all ranks begin the operations of all
 // groups. Beside them are messages, whose first step needs no more of a peer than to have begun. An operation of two

@@ -1,4 +1,5 @@
-// Small operations as meetings in shared memory: programs drawn at random, beside messages, among threads and processes.
+// Small operations as meetings in shared memory: programs drawn at random, beside messages, among threads and
+// processes.
 #include "tessera/comm/meeting.h"
 
 #include <gtest/gtest.h>
@@ -147,10 +148,11 @@ class Program {
   }
 
   Drawn draw() {
-    static constexpr Kind kKinds[] = {Collective::kAllGather, Collective::kAllGather,  Collective::kReduceScatter,
+    static constexpr Kind kKinds[] = {Collective::kAllGather,     Collective::kAllGather, Collective::kReduceScatter,
                                       Collective::kReduceScatter, Collective::kAllReduce, Collective::kAllReduce,
-                                      Collective::kReduce,    Collective::kBroadcast, Collective::kAllToAll};
-    static constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kFloat, at::kDouble, at::kBFloat16, at::kLong, at::kInt};
+                                      Collective::kReduce,        Collective::kBroadcast, Collective::kAllToAll};
+    static constexpr at::ScalarType kDtypes[] = {at::kFloat,    at::kFloat, at::kDouble,
+                                                 at::kBFloat16, at::kLong,  at::kInt};
     static constexpr ReduceOp kOps[] = {ReduceOp::kSum, ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kAverage};
     static constexpr int64_t kNumels[] = {0, 1, 2, 5, 17, 100, 1000, 4097, 8192, 16384, 16385, 40000, 70001};
     Drawn drawn{};
@@ -191,8 +193,7 @@ class Program {
       case Collective::kAllGather: {
         const auto expected = [&] {
           std::vector<at::Tensor> shards;
-          for (size_t peer = 0; peer < counts.size(); ++peer)
-            shards.push_back(parts[peer].narrow(0, 0, counts[peer]));
+          for (size_t peer = 0; peer < counts.size(); ++peer) shards.push_back(parts[peer].narrow(0, 0, counts[peer]));
           return torch::cat(shards);
         };
         flight.expected = expected();
@@ -204,8 +205,8 @@ class Program {
       case Collective::kReduceScatter: {
         flight.expected = reduced().split_with_sizes(counts)[static_cast<size_t>(rank)];
         const bool in_place = drawn.root % 5 == 0;
-        flight.result = in_place ? own.split_with_sizes(counts)[static_cast<size_t>(rank)]
-                                 : torch::zeros_like(flight.expected);
+        flight.result =
+            in_place ? own.split_with_sizes(counts)[static_cast<size_t>(rank)] : torch::zeros_like(flight.expected);
         flight.pending = comm.reduce_scatter(flight.result, own, drawn.op, counts, what);
         break;
       }
@@ -238,7 +239,8 @@ class Program {
   }
 
   void end_one(std::mt19937& order) {
-    const auto chosen = flights_.begin() + static_cast<std::ptrdiff_t>(order() % 4 == 0 ? order() % flights_.size() : 0);
+    const auto chosen =
+        flights_.begin() + static_cast<std::ptrdiff_t>(order() % 4 == 0 ? order() % flights_.size() : 0);
     Flight flight = std::move(*chosen);
     flights_.erase(chosen);
     flight.pending.wait();

@@ -15,7 +15,8 @@
 namespace tessera::testing_support {
 
 // Ranks as processes, forked from this one; gives what they exited with, 128 + signal where one ended them.
-inline std::vector<int> on_processes(int world, const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
+inline std::vector<int> on_processes(int world,
+                                     const std::function<int(c10::intrusive_ptr<c10d::Store>, int rank)>& body) {
   const TemporaryFolder folder;
   std::vector<pid_t> children;
   for (int rank = 0; rank < world; ++rank) {

@@ -114,9 +114,7 @@ struct WithExpandedBuffers : TwoWeights {
   at::Tensor scale, mask;
 };
 
-TEST_P(Aliases, ExpandedBuffers) {
-  play(GetParam(), {.model = seeded_double<WithExpandedBuffers>(67)}, three_steps);
-}
+TEST_P(Aliases, ExpandedBuffers) { play(GetParam(), {.model = seeded_double<WithExpandedBuffers>(67)}, three_steps); }
 
 // ---- parameters that take each other's data
 
