@@ -92,6 +92,13 @@ class SmallDisk {
     else
       room_bytes_ = written_bytes_ + bytes;
   }
+  // By a file of this name, to the last byte.
+  void fill(const std::string& name) {
+    std::ofstream rest(path() / name);
+    if (!is_real_) room_bytes_ = written_bytes_.load();
+    while (is_real_ && rest << std::string(4096, 'x') << std::flush) {
+    }
+  }
   void set_read_only(bool is_read_only, int64_t bytes) {
     if (is_real_)
       remount(is_read_only ? MS_RDONLY : 0, bytes);
@@ -202,11 +209,7 @@ TEST(HostileSave, AFullDiskIsToldToAllRanksAndTheOlderCheckpointLoads) {
       on_ranks(3, [&](std::shared_ptr<Communicator> comm) {
         Trained trained(comm);
         ASSERT_EQ(save_either_way(false, disk.path() / "a", trained.fsdp, trained.optimizer, 1), "");
-        if (comm->rank() == 0 && leaves_nothing) {
-          std::ofstream rest(disk.path() / "rest");
-          while (rest << std::string(4096, 'x') << std::flush) {
-          }
-        }
+        if (comm->rank() == 0 && leaves_nothing) disk.fill("rest");
         comm->barrier();
         for (const bool in_background : {false, true}) {
           const auto told = save_either_way(in_background, disk.path() / "b", trained.fsdp, trained.optimizer, 2);
