@@ -24,8 +24,7 @@ namespace tessera {
 // that has begun the fewest rounds, R. What it may wait for is there, or comes from a rank that does not wait:
 // - A round before R, to read it: every rank that waits has begun it, so its contribution is there.
 // - Round R - kRounds to be left: a rank that has begun R has left it before that, one that has not is about to begin
-// R,
-//   and leaves it first, since all have begun it; or it waits for something before R, which is there.
+//   it, and leaves first, since all have begun what it leaves; or it waits for something before R, which is there.
 // Over several groups the same holds, "begun" being counted in the order in which all ranks begin the operations of all
 // groups. Beside them are messages, whose first step needs no more of a peer than to have begun. An operation of two
 // steps needs its peers to have come to its wait: where ranks wait for their operations in one order, one that waits is
