@@ -327,7 +327,8 @@ TEST_P(Modules, AnAutogradFunctionWithAThread) {
 // The weight that it saves is used once more, recorded. Nobody goes through the wrapper.
 struct WithFunctionFirst : WithThreads {
   at::Tensor forward(const at::Tensor& x) override {
-    return Threaded::apply(x, fc2->weight) + fc2->bias + fc1(x).tanh().matmul(fc2->weight);
+    const at::Tensor h = Threaded::apply(x, fc2->weight);
+    return h + fc2->bias + fc1(x).tanh().matmul(fc2->weight);
   }
 };
 
