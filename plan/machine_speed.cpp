@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string_view>
+
+#include "tessera/plan/quantity_text.h"
 
 namespace tessera {
 namespace {
@@ -49,19 +51,14 @@ double level_seconds(const std::string& operation, int ranks, double bytes, cons
                               "all-to-all");
 }
 
-// A number and its unit, of `units`; between them there may be spaces, and behind it "/s" where it is of a speed.
-double number_of(const std::string& text, const std::map<std::string_view, double>& units, const char* expected,
-                 bool is_speed = false) {
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  std::string_view name(end, static_cast<size_t>(text.data() + text.size() - end));
-  name.remove_prefix(std::min(name.find_first_not_of(' '), name.size()));
-  for (const std::string_view per_s : {"/s", "ps"})
-    if (is_speed && name.size() > per_s.size() && name.ends_with(per_s)) name.remove_suffix(per_s.size());
-  const auto unit = units.find(name);
-  if (error != std::errc() || unit == units.end() || !(number >= 0) || !std::isfinite(number))
-    throw std::invalid_argument("'" + text + "', expected " + expected);
-  return number * unit->second;
+double known(const std::optional<double>& quantity, const std::string& text, const char* expected) {
+  if (!quantity) throw std::invalid_argument("'" + text + "', expected " + expected);
+  return *quantity;
+}
+
+double speed_of_text(const std::string& text, double per_s) {
+  if (per_s == 0) throw std::invalid_argument("'" + text + "' a second, expected more than 0");
+  return per_s;
 }
 
 }  // namespace
@@ -152,25 +149,22 @@ double bytes_per_s_of_text(const std::string& text) {
       {"TB", 1e12},    {"KiB", 0x1p10},   {"MiB", 0x1p20},   {"GiB", 0x1p30},   {"TiB", 0x1p40},
       {"bit", 1. / 8}, {"Kbit", 1e3 / 8}, {"Mbit", 1e6 / 8}, {"Gbit", 1e9 / 8}, {"Tbit", 1e12 / 8},
       {"b", 1. / 8},   {"Kb", 1e3 / 8},   {"Mb", 1e6 / 8},   {"Gb", 1e9 / 8},   {"Tb", 1e12 / 8}};
-  const double rate =
-      number_of(text, units, "bytes or bits a second with a unit, as 50GB/s, 400Gb/s or 400Gbit", /*is_speed=*/true);
-  if (rate == 0) throw std::invalid_argument("'" + text + "' a second, expected more than 0");
-  return rate;
+  return speed_of_text(text, known(quantity_of_text(text, units, /*is_speed=*/true), text,
+                                   "bytes or bits a second with a unit, as 50GB/s, 400Gb/s or 400Gbit"));
 }
 
 double flop_per_s_of_text(const std::string& text) {
   static const std::map<std::string_view, double> units = {{"", 1},        {"FLOP", 1},     {"MFLOP", 1e6},
                                                            {"GFLOP", 1e9}, {"TFLOP", 1e12}, {"PFLOP", 1e15}};
   const bool is_plural = text.ends_with("FLOPS");
-  const double rate = number_of(is_plural ? text.substr(0, text.size() - 1) : text, units,
-                                "FLOP a second, as 300e12 or 300TFLOP/s", /*is_speed=*/true);
-  if (rate == 0) throw std::invalid_argument("'" + text + "' a second, expected more than 0");
-  return rate;
+  const std::string singular = is_plural ? text.substr(0, text.size() - 1) : text;
+  return speed_of_text(text, known(quantity_of_text(singular, units, /*is_speed=*/true), singular,
+                                   "FLOP a second, as 300e12 or 300TFLOP/s"));
 }
 
 double seconds_of_text(const std::string& text) {
   static const std::map<std::string_view, double> units = {{"", 1}, {"s", 1}, {"ms", 1e-3}, {"us", 1e-6}, {"ns", 1e-9}};
-  return number_of(text, units, "a time with a unit, as 10us");
+  return known(quantity_of_text(text, units), text, "a time with a unit, as 10us");
 }
 
 }  // namespace tessera

@@ -3,14 +3,16 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <charconv>
 #include <functional>
 #include <iomanip>
 #include <map>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
+#include <string_view>
 #include <tuple>
+
+#include "tessera/plan/quantity_text.h"
 
 namespace tessera {
 namespace {
@@ -241,17 +243,13 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
 }
 
 int64_t bytes_of_text(const std::string& text) {
-  static const std::map<std::string, double> units = {{"", 1},         {"B", 1},       {"KB", 1e3},     {"MB", 1e6},
-                                                      {"GB", 1e9},     {"TB", 1e12},   {"KiB", 1024.0}, {"MiB", 0x1p20},
-                                                      {"GiB", 0x1p30}, {"TiB", 0x1p40}};
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  std::string name(end, text.data() + text.size());
-  name.erase(0, std::min(name.find_first_not_of(' '), name.size()));
-  const auto unit = units.find(name);
-  if (error != std::errc() || unit == units.end() || !(number > 0) || number * unit->second > 0x1p62)
+  static const std::map<std::string_view, double> units = {
+      {"", 1},      {"B", 1},        {"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
+      {"TB", 1e12}, {"KiB", 0x1p10}, {"MiB", 0x1p20}, {"GiB", 0x1p30}, {"TiB", 0x1p40}};
+  const auto bytes = quantity_of_text(text, units);
+  if (!bytes || *bytes == 0 || *bytes > 0x1p62)
     throw std::invalid_argument("memory '" + text + "', expected a number of bytes with a unit, as 80GiB");
-  return static_cast<int64_t>(number * unit->second);
+  return static_cast<int64_t>(*bytes);
 }
 
 }  // namespace tessera

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <map>
+#include <optional>
+#include <string_view>
+
+namespace tessera {
+
+// What users and data sheets write: a number and its unit, which is a key of `units`, with spaces between them or none;
+// where it is of a speed, "/s" or "ps" may stand behind. In the unit whose factor is 1. Nothing if that is not what the
+// text is, or less than zero, or not finite.
+std::optional<double> quantity_of_text(std::string_view text, const std::map<std::string_view, double>& units,
+                                       bool is_speed = false);
+
+}  // namespace tessera
