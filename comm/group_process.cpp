@@ -1,5 +1,6 @@
 #include "tessera/comm/group_process.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <unistd.h>
 
@@ -15,6 +16,19 @@ void GroupProcess::require_this(std::string_view what) const {
   if (!is_this())
     throw CommError(c10::str(what, ": process ", ::getpid(), " is a child (fork) of process ", pid_,
                              ", to which the group belongs"));
+}
+
+std::string text_of(const std::exception_ptr& exception) {
+  if (!exception) return "std::terminate() was called";
+  try {
+    std::rethrow_exception(exception);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
 }
 
 }  // namespace tessera

@@ -2,7 +2,9 @@
 
 #include <sys/types.h>
 
+#include <exception>
 #include <memory>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -22,7 +24,9 @@ class GroupProcess {
   const pid_t pid_;
 };
 
-// Why a group ends that an exception's unwinding destroys: its text is not known there.
+// What an exception says, without libtorch's stack trace: why a group ends. Null: that of std::terminate() alone.
+std::string text_of(const std::exception_ptr& exception);
+// Why one ends that an exception's unwinding destroys: its text is not known there.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";
 
 template <class Group, class... Args>

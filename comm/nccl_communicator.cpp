@@ -48,14 +48,8 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 std::string error_of(const c10d::Work& work) {
   const std::exception_ptr exception = work.exception();
   if (!exception) return "";
-  try {
-    std::rethrow_exception(exception);
-  } catch (const std::exception& error) {
-    const std::string text = error.what();
-    return text.substr(0, text.find("\nException raised"));
-  } catch (...) {
-    return "an exception of unknown type";
-  }
+  const std::string text = text_of(exception);
+  return text.substr(0, text.find("\nException raised"));
 }
 
 class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {

@@ -1,14 +1,12 @@
 #include "tessera/launch/last_words.h"
 
-#include <c10/util/Exception.h>
-
 #include <chrono>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
-#include <string>
 
 #include "tessera/async/in_time.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/comm/stall_watch.h"
 
 namespace tessera {
@@ -35,19 +33,6 @@ std::terminate_handler handler_before = nullptr;
 }
 
 }  // namespace
-
-std::string text_of(const std::exception_ptr& exception) {
-  if (!exception) return "std::terminate() was called";
-  try {
-    std::rethrow_exception(exception);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
-}
 
 void tell_when_terminated() {
   std::lock_guard lock(terminating);

@@ -1,12 +1,6 @@
 #pragma once
 
-#include <exception>
-#include <string>
-
 namespace tessera {
-
-// What an exception says, without libtorch's stack trace.
-std::string text_of(const std::exception_ptr& exception);
 
 // An exception that nobody catches ends the process without the destructors of its groups, and the other ranks would
 // learn that it has ended, not why. From now on std::terminate() first tells them the text of the exception

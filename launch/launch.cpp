@@ -13,6 +13,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/descriptors.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/launch/device_choice.h"
 #include "tessera/launch/last_words.h"
 #include "tessera/launch/launch_environment.h"
