@@ -111,9 +111,8 @@ void SaveJob::write_part() {
   const Storage& storage = storage_of(partial_path_);
   if (!storage.exists(partial_path_ / kDraftName))
     throw CheckpointError(partial_path_.string() +
-                          ": is not there, though rank 0 has made it: somebody has removed it, or it is not on a file "
-                          "system that all ranks "
-                          "share");
+                          ": is not there, though rank 0 has made it: somebody has removed it, or it is "
+                          "not on a file system that all ranks share");
   const RankNote note{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
   SavedPart part(comm_->size());
   part.set(write_rank_files(partial_path_, note, plan_.pieces, [&](int64_t) { life_.show(); }),

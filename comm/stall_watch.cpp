@@ -421,9 +421,8 @@ void StallWatch::State::run() {
     } catch (const std::exception& error) {
       // The store does not answer: the next look asks again, and a transport knows whether its process has gone.
       if (stalled && options.beat_every.count() > 0) interrupt(lost_store_text(error), false);
-      lock.lock();
+      std::lock_guard again(mutex);
       if (asks && store_failure.empty()) store_failure = lost_store_text(error);  // c10d complains of each call
-      lock.unlock();
     }
     lock.lock();
     asks_since.reset();

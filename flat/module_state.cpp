@@ -13,10 +13,12 @@ namespace {
 // Below this, tensors are copied together: a message's cost hardly depends on its length.
 constexpr int64_t kSmallBytes = 1 << 20;
 
+bool is_expanded(const at::Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
+
 // Each element once: of an expanded tensor, which cannot be written as a whole, the part that all of it shows.
 at::Tensor distinct_elements(at::Tensor tensor) {
   for (int64_t dim = 0; dim < tensor.dim(); ++dim)
-    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) tensor = tensor.narrow(dim, 0, 1);
+    if (is_expanded(tensor, dim)) tensor = tensor.narrow(dim, 0, 1);
   return tensor;
 }
 
@@ -76,8 +78,7 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
     if (!buffer.value().defined()) continue;
     lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
     for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
-      if (buffer.value().stride(dim) == 0 && buffer.value().size(dim) > 1)
-        lines.back() += c10::str(" expanded in dimension ", dim);
+      if (is_expanded(buffer.value(), dim)) lines.back() += c10::str(" expanded in dimension ", dim);
   }
   return lines;
 }
