@@ -72,6 +72,22 @@ TEST_P(Aliases, AViewTakenBeforeWrapping) {
   });
 }
 
+// What somebody watches goes on to be the weight, also where another one has been given other memory meanwhile.
+TEST_P(Aliases, AViewTakenAfterWrappingWhileAnotherWeightMoves) {
+  const bool is_sharded = unless_sharded() == Expect::kRefused;
+  play(GetParam(), {.expect = is_sharded ? Expect::kEither : Expect::kEqual, .model = seeded_double<TwoWeights>(68)},
+       [](Trainer& run) {
+         auto& net = dynamic_cast<TwoWeights&>(*run.model);
+         const at::Tensor watched = net.first.detach();
+         for (int step = 0; step < 5; ++step) {
+           run.train(step);
+           if (step == 1 || step == 3) net.second.set_data(net.second.detach().clone());
+           run.note(watched.square().mean());
+           run.note(net.first.detach().square().mean());
+         }
+       });
+}
+
 // All parameters were cut from one vector, as a program does that has sent them itself. Nobody uses it any more.
 TEST_P(Aliases, AVectorThatParametersWereCutFrom) {
   struct WithVector : TwoWeights {

@@ -169,6 +169,32 @@ TEST_P(Recipes, BatchesOfOtherSizes) {
   });
 }
 
+struct Wide : Net {
+  Wide() { register_module("first", first), register_module("last", last); }
+  at::Tensor forward(const at::Tensor& x) override { return last(first(x).tanh()); }
+  torch::nn::Linear first{kFeatures, 64}, last{64, kFeatures};
+};
+
+// Blocks of hundreds of kilobytes, other ones in each step and in what lies between: a validation, and a forward whose
+// loss nobody wants any more.
+TEST_P(Recipes, LargeBatchesOfOtherSizes) {
+  play(GetParam(), {.model = [] { return seeded_model<Wide>(71); }, .rounding = 10}, [](Trainer& run) {
+    const auto large = [](const at::Tensor& rows, int64_t times) { return rows.repeat({times, 1}); };
+    int step = 0;
+    for (const int64_t times : {200, 700, 300, 800, 100, 600}) {
+      step_with(run, torch::mse_loss(run(large(run.x(step), times)), large(run.y(step), times)));
+      try {
+        const at::Tensor loss = run(large(run.x(step + 1), times / 2)).sum();
+        throw std::runtime_error("the data were no good");
+      } catch (const std::runtime_error&) {
+        torch::NoGradGuard no_grad;
+        run.note(torch::mse_loss(run(large(run.x(step + 2), 900 - times)), large(run.y(step + 2), 900 - times)));
+      }
+      ++step;
+    }
+  });
+}
+
 TEST_P(Recipes, OtherNumbersOfMicroBatches) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
