@@ -59,6 +59,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       for (const at::Tensor& shard : flat.parameter_shards()) {
         bucket.members.push_back(states_.size());
         states_.push_back({unit.get(), shard, shard.requires_grad()});
+        trained_.push_back(shard.requires_grad());
       }
       buckets.push_back(std::move(bucket));
     }
@@ -239,6 +240,28 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
 
 // ---- passes -------------------------------------------------------------------------------------
 
+uint64_t ShardedGradients::writes() const {
+  uint64_t writes = 0;
+  for (const auto& unit : model_.units())
+    for (const auto& group : unit->groups()) writes += group->flat.shard_page().writes();
+  return writes;
+}
+
+// What one rank does not do alone: the ranks compare it with what they have exchanged.
+void ShardedGradients::note_what_came_before() {
+  static const std::string model = "the model";
+  if (writes_ && writes() != *writes_) model_.log().add("a step", model, -1);
+  writes_ = writes();
+  int64_t kept_numel = 0;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (states_[i].shard.grad().defined()) kept_numel += binding_.tensor(i).numel();
+    const bool trains = binding_.tensor(i).requires_grad();
+    if (trained_[i] != trains) model_.log().add(trains ? "unfreezing" : "freezing", binding_.parameters()[i].fqn, -1);
+    trained_[i] = trains;
+  }
+  if (kept_numel > 0) model_.log().add("adding to gradients", model, kept_numel);
+}
+
 void ShardedGradients::begin() {
   for (const auto& unit : model_.units())
     if (!versions_[unit->index()]) show_version(*unit);  // of the others require_unchanged() says more than autograd
@@ -260,6 +283,7 @@ void ShardedGradients::begin() {
       state.is_lost = false;  // likewise
     }
   }
+  note_what_came_before();
   std::vector<size_t> order;
   for (auto index = first_uses_.rbegin(); index != first_uses_.rend(); ++index)
     for (size_t bucket = buckets_of_[*index]; bucket < buckets_of_[*index + 1]; ++bucket) order.push_back(bucket);

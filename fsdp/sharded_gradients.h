@@ -56,6 +56,7 @@ class ShardedGradients {
   void finish() {
     reducer_.finish();
     settle();
+    writes_ = writes();
   }
   void end_without_reducing();
   // A backward has failed: its gradients are not to be stepped with. Not collective.
@@ -86,6 +87,8 @@ class ShardedGradients {
   bool take_zeros_by_hand(size_t parameter);
   void take_gradient_by_hand(size_t parameter);
   void clear(size_t parameter);
+  uint64_t writes() const;
+  void note_what_came_before();
 
   ShardedModel& model_;
   std::recursive_mutex& mutex_;
@@ -99,6 +102,8 @@ class ShardedGradients {
   std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
+  std::vector<bool> trained_;                 // by parameter: required a gradient in the last pass
+  std::optional<uint64_t> writes_;            // to all shards, when the last pass that reduced ended
   std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
   std::shared_ptr<GradientGuard> not_ready_;  // in shards
 };

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "tessera/paging/disk_pager.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 namespace {
@@ -133,7 +134,10 @@ void fused_adam_update(const std::vector<AdamUpdate>& updates) {
   std::map<std::tuple<size_t, at::ScalarType, at::DeviceType, at::DeviceIndex>, Batch> batches;
   for (const AdamUpdate& update : updates) {
     const at::Tensor& parameter = update.parameter;
-    if (parameter.numel() == 0) continue;
+    if (parameter.numel() == 0) {
+      note_write(parameter);  // as where some of it is
+      continue;
+    }
     if (is_on_disk(parameter)) {
       Batch alone;
       alone.add(update);

@@ -15,6 +15,7 @@
 
 #include "tessera/optim/adam_update.h"
 #include "tessera/optim/optimizer_state.h"
+#include "tessera/paging/residency.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -221,7 +222,11 @@ at::Tensor AdamW8bit::step(LossClosure closure) {
   const SharedScales shared = shared_scales(all);
   for (size_t i = 0; i < all.size(); ++i) {
     const Work& work = all[i];
-    if (work.state == nullptr || work.held.numel() == 0) continue;
+    if (work.state == nullptr) continue;
+    if (work.held.numel() == 0) {
+      note_write(parameters[i]);  // as where some of it is
+      continue;
+    }
     if (!work.is_quantized) {
       work.step_in_fp32();
       continue;

@@ -13,6 +13,7 @@
 
 #include "tessera/optim/adam_update.h"
 #include "tessera/optim/listed_optimizer.h"
+#include "tessera/paging/residency.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -45,7 +46,11 @@ void fused_step(torch::optim::SGD& optimizer) {
     // call of its own, by its number.
     std::map<std::tuple<at::ScalarType, std::string, bool, size_t>, SgdBatch> batches;
     for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined() || parameter.numel() == 0) continue;
+      if (!parameter.grad().defined()) continue;
+      if (parameter.numel() == 0) {
+        note_write(parameter);  // as where some of it is
+        continue;
+      }
       at::Tensor momentum;
       torch::optim::SGDParamState* state = nullptr;
       if (options.momentum() != 0) {

@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include "tessera/optim/adam_update.h"
+#include "tessera/paging/residency.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -39,7 +40,11 @@ at::Tensor Lion::step(LossClosure closure) {
     const LionOptions& options = options_of(group);
     LionBatch in_memory;
     for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined() || parameter.numel() == 0) continue;
+      if (!parameter.grad().defined()) continue;
+      if (parameter.numel() == 0) {
+        note_write(parameter);  // as where some of it is
+        continue;
+      }
       LionParamState& state = state_of(parameter);
       if (!state.exp_avg().defined()) state.exp_avg(at::zeros_like(parameter));
       const at::Tensor gradient = laid_out_as(parameter.grad(), parameter);

@@ -15,6 +15,7 @@
 
 #include "tessera/flat/partition.h"
 #include "tessera/optim/adam_update.h"
+#include "tessera/paging/residency.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -252,7 +253,10 @@ at::Tensor Muon::step(LossClosure closure) {
       matrices.push_back(momentum_of(candidates[i], *options[i]));
   orthogonalize(matrices);
   for (const Matrix& matrix : matrices) {
-    if (matrix.shape.held.numel() == 0) continue;
+    if (matrix.shape.held.numel() == 0) {
+      note_write(matrix.parameter);  // as where some of it is
+      continue;
+    }
     const at::Tensor own = in_memory_order(matrix.parameter.detach());
     own.mul_(1 - matrix.options->lr() * matrix.options->weight_decay());
     own.add_(matrix.elements.to(own.scalar_type()), -matrix.options->lr() * step_scale(matrix.shape, *matrix.options));

@@ -267,7 +267,9 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
   if (all_parameters().size() != partition_.owners.size())
     throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": the groups have " +
                            std::to_string(all_parameters().size()) + " parameters, expected " +
-                           std::to_string(partition_.owners.size()) + ": add new ones by add_param_group()");
+                           std::to_string(partition_.owners.size()) + ", from parameter number " +
+                           std::to_string(place) +
+                           " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
   at::Tensor loss;
   auto take_gradients = [&] {
     if (closure) {
@@ -306,7 +308,11 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
 // As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name. What tells it
 // travels beside the parameters.
 void ShardedOptimizer::publish() {
+  std::vector<std::string> options;  // learning rates, say, which a rank may have changed alone
+  for (const auto& group : param_groups_)
+    options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   OrderLog log;
+  for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
   for (auto& buckets : buckets_) flights.push_back(buckets->publish(log));
   ReducedReport report(*comm_, log.fingerprint(), {}, "the end of a step");

@@ -39,6 +39,10 @@ uint64_t fingerprint_of(const at::Tensor& tensor) {
 
 }  // namespace
 
+CopyWatch::Value CopyWatch::value_of(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? sample_of(tensor) : static_cast<Value>(tensor._version());
+}
+
 CopyWatch::Seen CopyWatch::look(size_t parameter) const {
   const at::Tensor& tensor = binding_.tensor(parameter);
   Seen seen{tensor._version(), sample_of(tensor), nullptr, 0};

@@ -24,6 +24,11 @@ class CopyWatch {
   // `copies_are_equal`: all ranks have the same bits, as long as nobody does this; else nothing is compared.
   CopyWatch(const Binding& binding, bool copies_are_equal) : binding_(binding), copies_are_equal_(copies_are_equal) {}
 
+  // By which a change of a tensor is noticed: one of its values, on CPUs, where libtorch's SGD and whoever writes
+  // through .data() leave the version as it is; elsewhere its version.
+  using Value = uint64_t;
+  static Value value_of(const at::Tensor& tensor);
+
   // The same on all ranks. Parameters and gradients are remembered as they are.
   void note(Since since);
   // The same, unless that is what was noted last.

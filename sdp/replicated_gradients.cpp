@@ -66,7 +66,9 @@ void ReplicatedGradients::install() {
       self,
       [](auto& owner, bool steps) {
         owner.require_averages();
-        if (steps) owner.copies_.step_begins();
+        if (!steps) return;
+        owner.copies_.step_begins();
+        owner.seen_.clear();  // such an optimizer compares steps itself, and owners may have other bits than copies
       },
       [](bool) {}));
   refresh_trainable();
@@ -249,7 +251,24 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
+// What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
+// gradients.
+void ReplicatedGradients::note_what_came_before() {
+  static const std::string model = "the model";
+  bool has_changed = false;
+  for (size_t i = 0; i < seen_.size(); ++i)
+    has_changed = has_changed || seen_[i] != CopyWatch::value_of(binding_.tensor(i));
+  if (has_changed) log_.add("a step", model, -1);
+  int64_t kept_numel = 0;
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;
+    if (!owner_of_ && has_average && binding_.tensor(i).grad().defined()) kept_numel += binding_.tensor(i).numel();
+  }
+  if (kept_numel > 0) log_.add("adding to gradients", model, kept_numel);
+}
+
 void ReplicatedGradients::begin() {
+  note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   reducer_.begin(order);
@@ -276,6 +295,9 @@ void ReplicatedGradients::end() {
     else
       owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
   }
+  seen_.clear();
+  for (const PlannedParameter& parameter : binding_.parameters())
+    seen_.push_back(CopyWatch::value_of(parameter.tensor));
   if (!order_agreed_ && any_used) agree_on_order();
   if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }

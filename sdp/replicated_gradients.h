@@ -87,6 +87,7 @@ class ReplicatedGradients : public BackwardPass {
   void note_passed_through(size_t parameter);
   void agree_on_order();
   void require_all_used();
+  void note_what_came_before();
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
   const Mesh mesh_;
@@ -100,6 +101,7 @@ class ReplicatedGradients : public BackwardPass {
   std::vector<ParameterState> states_;
   std::shared_ptr<GradientGuard> guard_;
   std::optional<GradientKeeper> keeper_;
+  std::vector<CopyWatch::Value> seen_;  // by parameter, when the last pass ended
   bool order_agreed_ = false;
   bool has_own_sums_ = false;  // that passed through
   bool any_backward_ = false;  // since the last forward

@@ -269,7 +269,7 @@ bool has_name(const std::string& text, const Net& model) {
   // Autograd's own words, where the wrapper left autograd to find the fault.
   // An optimizer knows parameters by their place in its groups.
   for (const char* words : {"(root)", "the root unit", "modified by an inplace operation", " of group ",
-                            "parameter number ", "state_dict() on"})
+                            "parameter number ", "state_dict() on", " of the model'", "the ranks have diverged"})
     if (text.find(words) != std::string::npos) return true;
   for (const auto& entry : model.named_parameters())
     if (text.find(entry.key()) != std::string::npos) return true;

@@ -1,0 +1,148 @@
+// What one rank alone does, by a mistake, of what all should do: refused by name, on all of them, before anything waits
+// for ever. One process has no counterpart, so nothing of this may end as its loop does.
+#include "tests/loops/loops.h"
+
+namespace tessera::loops::one_rank_test {
+namespace {
+
+TESSERA_LOOPS(OneRank, all_setups);
+
+bool is_last(const Trainer& run) { return run.world > 1 && run.rank == run.world - 1; }
+
+bool has_owners() {
+  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
+  return name.find("oss") != std::string::npos || name.find("/zero1") != std::string::npos ||
+         name.find("/zero2") != std::string::npos;
+}
+
+// The loss is not noted: it is another already when the ranks find out.
+void train_unseen(Trainer& run, int step) {
+  run.optimizer().zero_grad();
+  run.loss(step).backward();
+  run.optimizer().step();
+}
+
+// Equal in a world of one, where nobody does anything.
+Play refused() { return {.expect = Expect::kRefused, .equal_alone = true}; }
+
+
+TEST_P(OneRank, FreezesAWeight) {
+  Play play_it = refused();
+  play_it.unused = true;
+  play(GetParam(), play_it, [](Trainer& run) {
+    train_unseen(run, 0);
+    if (is_last(run)) mlp_of(*run.model).fc2->weight.requires_grad_(false);
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+TEST_P(OneRank, FreezesAWeightBetweenForwardAndBackward) {
+  Play play_it = refused();
+  play_it.unused = true;
+  play(GetParam(), play_it, [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().zero_grad();
+    const at::Tensor loss = run.loss(1);
+    if (is_last(run)) mlp_of(*run.model).fc2->weight.requires_grad_(false);
+    loss.backward();
+    run.optimizer().step();
+    train_unseen(run, 2);
+  });
+}
+
+TEST_P(OneRank, FreezesAWeightFromTheBeginning) {
+  Play play_it = refused();
+  play_it.unused = true;
+  play(GetParam(), play_it, [](Trainer& run) {
+    if (is_last(run)) run.parameters()[2].requires_grad_(false);
+    for (int step = 0; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+TEST_P(OneRank, ClearsGradientsBeforeAStep) {
+  if (has_owners()) return;  // who step what they have, and tell all others
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    if (is_last(run)) run.zero_grad();
+    run.optimizer().step();
+    train_unseen(run, 2);
+  });
+}
+
+TEST_P(OneRank, ClearsGradientsOfTheModuleBeforeAStep) {
+  if (has_owners()) return;  // who step what they have, and tell all others
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    if (is_last(run)) run.model->zero_grad();
+    run.optimizer().step();
+    train_unseen(run, 2);
+  });
+}
+
+TEST_P(OneRank, ClearsGradientsBetweenTwoBackwards) {
+  if (GetParam().stage == 2) return;  // a gradient is at its owner alone
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    if (is_last(run)) run.optimizer().zero_grad();
+    run.loss(2).backward();
+    run.optimizer().step();
+    train_unseen(run, 3);
+  });
+}
+
+TEST_P(OneRank, LeavesOutAStep) {
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().zero_grad();
+    run.loss(1).backward();
+    if (!is_last(run)) run.optimizer().step();
+    for (int step = 2; step < 4; ++step) train_unseen(run, step);
+  });
+}
+
+// Only an optimizer of ours can be compared.
+TEST_P(OneRank, HasAnotherLearningRate) {
+  if (!has_owners()) return;
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    if (is_last(run)) run.optimizer().param_groups()[0].options().set_lr(0.3);
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+TEST_P(OneRank, RemovesAParameterOfItsGroup) {
+  if (!has_owners()) return;
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    if (is_last(run)) run.optimizer().param_groups()[0].params().pop_back();
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+TEST_P(OneRank, AddsAGroup) {
+  if (!has_owners()) return;
+  play(GetParam(), refused(), [](Trainer& run) {
+    train_unseen(run, 0);
+    const at::Tensor more = torch::ones({2}, at::kDouble).requires_grad_();
+    if (is_last(run)) run.optimizer().add_param_group(torch::optim::OptimizerParamGroup({more}));
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+// All do it: OSS knows parameters by their places.
+TEST_P(OneRank, AllRemoveAParameterOfTheGroup) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    train_unseen(run, 0);
+    run.optimizer().param_groups()[0].params().pop_back();
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+}  // namespace
+}  // namespace tessera::loops::one_rank_test
