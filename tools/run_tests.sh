@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# tools/run_tests.sh <preset> [arguments of ctest]: runs the tests, one more at a time than there are processors (or
+# tools/run_tests.sh <preset> [arguments of ctest]: runs the tests, two more at a time than there are processors (or
 # JOBS), since some wait for what takes its time (a launcher's patience, a timeout), and says at the end which ten took
 # longest.
 #
@@ -18,7 +18,7 @@ failed_names() { [ ! -e "$failed_log" ] || sed 's/^[0-9]*://' "$failed_log" | so
 
 rm -f "$failed_log"
 TIMEFORMAT=$'\n%0R s, in which programs computed for %0U s and the kernel for %0S s'
-time ctest --preset "$preset" -j $((${JOBS:-$(nproc)} + 1)) --no-tests=error "${@:2}" 2>&1 | tee "$work/log"
+time ctest --preset "$preset" -j $((${JOBS:-$(nproc)} + 2)) --no-tests=error "${@:2}" 2>&1 | tee "$work/log"
 status=${PIPESTATUS[0]}
 failed_names >"$work/first"
 
