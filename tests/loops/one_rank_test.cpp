@@ -25,7 +25,6 @@ void train_unseen(Trainer& run, int step) {
 // Equal in a world of one, where nobody does anything.
 Play refused() { return {.expect = Expect::kRefused, .equal_alone = true}; }
 
-
 TEST_P(OneRank, FreezesAWeight) {
   Play play_it = refused();
   play_it.unused = true;
