@@ -21,7 +21,7 @@ for entry in json.load(open(f"{build}/compile_commands.json")):
         continue
     if not wanted or library in wanted:
         files["files" if library in ("checkpoint", "exported", "plan") else "train"].append(entry["file"])
-    if entry["file"].endswith("/gloo_communicator.cpp"):
+    if entry["file"].endswith("/gloo_connections.cpp"):
         words = shlex.split(entry["command"])
         flags = words[1:words.index("-o")]
 for name, members in files.items():

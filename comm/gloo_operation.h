@@ -1,0 +1,80 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/comm/meeting.h"
+#include "tessera/comm/peer_memory.h"
+#include "tessera/comm/reduction_pipeline.h"
+
+namespace tessera {
+
+class GlooCommunicator;
+
+struct GlooMessage {
+  c10::intrusive_ptr<c10d::Work> work;  // over TCP: holds the tensor
+  PeerMemory::Announced announced;      // in memory: of
+  at::Tensor tensor;
+  int peer;  // -1: gloo's own collective, with all of them; of a meeting who it waits for, once that is known
+  bool is_send;
+};
+
+// Tensors whose memory peers may still read or write.
+void keep_memory(const std::vector<GlooMessage>& messages, std::vector<at::Tensor>& keeper);
+
+// One operation under way. Its messages belong to one step at a time.
+class GlooOperation : public Pending::Operation {
+ public:
+  GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description);
+  ~GlooOperation() override;
+
+  void send(const at::Tensor& tensor, int peer);
+  void receive(const at::Tensor& tensor, int peer) { start_message(tensor, peer, /*is_send=*/false); }
+  // Into a tensor [numel] that is kept until the operation is over.
+  at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer);
+  void all_reduce_by_gloo(const at::Tensor& tensor);
+  // All of the operation, as a round of the group's Meeting: see there.
+  void meet(const Meeting::Contribution& own, std::vector<uint64_t> expected,
+            std::function<void(const Meeting::Contributions&)> read);
+  // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own` and what the
+  // others send in this step, into `out`. `publish`: and to all others, in the next step.
+  void reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish);
+  void start_pipeline();
+  void wait_for_messages();
+  void next_step() { ++step_; }
+  void drop_messages(std::vector<at::Tensor>* keeper) noexcept;
+  void finish() override;
+
+  std::function<void()> complete;  // what is left to do once the first step's messages are through
+  const std::string& description() const { return description_; }
+
+ private:
+  void start_message(const at::Tensor& tensor, int peer, bool is_send);
+  void wait_for_room();
+  bool wait_for(GlooMessage& message, std::string* cause) const;
+  void wait_for_pipeline();
+  int tag(int peer, bool is_send, int step) const;
+  uint64_t memory_tag() const;
+
+  const std::shared_ptr<GlooCommunicator> comm_;
+  const std::string description_;
+  const uint32_t fingerprint_;
+  const uint64_t sequence_;
+  int step_ = 0;
+  std::chrono::steady_clock::time_point deadline_;  // once it is waited for
+  std::vector<GlooMessage> messages_;
+  std::vector<at::Tensor> staging_;
+  std::shared_ptr<ReductionPipeline> pipeline_;
+  std::shared_ptr<Meeting::Round> round_;
+  std::atomic<bool> is_cut_ = false;  // the group was closed before its messages were through
+};
+
+}  // namespace tessera
