@@ -218,8 +218,7 @@ bool PeerMemory::is_alive(int peer) const {
 void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
   const Process& process = peers_[local_[peer]].process;
   if (process.is_this()) {
-    // The address is the board's, which processes that may write this one's memory can write, and no others.
-    void* other = reinterpret_cast<void*>(theirs);
+    void* other = PublishedMemory::find(theirs, bytes, to_peer);
     std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
     return;
   }
@@ -244,10 +243,13 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   const int self = local_[rank_], other = local_[peer];
   SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
   const auto until = steady_clock::now() + timeout_;
+  PublishedMemory published;
+  if (peers_[other].process.is_this()) published = PublishedMemory(data, tensor.nbytes(), /*is_written=*/!is_send);
+  const uint64_t address = published.number() != 0 ? published.number() : as_integer(data);
   SharedBoard::Announced slots;
   const auto try_to_announce = [&] {
     if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
-    slots = SharedBoard::announce(channel, kind, tag, as_integer(data), tensor.nbytes(), until);
+    slots = SharedBoard::announce(channel, kind, tag, address, tensor.nbytes(), until);
     return slots.matched != nullptr || slots.own != nullptr;
   };
   if (!try_to_announce()) {
@@ -264,7 +266,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     return nullptr;
   }
   if (announced_.size() >= reap_at_) reap();
-  announced_.push_back(std::make_shared<Announcement>(slots.own, peer));
+  announced_.push_back(std::make_shared<Announcement>(slots.own, peer, std::move(published)));
   return announced_.back();
 }
 
@@ -286,6 +288,7 @@ bool PeerMemory::reap() {
   bool freed = false;
   std::erase_if(announced_, [&](const Announced& message) {
     if (message->slot != nullptr && message->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
+      message->published = {};
       std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
       freed = true;
     }
@@ -305,6 +308,7 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
   if (outcome != Outcome::kDone) return outcome;
   if (state == SharedBoard::kOtherBytes) return Outcome::kOtherBytes;
   if (state == SharedBoard::kBroken) return Outcome::kPeerLeft;
+  message->published = {};
   std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
   return Outcome::kDone;
 }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/comm/published_memory.h"
 #include "tessera/comm/shared_board.h"
 #include "tessera/comm/tracer_permission.h"
 
@@ -31,6 +32,7 @@ class PeerMemory {
   struct Announcement {
     SharedBoard::Slot* slot;
     const int peer;
+    PublishedMemory published;  // to a peer of this process
   };
   using Announced = std::shared_ptr<Announcement>;  // null: over at once
   struct Process;                                   // of a peer

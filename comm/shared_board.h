@@ -30,7 +30,7 @@ class SharedBoard {
   struct Slot {
     std::atomic<uint32_t> state;
     uint64_t tag;
-    uint64_t address;  // in the announcer's memory
+    uint64_t address;  // in the announcer's memory; for a peer of its process, PublishedMemory::number()
     uint64_t bytes;
     uint64_t other_bytes;  // kOtherBytes: what the peer came with
   };

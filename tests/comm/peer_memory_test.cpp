@@ -7,6 +7,7 @@
 #include <csignal>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <thread>
 
 #include <linux/filter.h>
@@ -18,6 +19,7 @@
 
 #include "tessera/comm/backends.h"
 #include "tessera/comm/peer_memory.h"
+#include "tessera/comm/published_memory.h"
 #include "tests/comm/on_processes.h"
 #include "tests/support/temporary_folder.h"
 
@@ -103,6 +105,48 @@ TEST(PeerMemory, TagsMeetInAnyOrderWhoeverComesFirst) {
       meet(store, "round " + std::to_string(first));
     }
   });
+}
+
+// What stands on the board leads to memory that a rank has announced, for what it has announced it, or nowhere.
+TEST(PeerMemory, NothingOnTheBoardIsFollowedAsAnAddress) {
+  c10d::HashStore store;
+  const at::Tensor secret = torch::full({8}, 7.0);
+  for (const uint64_t written : {uint64_t{8}, reinterpret_cast<uint64_t>(secret.const_data_ptr())}) {
+    on_two_threads([&](PeerMemory& memory, int rank) {
+      at::Tensor x = torch::full({8}, static_cast<float>(rank));
+      const std::string round = std::to_string(written);
+      PeerMemory::Announced announced;
+      if (rank == 0) {
+        announced = memory.send(x, 1, 5);
+        memory.board()->channel(0, 1).slots[0].address = written;
+      }
+      meet(store, "announced " + round);
+      if (rank == 1) {
+        EXPECT_THROW(memory.receive(x, 0, 5), std::runtime_error);
+        EXPECT_TRUE(x.eq(1.0).all().item<bool>());
+      }
+      meet(store, "received " + round);
+      if (rank == 0) {
+        EXPECT_EQ(memory.wait(announced), Outcome::kPeerLeft);
+      }
+    });
+  }
+}
+
+TEST(PublishedMemory, IsFoundForAsLongAsItIs) {
+  float data[2] = {};
+  std::optional<PublishedMemory> read(std::in_place, data, sizeof(data), /*is_written=*/false);
+  PublishedMemory written(data, sizeof(data), /*is_written=*/true);
+  EXPECT_NE(read->number(), written.number());
+  EXPECT_EQ(PublishedMemory::find(read->number(), sizeof(data), false), data);
+  EXPECT_EQ(PublishedMemory::find(written.number(), sizeof(data), true), data);
+  EXPECT_THROW(PublishedMemory::find(read->number(), sizeof(data), true), std::runtime_error);
+  EXPECT_THROW(PublishedMemory::find(written.number(), sizeof(data) - 1, true), std::runtime_error);
+  const uint64_t number = read->number();
+  read.reset();
+  EXPECT_THROW(PublishedMemory::find(number, sizeof(data), false), std::runtime_error);
+  const PublishedMemory moved(std::move(written));
+  EXPECT_EQ(PublishedMemory::find(moved.number(), sizeof(data), true), data);
 }
 
 TEST(PeerMemory, ARankMayBeThousandsOfMessagesAhead) {
