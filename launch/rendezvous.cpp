@@ -33,6 +33,7 @@ constexpr char kComplete[] = "complete";
 constexpr char kRefused = '!';
 constexpr char kClocks[] = "clocks";
 constexpr char kToken[] = "token";  // a fingerprint of it
+constexpr char kEnded[] = "ended";  // which rank, before all had come
 constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
@@ -55,6 +56,14 @@ std::string name_ranks(const std::vector<int>& ranks) {
   throw CommError(c10::str("tessera::init: rank ", own.rank, " of ", own.world_size, " (", own.launcher,
                            ") could not join its group at ", own.master_address, ":", own.master_port, " (timeout ",
                            seconds_text(timeout), "): ", reason));
+}
+
+StorePtr store_of_run(const StorePtr& store, const std::string& job, int restart_count) {
+  return c10::make_intrusive<c10d::PrefixStore>(c10::str("tessera/", job, "/", restart_count), store);
+}
+
+StorePtr store_of_token(const StorePtr& store, const std::string& token) {
+  return c10::make_intrusive<c10d::PrefixStore>(token, store);
 }
 
 std::string rank_key(int rank) { return c10::str("rank/", rank); }
@@ -92,7 +101,7 @@ class Joining {
     std::optional<Trace::Run> run;
     try {
       check_token(store);
-      store = c10::make_intrusive<c10d::PrefixStore>(environment_.token, store);
+      store = store_of_token(store, environment_.token);
       check_in(store, address);
       meeting = await_all(store);
       run = compare_clocks(store);
@@ -149,14 +158,19 @@ class Joining {
     try {
       // The server listens on all addresses, so its own client need not find the host's name.
       auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
-      return c10::make_intrusive<c10d::PrefixStore>(
-          c10::str("tessera/", environment_.job, "/", environment_.restart_count), store);
+      return store_of_run(store, environment_.job, environment_.restart_count);
     } catch (const std::exception& error) {
       const auto reason = reason_of(error);
       if (serves && reason.find("EADDRINUSE") != std::string::npos)
         fail("the port is in use by another program, or an earlier run of this one; choose another MASTER_PORT");
       fail("no store answers there: ", reason);
     }
+  }
+
+  // Who has started the ranks may know of one that will not come: tell_of_end().
+  void require_all_live(const StorePtr& store) const {
+    if (environment_.agent_serves_store && store->check({kEnded}))
+      fail("rank ", store->get_to_str(kEnded), " has ended, with exit code 0, before all had come");
   }
 
   // c10d's store takes whoever connects. What the ranks keep there has keys that begin with the token, and a process
@@ -166,6 +180,7 @@ class Joining {
     if (environment_.rank == 0) return store->set(kToken, own);
     for (auto delay = kShortestPoll; !store->check({kToken}); delay = std::min(delay * 2, kLongestPoll)) {
       if (is_late()) fail("rank 0 did not come");
+      require_all_live(store_of_token(store, environment_.token));
       report_wait("rank 0");
       std::this_thread::sleep_for(std::min(delay, remaining()));
     }
@@ -201,6 +216,7 @@ class Joining {
         if (present == keys.size()) store->set(kComplete, all_have_come(store, keys));
       }
       if (store->check({kComplete})) break;
+      require_all_live(store);
       if (is_late() || is_report_due()) {
         const auto missing = missing_ranks(store, keys);
         if (is_late()) fail(missing.empty() ? "rank 0" : name_ranks(missing), " did not come");
@@ -289,6 +305,11 @@ Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& a
     fail_to_join(environment, timeout,
                  "whoever listens there does not answer: it is no store, or its process has stopped");
   return std::move(*found);
+}
+
+void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank) {
+  const StorePtr own = store_of_token(store_of_run(store, "", 0), token);
+  if (!own->check({kComplete})) own->set(kEnded, std::to_string(rank));
 }
 
 }  // namespace tessera

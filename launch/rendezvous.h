@@ -28,4 +28,9 @@ struct Rendezvous {
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout);
 
+// For who serves the store of ranks that it has started itself (spawn_local), with their token: the rank has ended
+// well. Those that wait in rendezvous() for one that has ended before all had come are told, where the agent serves the
+// store. Throws what the store throws.
+void tell_of_end(const c10::intrusive_ptr<c10d::Store>& store, const std::string& token, int rank);
+
 }  // namespace tessera

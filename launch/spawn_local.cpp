@@ -18,7 +18,9 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <span>
@@ -30,6 +32,7 @@
 
 #include "tessera/comm/descriptors.h"
 #include "tessera/launch/launch.h"
+#include "tessera/launch/rendezvous.h"
 #include "tessera/memory/container_limits.h"
 
 extern char** environ;
@@ -311,8 +314,9 @@ class Ranks {
     ::close(reports_fd_);
   }
 
-  // Runs until all have ended; returns the exit code for main().
-  int supervise(int signals_fd) {
+  // Runs until all have ended; returns the exit code for main(). Calls back as a rank has ended well.
+  int supervise(int signals_fd, std::function<void(int rank)> ended_well) {
+    ended_well_ = std::move(ended_well);
     for (bool goes_on = true; goes_on;) {
       pollfd fds[] = {{reports_fd_, POLLIN, 0}, {signals_fd, POLLIN, 0}};
       ::poll(fds, std::size(fds), kPollIntervalMs);
@@ -356,6 +360,7 @@ class Ranks {
   void note_end(const Report& report) {
     const int status = report.status;
     const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    if (code == 0 && !code_) ended_well_(report.rank);
     if (code == 0 || code_) return;  // later ends are consequences: of the first, or of our signals
     code_ = code;
     say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
@@ -385,6 +390,7 @@ class Ranks {
     kill_at_ = Clock::time_point::max();
   }
 
+  std::function<void(int rank)> ended_well_;
   std::vector<pid_t> pids_;  // by rank; 0: has ended
   pid_t keeper_ = 0;
   int reports_fd_ = -1;
@@ -421,7 +427,12 @@ int spawn_local(int world, int argc, char** argv) {
   const BlockedSignals signals;
   Ranks ranks(programs, signals, socket);
   const auto store = serve(socket);  // after fork, which would copy none of its threads
-  return ranks.supervise(signals.fd());
+  return ranks.supervise(signals.fd(), [&](int rank) {
+    try {
+      tell_of_end(store, token, rank);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): those that wait for it then do until the timeout
+    }
+  });
 }
 
 }  // namespace tessera

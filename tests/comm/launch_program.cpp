@@ -14,6 +14,7 @@
 //   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
 //   late    as throw, while the last rank has something else to do for two seconds
 //   leave   ends well while the others go on, the last rank as late
+//   absent  ends well before it joins the others
 //   torn    ends in the middle of a large message, which it cannot read to its end
 // The ranks that are not RANK go on with collectives until these fail ("hang": they hang as well).
 
@@ -155,6 +156,9 @@ int main(int argc, char** argv) {
   if (arguments.spawn != 0 && !tessera::launched()) return tessera::spawn_local(arguments.spawn, argc, argv);
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
+  if (const char* rank = std::getenv("RANK");
+      arguments.mode == "absent" && rank != nullptr && std::stoi(rank) == arguments.rank)
+    return 0;
   std::shared_ptr<tessera::Communicator> comm;
   try {
     comm = tessera::init({.timeout = std::chrono::milliseconds(arguments.timeout_ms)});

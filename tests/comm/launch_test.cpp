@@ -149,6 +149,18 @@ TEST(SpawnLocal, ARankThatFailsEndsTheOthers) {
   }
 }
 
+// Rank 0 is who lets the others on, and any other one is missed as well.
+TEST(SpawnLocal, ARankThatEndsBeforeItJoinsIsNamedAtOnce) {
+  for (const char* rank : {"0", "2"}) {
+    const auto began = std::chrono::steady_clock::now();
+    ChildProcess program({kProgram, "--spawn", "3", "absent", rank});
+    EXPECT_EQ(program.wait(seconds(30)), kCommError) << program.output();
+    EXPECT_LT(std::chrono::steady_clock::now() - began, seconds(10));
+    const std::string reason = c10::str("rank ", rank, " has ended, with exit code 0, before all had come");
+    EXPECT_TRUE(contains(program.output(), reason)) << program.output();
+  }
+}
+
 TEST(SpawnLocal, KnowsHowRanksEndWhereOthersReap) {
   for (const char* rank : {"0", "1"}) {
     ChildProcess program({kProgram, "--spawn", "2", "reaped", rank});
