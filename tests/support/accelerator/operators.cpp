@@ -257,6 +257,40 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
           has_bias ? of_hidden.sum(0) : at::Tensor()};
 }
 
+using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+ThreeTensors lstm_cell(const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cx,
+                       const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  at::Tensor sum = input_gates + hidden_gates;
+  if (input_bias && input_bias->defined()) sum = sum + *input_bias + *hidden_bias;
+  const auto gates = sum.chunk(4, 1);
+  const at::Tensor in = gates[0].sigmoid(), forget = gates[1].sigmoid(), cell = gates[2].tanh(),
+                   out = gates[3].sigmoid();
+  const at::Tensor cy = forget * cx + in * cell;
+  return {out * cy.tanh(), cy, at::cat({in, forget, cell, out}, 1)};
+}
+ThreeTensors lstm_cell_backward(const std::optional<at::Tensor>& gradient_of_hy,
+                                const std::optional<at::Tensor>& gradient_of_cy, const at::Tensor& cx,
+                                const at::Tensor& cy, const at::Tensor& workspace, bool has_bias) {
+  const auto or_zeros = [&](const std::optional<at::Tensor>& gradient) {
+    return gradient && gradient->defined() ? *gradient : at::zeros_like(cy);
+  };
+  const auto kept = workspace.chunk(4, 1);
+  const at::Tensor &in = kept[0], &forget = kept[1], &cell = kept[2], &out = kept[3];
+  const at::Tensor of_hy = or_zeros(gradient_of_hy), squashed = cy.tanh();
+  const at::Tensor of_cy = or_zeros(gradient_of_cy) + of_hy * out * (1 - squashed * squashed);
+  const at::Tensor of_gates = at::cat({of_cy * cell * in * (1 - in), of_cy * cx * forget * (1 - forget),
+                                       of_cy * in * (1 - cell * cell), of_hy * squashed * out * (1 - out)},
+                                      1);
+  return {of_gates, of_cy * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
+}
+
+// Whether a library that is not here would do it.
+void say_no(const c10::OperatorHandle& op, Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  stack->emplace_back(false);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
@@ -276,8 +310,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("copy_", &copy);
   library.impl("_local_scalar_dense", &item);
   library.impl("native_dropout", &native_dropout);
+  library.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  library.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", &gru_cell);
   library.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
+  for (const char* choice :
+       {"_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor", "_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"})
+    library.impl(choice, torch::CppFunction::makeFromBoxedFunction<&say_no>());
   // Where libtorch has a decomposition beside kernels, a GPU has a kernel: with the CPU's numbers, or as one launch.
   const std::set<std::string> here = {"aten::copy_", "aten::empty", "aten::native_dropout"};
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -288,7 +327,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
                                op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
     // Made of one that writes to an argument whose shape only the kernel knows.
     const bool is_opaque = (name.name == "aten::abs" || name.name == "aten::logical_not") && name.overload_name.empty();
-    if (is_decomposed && (is_foreach || is_opaque || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) &&
+    // One that chooses among kernels by the device, some of which are in a GPU's library alone.
+    const bool is_choice = name.name == "aten::convolution" || name.name == "aten::convolution_backward";
+    if (is_decomposed && (is_foreach || is_opaque || is_choice || op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) &&
         !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
       library.impl((name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name)).c_str(),
                    torch::CppFunction::makeFromBoxedFunction<&run>());
