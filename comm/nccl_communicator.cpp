@@ -83,6 +83,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
                    "tessera: rank %d of %d: %s; no call has told so: what was read of the device since may be wrong\n",
                    rank(), size(), broken_->c_str());
     if (broken_) return;
+    lock.unlock();
+    watch_.leave();
     try {
       group_->shutdown();
     } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the group has gone by itself

@@ -23,6 +23,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kStall = std::chrono::seconds(1);
+constexpr auto kLookForLeaversEvery = std::chrono::seconds(1);
 // More than can be in flight at once; what lies further back has ended on all ranks.
 constexpr size_t kRecentOperations = 64;
 // Those that an error lists: the first to fail are the cause.
@@ -32,6 +33,7 @@ const std::string kStarted = "tessera/started";  // what one rank that waits has
 
 const std::string kNews = "tessera/news";          // there is something to read: failures, or that the store will go
 const std::string kInformed = "tessera/informed";  // how many ranks need the store no more
+const std::string kLeft = "tessera/left";          // which rank has let go of the group, after the fewest operations
 
 // Of this process, each one's State: for when it is about to end.
 std::mutex watches_mutex;
@@ -77,6 +79,11 @@ struct StallWatch::State {
 
   void run();
   void say_informed();
+  void say_left();
+  bool has_failed() {
+    std::lock_guard lock(mutex);
+    return failure_published || !explanation.empty() || !store_failure.empty();
+  }
 
   struct Started {
     uint64_t sequence;
@@ -94,11 +101,12 @@ struct StallWatch::State {
   bool stops = false, has_ended = false;
   bool waiting = false;
   bool failure_published = false;
-  bool said_informed = false;
+  bool said_informed = false, said_left = false;
   std::string store_failure;
   steady_clock::time_point wait_began;
   std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
+  uint64_t started = 0;  // how many
   std::string explanation;
 
   std::mutex awaiting_readers;   // guards the next
@@ -114,13 +122,14 @@ struct StallWatch::State {
   void ask_for_news();
   std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
   std::string find_cut();
+  std::string find_leaver(const std::deque<Started>& own);
   void end_looks();
   std::string divergence(const std::deque<Started>& own, const std::string& shown) const;
 
   // The thread's own.
   bool said_that_it_waits_ = false;
   std::string shown_;  // by this rank, as kStarted
-  steady_clock::time_point last_beat_, asked_for_news_;
+  steady_clock::time_point last_beat_, asked_for_news_, looked_for_leavers_;
   int64_t beats_of_next_ = -1;
   int missed_ = 0;  // of those
 };
@@ -149,12 +158,13 @@ StallWatch::~StallWatch() {
   lock.unlock();
   has_ended ? thread_.join() : thread_.detach();
   if (!has_ended) return;
+  leave();
   await_readers();
-  ask_store([state = state_] { return state->say_informed(), true; });
 }
 
 void StallWatch::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
+  state_->started = sequence + 1;
   state_->recent.push_back({sequence, std::move(description)});
   if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
@@ -168,6 +178,14 @@ void StallWatch::begin_wait() {
 void StallWatch::end_wait() {
   std::lock_guard lock(state_->mutex);
   state_->waiting = false;
+}
+
+void StallWatch::leave() noexcept {
+  if (state_->size == 1) return;
+  try {
+    ask_store([state = state_] { return state->say_left(), true; });
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): there are no threads to be had; beats will tell
+  }
 }
 
 void StallWatch::publish_failure(const std::string& reason) noexcept { publish_failure(state_, reason); }
@@ -197,7 +215,9 @@ void StallWatch::await_readers(State& state) noexcept {
   try {
     std::lock_guard lock(state.awaiting_readers);  // a second caller, too, returns when they have read
     if (std::exchange(state.awaited_readers, true)) return;
-    in_time(kReaders, [store = state.store, others = state.size - 1, end = steady_clock::now() + kReaders] {
+    in_time(kReaders, [store = state.store, others = state.size - 1, has_failed = state.has_failed(),
+                       most = 2 * ask_every(state.size), began = steady_clock::now()] {
+      const auto end = began + (has_failed || store->check({kNews}) ? kReaders : most);
       for (bool is_told = false; store->add(kInformed, 0) < others && steady_clock::now() < end; is_told = true) {
         if (!is_told) store->set(kNews, "yes");
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -227,6 +247,26 @@ void StallWatch::State::say_informed() {
     if (std::exchange(said_informed, true) || options.serves_store) return;
   }
   store->add(kInformed, 1);
+}
+
+// Of ranks that leave, the one that has started the fewest operations is who is missed first. Nobody misses one of a
+// group that has failed.
+void StallWatch::State::say_left() {
+  uint64_t own = 0;
+  {
+    std::lock_guard lock(mutex);
+    if (std::exchange(said_left, true)) return;
+    own = started;
+  }
+  const auto started_by = [](const std::string& text) { return std::stoull(text); };
+  const std::string text = c10::str(own, ' ', rank);
+  for (std::string known; !has_failed();) {
+    const auto bytes = store->compareSet(kLeft, std::vector<uint8_t>(known.begin(), known.end()),
+                                         std::vector<uint8_t>(text.begin(), text.end()));
+    known.assign(bytes.begin(), bytes.end());
+    if (known == text || started_by(known) <= own) break;
+  }
+  say_informed();
 }
 
 // What the store answers, or nothing.
@@ -309,6 +349,24 @@ std::string StallWatch::State::find_cut() {
   return callbacks.why_cut ? callbacks.why_cut() : "";
 }
 
+// A rank that will not take part in an operation which this one has started.
+std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
+  const auto now = steady_clock::now();
+  if (now - looked_for_leavers_ < kLookForLeaversEvery) return "";
+  looked_for_leavers_ = now;
+  if (!store->check({kLeft})) return "";
+  uint64_t count = 0;
+  int leaver = 0;
+  std::istringstream(store->get_to_str(kLeft)) >> count >> leaver;
+  for (const Started& operation : own) {
+    if (operation.sequence < count) continue;
+    say_informed();
+    return c10::str("rank ", leaver, " has left the group, and takes no part in operation #", operation.sequence, ", ",
+                    operation.description);
+  }
+  return "";
+}
+
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.
 std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool& is_consequence) {
   std::ostringstream text;
@@ -349,6 +407,7 @@ void StallWatch::State::look() {
       if (cut.empty()) throw;
     }
     if (found.empty()) found = cut;
+    if (found.empty()) found = find_leaver(own);
     if (found.empty()) return;
     return interrupt(found, is_consequence);
   }
@@ -408,7 +467,7 @@ void StallWatch::State::run() {
     const auto now = steady_clock::now();
     const bool stalled = waiting && now - wait_began > kStall;
     const bool beats = options.beat_every.count() > 0 && now - last_beat_ >= options.beat_every;
-    const bool asks = !stalled && !said_informed && store_failure.empty() && now - asked_for_news_ >= kAskForNewsEvery;
+    const bool asks = !stalled && !said_informed && store_failure.empty() && now - asked_for_news_ >= ask_every(size);
     if (!stalled && !said_that_it_waits_ && !beats && !asks) continue;
     if (asks) asked_for_news_ = now;
     asks_since = now;

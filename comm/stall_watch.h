@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -18,16 +19,19 @@ namespace tessera {
 // compares that with its own: ranks that started different operations under the same number have diverged (one of them
 // left out a layer, say). A rank that failed has left its reason in the store. Either ends the wait long before the
 // timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
-// fact.) A transport may know, too, that what is waited for cannot come. A rank that waits calls the store eight times
-// a second, however many ranks there are.
+// fact.) A transport may know, too, that what is waited for cannot come. And a rank that lets go of the group says
+// after how many operations, so that who waits for a later one need not wait for it. A rank that waits calls the store
+// nine times a second, however many ranks there are.
 //
 // Where no transport knows (NCCL's kernels wait for ever for a process that was killed), ranks beat: each tells the
 // store that it lives, and one that waits asks whether the next one does. So the dead are found whoever they are, by
 // one call a beat and rank, two while it waits; and that the store itself has gone, with rank 0's process, ends a wait.
 //
 // The process that has the store, rank 0's mostly, may be the first to end, and what has been said there goes with it.
-// So ranks that wait for nothing ask once a second whether there is news, and that process, once it has failed or let
-// go of the group, waits until all have read it or have left, kReaders at most: await_readers(), ~StallWatch.
+// So ranks that wait for nothing ask whether there is news, four times a second (ask_every()), and that process, once
+// the group has failed, waits until all have read why or have left, kReaders at most: await_readers(), ~StallWatch.
+// Where it has not, there is nothing to be read but that the store will go, and it waits for two of their questions at
+// most: c10d would complain of the third.
 //
 // It may be stopped, too, and c10d's calls of the store then have no timeout. So they are all made by threads that can
 // be left behind, and nothing else here waits longer than kPatience for an answer. Thread-safe.
@@ -35,7 +39,10 @@ class StallWatch {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
-  static constexpr std::chrono::milliseconds kAskForNewsEvery{1000};
+  // Once a second where there are so many ranks that the store would have much to answer.
+  static constexpr std::chrono::milliseconds ask_every(int ranks) {
+    return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
+  }
   static constexpr std::chrono::milliseconds kReaders{3000};
   static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
 
@@ -63,6 +70,10 @@ class StallWatch {
   void begin_wait();
   void end_wait();
 
+  // Tells that this rank starts no operation any more, all of its own being through. To be called before what waits for
+  // the others, as the end of a communicator of NCCL's may; the destructor does it otherwise.
+  void leave() noexcept;
+
   // Tells all ranks that this one is out of the group. The first reason counts; it is not told to anybody where
   // explanation() has given other ranks' reasons, which all know.
   void publish_failure(const std::string& reason) noexcept;
@@ -72,7 +83,8 @@ class StallWatch {
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
   // Where the store goes with this process: returns once the other ranks have read why the group has ended, or have
-  // left it, or after kReaders. To be called when they have been woken up. The first call counts.
+  // left it, or after kReaders; if it has not failed, after two of their questions. To be called when they have been
+  // woken up. The first call counts.
   void await_readers() noexcept;
 
   // Why the last wait was interrupted, or, after a failure of the transport, what ranks that failed said of it; else

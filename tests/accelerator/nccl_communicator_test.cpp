@@ -127,6 +127,36 @@ TEST(NcclCommunicator, ARankThatDoesNotComeIsNamedAfterTheTimeout) {
   expect_contains(error, "rank 1");
 }
 
+// Nothing tells NCCL's kernels that a peer has returned from its function, and by its beats a rank is missed much
+// later.
+TEST(NcclCommunicator, ARankThatLeavesIsNamedWithinSeconds) {
+  const Simulation simulation;
+  for (const int leaver : {0, 1}) {
+    std::mutex mutex;
+    std::vector<std::string> others;
+    const auto began = steady_clock::now();
+    first_error(3, [&](std::shared_ptr<Communicator> comm) {
+      try {
+        for (int i = 0; i < 4; ++i) {
+          if (comm->rank() == leaver && i == 3) return;
+          at::Tensor x = ones(*comm);
+          comm->all_reduce(x, ReduceOp::kSum, "x").wait();
+          x.cpu();
+        }
+        comm->barrier();
+      } catch (const CommError& error) {
+        std::lock_guard lock(mutex);
+        others.emplace_back(error.what());
+      }
+    });
+    EXPECT_LT(steady_clock::now() - began, seconds(5));
+    ASSERT_EQ(others.size(), 2u);
+    for (const std::string& text : others)
+      expect_contains(
+          text, c10::str("rank ", leaver, " has left the group, and takes no part in operation #3, all-reduce of x"));
+  }
+}
+
 // c10d calls an operation with an error of NCCL's completed.
 TEST(NcclCommunicator, AnErrorOfNcclsOwnEndsAllRanksByIt) {
   const Simulation simulation({.fails = [](int device, std::string_view what) {

@@ -13,6 +13,7 @@
 //   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
 //   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
 //   late    as throw, while the last rank has something else to do for two seconds
+//   linger  all end well, the others three seconds later
 //   leave   ends well while the others go on, the last rank as late
 //   absent  ends well before it joins the others
 //   torn    ends in the middle of a large message, which it cannot read to its end
@@ -177,6 +178,10 @@ int main(int argc, char** argv) {
     ::signal(SIGINT, SIG_IGN);
   }
   if (arguments.mode == "ok") return 0;
+  if (arguments.mode == "linger") {
+    if (!chosen) std::this_thread::sleep_for(std::chrono::seconds(3));
+    return 0;
+  }
   if (arguments.mode == "beats") wait_by_beats(*comm, chosen);
   if (arguments.mode == "fork") {
     if (chosen) use_in_a_child(comm);

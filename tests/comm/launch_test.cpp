@@ -465,6 +465,18 @@ TEST(Launchers, AllReadWhyAGroupEndsHoweverLate) {
   }
 }
 
+// Where all is well, rank 0's process ends when it is through, and c10d has nothing to complain of elsewhere.
+TEST(Launchers, ARunThatEndsWellEndsAtOnce) {
+  for (const char* peer_memory : {"0", "1"}) {
+    const Processes processes = start_ranks(3, peer_memory, {"linger", "0"});
+    EXPECT_EQ(processes[0]->wait(seconds(30)), 0) << outputs(processes);
+    const auto began = std::chrono::steady_clock::now();
+    for (const size_t rank : {1, 2}) EXPECT_EQ(processes[rank]->wait(seconds(15)), 0) << outputs(processes);
+    EXPECT_GT(std::chrono::steady_clock::now() - began, seconds(1)) << "of the three that they are later";
+    EXPECT_FALSE(contains(outputs(processes), "Exception raised")) << outputs(processes);
+  }
+}
+
 // In the middle of sums that go chunk by chunk.
 TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
   const Processes processes = start_ranks(3, "0", {"cut", "1"});

@@ -108,6 +108,29 @@ TEST(StallWatch, FindsWhoDiverged) {
   for (const auto& rank : ranks) EXPECT_TRUE(soon([&] { return rank->interrupts > 0; }));
 }
 
+// One that lets go of the group is waited for no longer; who still waits for what it has taken part in may have it.
+TEST(StallWatch, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
+  auto store = c10::make_intrusive<CountingStore>();
+  std::vector<std::unique_ptr<Rank>> ranks;
+  for (int rank = 0; rank < 4; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 4));
+  for (int rank : {0, 1, 2, 3})
+    for (int i = 0; i < 3 - (rank == 1 ? 1 : 0); ++i)
+      ranks[rank]->watch.started(i, "all-gather of unit " + std::to_string(i));
+  ranks[2].reset();
+  ranks[3]->watch.begin_wait();
+  std::this_thread::sleep_for(2500ms);
+  EXPECT_EQ(ranks[3]->interrupts, 0) << "rank 2 has started all that rank 3 has";
+  const auto began = Clock::now();
+  ranks[0]->watch.begin_wait();
+  ranks[1].reset();
+  for (int rank : {0, 3}) {
+    EXPECT_TRUE(soon([&] { return ranks[rank]->interrupts > 0; }));
+    EXPECT_EQ(ranks[rank]->watch.explanation(),
+              "rank 1 has left the group, and takes no part in operation #2, all-gather of unit 2");
+  }
+  EXPECT_LT(Clock::now() - began, 3s);
+}
+
 // What the transport knows ends the wait, the store being gone or not; what a rank that failed said of it comes first.
 TEST(StallWatch, AsksTheTransportFirst) {
   for (const bool is_told : {false, true}) {
@@ -140,6 +163,21 @@ TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
     EXPECT_EQ(idle.watch.explanation(), fails ? "rank 0 failed: no more data" : "");
     EXPECT_EQ(idle.watch.store_failure(), fails ? "" : "rank 0, whose process has the store, has left the group");
     EXPECT_EQ(store->calls, calls) << "it knows";
+  }
+}
+
+// Nobody reads, as where the others have ended without a word.
+TEST(StallWatch, OnlyAGroupThatHasFailedWaitsLongForReaders) {
+  for (const bool fails : {false, true}) {
+    auto store = c10::make_intrusive<CountingStore>();
+    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
+                                               StallWatch::Options{.serves_store = true});
+    if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // of which the server has not heard
+    const auto began = Clock::now();
+    server.reset();
+    const auto took = Clock::now() - began;
+    EXPECT_EQ(took > StallWatch::kReaders - 200ms, fails);
+    EXPECT_EQ(took < 1s, !fails);
   }
 }
 
