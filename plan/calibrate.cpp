@@ -24,7 +24,10 @@
 
 #include "tessera/comm/communicator.h"
 #include "tessera/launch/launch.h"
+#include "tessera/memory/container_limits.h"
 #include "tessera/plan/calibrate_operators.h"
+#include "tessera/plan/collective_flow.h"
+#include "tessera/plan/processor_time.h"
 #include "tessera/plan/recorder.h"
 
 namespace tessera {
@@ -40,10 +43,14 @@ class Bench {
   Bench(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
       : comm_(std::move(comm)), options_(options), budget_s_(options.quick ? 0.04 : 0.25) {}
 
-  MachineSpeed measure() {
+  MachineSpeed measure(const std::vector<TrainedCollectives>& collectives) {
     MachineSpeed speed;
+    if (by_processor()) speed.cores = available_cores();
+    if (comm_->size() > 1) speed.within_host = link();
     say("operators where they stand in training steps");
-    OperatorSpeeds seen = measure_operators(comm_, options_.quick);
+    OperatorSpeeds seen =
+        measure_operators(comm_, options_.quick, by_processor() ? &speed.within_host : nullptr, collectives);
+    speed.jitter = std::min(seen.jitter, 1.0);
     speed.operators = std::move(seen.operators);
     speed.operator_s = seen.between_s;
     c10::InferenceMode quiet;
@@ -56,13 +63,27 @@ class Bench {
     set(speed.work, WorkClass::kAttention, attention(speed.operator_s));
     set(speed.work, WorkClass::kConvolution, convolution(speed.operator_s));
     if (comm_->size() > 1) {
-      speed.within_host = link();
       speed.lost_to_communication = lost();
+      speed.wake_s = wake();
     }
     return speed;
   }
 
+  // Between ranks that share no memory: latency by the clock, bytes a second of all the process's threads.
+  LinkSpeed tcp() const {
+    const auto process_s = [&](const std::function<void()>& call) {
+      return mean(processor_seconds_of(call, &process_processor_s)) / comm_->size();
+    };
+    LinkSpeed found = fit(process_s, 1 << 16);
+    const at::Tensor full = at::zeros({comm_->size()}), shard = at::zeros({1});
+    found.latency_s = seconds_of([&] { comm_->all_gather(full, shard).wait(); });
+    return found;
+  }
+
  private:
+  // A thread that is one of several in a rank does not know what the others have had.
+  bool by_processor() const { return options_.threads == 1; }
+
   void say(const std::string& what) const {
     if (comm_->rank() == 0 && options_.progress) options_.progress(what);
   }
@@ -72,6 +93,28 @@ class Bench {
     const at::Tensor most = at::tensor({seconds}, at::kDouble);
     comm_->all_reduce(most, ReduceOp::kMax, "calibration").wait();
     return most.item<double>();
+  }
+
+  double mean(double seconds) const {
+    const at::Tensor all = at::tensor({seconds}, at::kDouble);
+    comm_->all_reduce(all, ReduceOp::kAverage, "calibration").wait();
+    return all.item<double>();
+  }
+
+  // Of this rank's thread, or of what `clock` says, for each call of many, which all ranks make as often.
+  double processor_seconds_of(const std::function<void()>& call, double (*clock)() = &thread_processor_s) const {
+    const int calls = std::clamp(static_cast<int>(budget_s_ / std::max(seconds_of(call), 1e-7)), 5, 1000);
+    comm_->barrier("calibration");
+    const double began_s = clock();
+    for (int i = 0; i < calls; ++i) call();
+    const double taken_s = clock() - began_s;
+    comm_->barrier("calibration");
+    return taken_s / calls;
+  }
+
+  // Median of calls, which all ranks make as often; of the thread's processor where that is what counts.
+  double work_seconds_of(const std::function<void()>& call) const {
+    return by_processor() ? mean(processor_seconds_of(call)) : seconds_of(call);
   }
 
   // Median of calls, which all ranks make as often.
@@ -106,7 +149,7 @@ class Bench {
     std::vector<std::pair<double, double>> points;
     for (int64_t numel = 1 << 10; numel <= (options_.quick ? 1 << 22 : 1 << 24); numel *= 8) {
       const at::Tensor a = at::ones({numel}), b = at::ones({numel});
-      points.emplace_back(3.0 * 4 * static_cast<double>(numel), seconds_of([&] { at::add(a, b); }));
+      points.emplace_back(3.0 * 4 * static_cast<double>(numel), work_seconds_of([&] { at::add(a, b); }));
     }
     return curve_of(points, operator_s);
   }
@@ -117,7 +160,7 @@ class Bench {
     for (const int64_t n : {32, 64, 128, 256, 512, 1024}) {
       if (options_.quick && n > 512) break;
       const at::Tensor a = at::ones({n, n}, dtype), b = at::ones({n, n}, dtype);
-      points.emplace_back(2.0 * static_cast<double>(n * n * n), seconds_of([&] { at::mm(a, b); }));
+      points.emplace_back(2.0 * static_cast<double>(n * n * n), work_seconds_of([&] { at::mm(a, b); }));
     }
     return curve_of(points, operator_s);
   }
@@ -129,8 +172,8 @@ class Bench {
     for (const int64_t length : {32, 128, 512}) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
       const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // as flop.cpp counts
-      points.emplace_back(flop,
-                          seconds_of([&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
+      points.emplace_back(
+          flop, work_seconds_of([&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
     }
     return curve_of(points, operator_s);
   }
@@ -142,30 +185,32 @@ class Bench {
     for (const int64_t channels : {4, 16, 64}) {
       const at::Tensor x = at::ones({4, channels, kSide, kSide}), weight = at::ones({channels, channels, 3, 3});
       const auto flop = static_cast<double>(2 * x.numel() * channels * 3 * 3);
-      points.emplace_back(flop, seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
+      points.emplace_back(flop, work_seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
     }
     return curve_of(points, operator_s);
   }
 
-  // Latency and the two speeds that explain all that was measured best, by relative errors:
-  // gather = L + f g B, reduce-scatter = L + f r B, all-reduce = 2 L + f (g + r) B, with f = (n - 1) / n.
   LinkSpeed link() const {
-    const double ranks = comm_->size(), share = (ranks - 1) / ranks;
+    return fit([&](const std::function<void()>& call) { return work_seconds_of(call); }, 1 << 12);
+  }
+
+  // Latency and the two speeds that explain what was measured of collectives of that many bytes and more best, by
+  // relative errors: seconds = operations L + copied g + summed (r - g), as work_of() has them.
+  LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
-    for (int64_t bytes = 1 << 12; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
+    for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
       say("collectives of " + std::to_string(bytes) + " bytes");
       const int64_t part = bytes / 4 / comm_->size();
       const at::Tensor full = at::zeros({part * comm_->size()}), shard = at::zeros({part});
-      const double each = share * static_cast<double>(full.nbytes());
-      const double waits = std::ceil(std::log2(ranks));
-      const auto add = [&](double seconds, double latencies, double gathered, double reduced) {
-        for (const double coefficient : {latencies * waits, gathered * each, reduced * each})
-          rows.push_back(coefficient / seconds);
+      const auto add = [&](const char* operation, double seconds) {
+        const CollectiveWork work = work_of({operation, "", comm_->size(), static_cast<int64_t>(full.nbytes())});
+        for (const double each : {work.operations, work.copied_bytes - work.summed_bytes, work.summed_bytes})
+          rows.push_back(each / seconds);
         ones.push_back(1);
       };
-      add(seconds_of([&] { comm_->all_gather(full, shard).wait(); }), 1, 1, 0);
-      add(seconds_of([&] { comm_->reduce_scatter(shard, full).wait(); }), 1, 0, 1);
-      add(seconds_of([&] { comm_->all_reduce(full).wait(); }), 2, 1, 1);
+      add("all-gather", measure([&] { comm_->all_gather(full, shard).wait(); }));
+      add("reduce-scatter", measure([&] { comm_->reduce_scatter(shard, full).wait(); }));
+      add("all-reduce", measure([&] { comm_->all_reduce(full).wait(); }));
     }
     const auto count = static_cast<int64_t>(ones.size());
     const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
@@ -175,6 +220,27 @@ class Bench {
     const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
     constexpr double kLeastPerByte = 1e-13;
     return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
+  }
+
+  // From when rank 0, which comes late, has found the others' message until one of those that sleep goes on.
+  double wake() const {
+    say("how long a rank takes to wake up");
+    constexpr double kLateSeconds = 5e-4;
+    const at::Tensor one = at::zeros({1});
+    std::vector<double> seconds;
+    for (int i = 0; i < (options_.quick ? 20 : 100); ++i) {
+      comm_->barrier("calibration");
+      const auto began = Clock::now();
+      while (comm_->rank() == 0 && seconds_since(began) < kLateSeconds) continue;
+      comm_->all_reduce(one).wait();
+      // Ranks are threads, so they have one clock.
+      const double ended_s = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+      const at::Tensor others = at::zeros({comm_->size()}, at::kDouble);
+      comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
+      seconds.push_back((others.narrow(0, 1, comm_->size() - 1).min() - others[0]).item<double>());
+    }
+    std::ranges::nth_element(seconds, seconds.begin() + std::ssize(seconds) / 2);
+    return std::max(seconds[seconds.size() / 2], 0.0);
   }
 
   // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at
@@ -211,12 +277,23 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
                                 std::to_string(options.threads) + " threads, expected 1 or more of each");
   MachineSpeed speed;
   Recorder::make(/*with_data=*/true);  // its allocator comes before any rank's thread
+  const std::vector<TrainedCollectives> collectives = collectives_of_trainings(options.ranks, options.quick);
   run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
     at::set_num_threads(options.threads);
     const int rank = comm->rank();
-    MachineSpeed measured = Bench(std::move(comm), options).measure();
+    MachineSpeed measured = Bench(std::move(comm), options).measure(collectives);
     if (rank == 0) speed = std::move(measured);
   });
+  if (options.ranks == 1) return speed;
+  if (options.progress) options.progress("collectives by TCP");
+  run_ranks(options.ranks,
+            [&](std::shared_ptr<Communicator> comm) {
+              at::set_num_threads(options.threads);
+              const int rank = comm->rank();
+              const LinkSpeed tcp = Bench(std::move(comm), options).tcp();
+              if (rank == 0) speed.tcp = tcp;
+            },
+            {.peer_memory = false});
   return speed;
 }
 

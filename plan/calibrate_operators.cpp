@@ -12,14 +12,17 @@
 #include <chrono>
 #include <cmath>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "tessera/flat/deferred.h"
 #include "tessera/optim/fused_optimizers.h"
+#include "tessera/plan/collective_flow.h"
 #include "tessera/plan/decoder.h"
 #include "tessera/plan/dry_run.h"
+#include "tessera/plan/processor_time.h"
 #include "tessera/zero/zero.h"
 
 namespace tessera {
@@ -75,26 +78,46 @@ double median_of(std::vector<double> values) {
   return *middle;
 }
 
-// Of an unrecorded step, less its waits.
-double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm) {
+// Of an unrecorded step, less its waits; or of the thread's processor.
+double busy_seconds(const TimedTraining& timed, const std::shared_ptr<Communicator>& comm, bool by_processor) {
   auto training = make_training(timed, comm);
   for (int i = 0; i < 2; ++i) train_once(timed, training);
   std::vector<double> seconds;
   for (int i = 0; i < 4 * kSteps; ++i) {
     const double waited_s = comm->traffic().wait_s;
     const auto begin = StepClock::now();
+    const double processor_began_s = thread_processor_s();
     train_once(timed, training);
-    seconds.push_back(std::chrono::duration<double>(StepClock::now() - begin).count() -
-                      (comm->traffic().wait_s - waited_s));
+    const double processor_s = thread_processor_s() - processor_began_s;
+    const double clock_s = std::chrono::duration<double>(StepClock::now() - begin).count();
+    seconds.push_back(by_processor ? processor_s : clock_s - (comm->traffic().wait_s - waited_s));
   }
   return median_of(std::move(seconds));
 }
 
 using Samples = std::map<std::string, std::vector<TimedKernel>>;
 
-// Adds a step's kernels, each by the median of the steps; returns how many and their seconds. Steps from the second on
-// call the same.
-std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples) {
+// How far the logarithms of some times are apart: of a normal distribution, its standard deviation.
+double spread_of(std::vector<double> seconds) {
+  const double middle = median_of(seconds);
+  for (double& each : seconds) each = std::abs(std::log(std::max(each, 1e-9) / std::max(middle, 1e-9)));
+  constexpr double kOfNormal = 1.4826;
+  return kOfNormal * median_of(std::move(seconds));
+}
+
+// Without the largest one and the smallest. Of a kernel some calls take longer, since its memory is new: each seldom,
+// but there are many kernels, so that medians are too little to make up a step.
+double mean_of_most(std::vector<double> seconds) {
+  std::ranges::sort(seconds);
+  const std::ptrdiff_t dropped = seconds.size() > 2 ? 1 : 0;
+  const double sum = std::accumulate(seconds.begin() + dropped, seconds.end() - dropped, 0.0);
+  return sum / static_cast<double>(std::ssize(seconds) - 2 * dropped);
+}
+
+// Adds a step's kernels, each by the mean of the steps, or by the clock by their median; returns how many and their
+// seconds. Steps from the second on call the same.
+std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor, Samples& samples,
+                                      std::vector<double>& spreads) {
   std::vector<std::vector<const RecordedOperator*>> steps(kSteps + 1);
   for (const RecordedOperator& op : record.operators)
     if (op.step >= 2) steps[static_cast<size_t>(op.step)].push_back(&op);
@@ -103,9 +126,11 @@ std::pair<double, double> add_kernels(const RunRecord& record, Samples& samples)
     std::vector<double> seconds;
     for (size_t step = 2; step < steps.size(); ++step)
       if (i < steps[step].size() && steps[step][i]->name == steps[2][i]->name)
-        seconds.push_back(steps[step][i]->seconds);
+        seconds.push_back(by_processor ? steps[step][i]->processor_s : steps[step][i]->seconds);
     const RecordedOperator& op = *steps[2][i];
-    const double kernel_s = median_of(std::move(seconds));
+    constexpr double kWorthATimeSeconds = 2e-5;
+    if (median_of(seconds) > kWorthATimeSeconds) spreads.push_back(spread_of(seconds));
+    const double kernel_s = by_processor ? mean_of_most(std::move(seconds)) : median_of(std::move(seconds));
     if (op.flop > 0 || op.bytes > 0)
       samples[op.name].push_back({static_cast<double>(op.flop), static_cast<double>(op.bytes), kernel_s});
     total_s += kernel_s;
@@ -195,22 +220,48 @@ OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels) {
   return speed;
 }
 
-OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick) {
-  const auto trainings =
-      at::ArrayRef<TimedTraining>(kTimedTrainings).slice(0, quick ? kQuickTrainings : std::size(kTimedTrainings));
+static at::ArrayRef<TimedTraining> trainings_of(bool quick) {
+  return at::ArrayRef<TimedTraining>(kTimedTrainings).slice(0, quick ? kQuickTrainings : std::size(kTimedTrainings));
+}
+
+std::vector<TrainedCollectives> collectives_of_trainings(int ranks, bool quick) {
+  std::vector<TrainedCollectives> all;
+  for (const TimedTraining& timed : trainings_of(quick)) {
+    const RunRecord record =
+        dry_run([&](const std::shared_ptr<Communicator>& comm) { return make_training(timed, comm); },
+                [&](auto& training) { train_once(timed, training); }, {.world_size = ranks});
+    TrainedCollectives& of_step = all.emplace_back();
+    for (const RecordedCollective& each : record.collectives)
+      if (each.step == 2) of_step.push_back(each);
+  }
+  return all;
+}
+
+OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool quick, const LinkSpeed* link,
+                                 const std::vector<TrainedCollectives>& collectives) {
+  const auto trainings = trainings_of(quick);
+  const bool by_processor = link != nullptr;
+  std::vector<double> spreads;
   Samples samples;
   std::vector<Explained> explained;
-  for (const TimedTraining& timed : trainings) {
-    const double busy_s = busy_seconds(timed, comm);
+  for (size_t i = 0; i < trainings.size(); ++i) {
+    const TimedTraining& timed = trainings[i];
+    double busy_s = busy_seconds(timed, comm, by_processor);
+    // No more than half: what is left has to explain operators.
+    double exchanged_s = 0;
+    for (const RecordedCollective& each : collectives[i])
+      exchanged_s += by_processor ? work_of(each).seconds(*link) : 0;
+    busy_s -= std::min(exchanged_s, busy_s / 2);
     const RunRecord record =
         record_run([&](const std::shared_ptr<Communicator>& group) { return make_training(timed, group); },
                    [&](auto& training) { train_once(timed, training); }, comm, kSteps);
-    const auto [count, kernels_s] = add_kernels(record, samples);
+    const auto [count, kernels_s] = add_kernels(record, by_processor, samples, spreads);
     explained.push_back({busy_s, kernels_s, count});
   }
   OperatorSpeeds speeds;
   const auto [factor, between_s] = explain(explained);
   speeds.between_s = between_s;
+  if (!spreads.empty()) speeds.jitter = median_of(std::move(spreads));
   for (auto& [name, seen] : samples) {
     for (TimedKernel& kernel : seen) kernel.seconds *= factor;
     speeds.operators.emplace(name, speed_through(seen));

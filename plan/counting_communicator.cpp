@@ -80,6 +80,7 @@ Pending CountingCommunicator::start(Collective collective) {
   if (recorder != nullptr) {
     RecordedCollective recorded{kOperationNames[kind], what, size(), bytes};
     recorded.members = members_;
+    recorded.root = root;
     const size_t place = recorder->add_collective(std::move(recorded));
     pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
   }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tessera/paging/residency.h"
+#include "tessera/plan/processor_time.h"
 #include "tessera/plan/recorder.h"
 #include "tessera/plan/shape_rules.h"
 
@@ -372,14 +373,17 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
     Recorder* recorder;
     const Touched& touched;
     int64_t flop = 0;
-    double seconds = 0;
-    ~End() { recorder->end_operator(flop, touched.bytes, touched.dtype, seconds); }
+    double seconds = 0, processor_s = 0;
+    ~End() { recorder->end_operator(flop, touched.bytes, touched.dtype, seconds, processor_s); }
   } end{recorder, touched};
   if (any_void && traits.how == How::kValue) return stand_in(traits, *stack, count, *recorder);
+  const double processor_began_s = recorder->has_data() ? thread_processor_s() : 0;
   const auto begin = std::chrono::steady_clock::now();
   any_void ? skip(op, traits, *stack, *recorder) : op.redispatchBoxed(below, stack);
-  if (recorder->has_data())
+  if (recorder->has_data()) {
     end.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    end.processor_s = thread_processor_s() - processor_began_s;
+  }
   const std::vector<at::Tensor> made = tensors_of(torch::jit::last(*stack, op.schema().returns().size()));
   if (!any_void && !recorder->has_data()) mark_made(made, *recorder);
   add_results(touched, op.schema(), traits, made);

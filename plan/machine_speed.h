@@ -70,6 +70,15 @@ struct MachineSpeed {
   // Of compute's speed while something is communicated, since the same processors do both. 0 on GPUs with few channels.
   double lost_to_communication = 0;
 
+  // Cores that the ranks of a host share, each rank one at a time: times above are then processor time, and more ranks
+  // than cores take turns (shared_cores.h). 0: each rank has what it needs.
+  int cores = 0;
+  double wake_s = 0;  // until a thread that sleeps goes on, once what it waits for is there
+  double jitter = 0;  // of one operator's times, the standard deviation of their logarithm
+  LinkSpeed tcp;      // between ranks that share no memory: latency by the clock, processor seconds a byte that is sent
+  // Hosts are namespaces of one machine. Not in speed files.
+  bool shares_cores_between_hosts = false;
+
   double seconds_of(const RecordedOperator& op) const;  // alone, with nothing communicated meanwhile
 
   // Throws std::invalid_argument that names what is missing for operators. Links are missed when they are used.

@@ -198,7 +198,7 @@ void Recorder::begin_operator(std::string name) {
   inside_operator_ = true;
 }
 
-void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds) {
+void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds, double processor_s) {
   std::lock_guard lock(mutex_);
   inside_operator_ = false;
   RecordedOperator& op = record_.operators.back();
@@ -206,6 +206,7 @@ void Recorder::end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, 
   op.bytes = bytes;
   op.dtype = dtype;
   op.seconds = seconds;
+  op.processor_s = processor_s;
 }
 
 void Recorder::read_value(const std::string& operation) {

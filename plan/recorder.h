@@ -52,7 +52,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   void set_unit(const std::string& name);
   void set_module_of(const at::Tensor& tensor);  // if it is a named parameter, or a view of one
   void begin_operator(std::string name);
-  void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds);
+  void end_operator(int64_t flop, int64_t bytes, c10::ScalarType dtype, double seconds, double processor_s);
   void read_value(const std::string& operation);
 
   size_t add_collective(RecordedCollective collective);  // its place in the record, for add_wait()

@@ -47,6 +47,7 @@ struct RecordedOperator {
   int64_t bytes = 0;
   c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point tensor that it is given or makes
   double seconds = 0;                                  // of its kernel, by the clock; 0 in a dry run
+  double processor_s = 0;                              // the same of the calling thread's processor
   BytesByKind live;                                    // when the next one is called
 };
 
@@ -68,6 +69,7 @@ struct RecordedCollective {
   int64_t bytes = 0;      // of the full tensor
   int step = 0;
   size_t operators = 0;  // how many operators were called before it was started
+  int root = 0;          // of the group, where one rank sends to all others or they to it
   // The group's ranks as numbered in the world, shared by all collectives of a group; null: all ranks of the world.
   std::shared_ptr<const std::vector<int>> members;
   std::optional<RecordedWait> wait;  // none: nobody waited

@@ -12,7 +12,8 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kFormat = "tessera machine speed";
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
+constexpr int kOldestVersion = 2;  // without cores, and what comes with them
 
 json json_of(const std::array<SpeedCurve, kWorkClasses>& curves) {
   json all = json::object();
@@ -101,10 +102,10 @@ LinkSpeed link_of(const json& object, const std::string& path) {
 
 MachineSpeed speed_of(const json& object) {
   Fields fields(object, "");
-  if (fields.at("format") != kFormat || fields.at("version") != kVersion)
+  if (fields.at("format") != kFormat || (fields.at("version") != kVersion && fields.at("version") != kOldestVersion))
     throw std::invalid_argument("'format' and 'version' are " + object["format"].dump() + " and " +
                                 object["version"].dump() + ", expected \"" + kFormat + "\" and " +
-                                std::to_string(kVersion));
+                                std::to_string(kOldestVersion) + " or " + std::to_string(kVersion));
   MachineSpeed speed;
   speed.work = curves_of(fields.at("work"), "work.");
   speed.work_16bit = curves_of(fields.at("work_16bit"), "work_16bit.");
@@ -115,11 +116,21 @@ MachineSpeed speed_of(const json& object) {
   speed.operator_s = fields.number("operator_s");
   speed.within_host = link_of(fields.at("within_host"), "within_host.");
   speed.between_hosts = link_of(fields.at("between_hosts"), "between_hosts.");
-  const double ranks = fields.number("ranks_per_host", 1 << 20);
-  if (ranks != std::floor(ranks))
-    throw std::invalid_argument("'ranks_per_host' is " + std::to_string(ranks) + ", expected a whole number");
-  speed.ranks_per_host = static_cast<int>(ranks);
+  const auto whole = [&](const char* name) {
+    const double number = fields.number(name, 1 << 20);
+    if (number != std::floor(number))
+      throw std::invalid_argument(std::string("'") + name + "' is " + std::to_string(number) +
+                                  ", expected a whole number");
+    return static_cast<int>(number);
+  };
+  speed.ranks_per_host = whole("ranks_per_host");
   speed.lost_to_communication = fields.number("lost_to_communication", 1);
+  if (object["version"] == kVersion) {
+    speed.cores = whole("cores");
+    speed.wake_s = fields.number("wake_s");
+    speed.jitter = fields.number("jitter", 1);
+    speed.tcp = link_of(fields.at("tcp"), "tcp.");
+  }
   fields.expect_no_others();
   return speed;
 }
@@ -146,7 +157,11 @@ void write_speed(const MachineSpeed& speed, const std::filesystem::path& file) {
                     {"within_host", json_of(speed.within_host)},
                     {"between_hosts", json_of(speed.between_hosts)},
                     {"ranks_per_host", speed.ranks_per_host},
-                    {"lost_to_communication", speed.lost_to_communication}};
+                    {"lost_to_communication", speed.lost_to_communication},
+                    {"cores", speed.cores},
+                    {"wake_s", speed.wake_s},
+                    {"jitter", speed.jitter},
+                    {"tcp", json_of(speed.tcp)}};
   std::ofstream stream(file);
   stream << all.dump(2) << "\n";
   stream.close();

@@ -6,35 +6,38 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/plan/shared_cores.h"
+#include "tessera/plan/step_actions.h"
+
 namespace tessera {
 namespace {
-
-struct Wait {
-  RecordedWait at;
-  size_t collective;
-};
 
 // Every lane's time, moved forward by what the rank did.
 class Simulation {
  public:
   Simulation(const RunRecord& record, const MachineSpeed& speed, int step)
-      : record_(record), speed_(speed), step_(step), ends_(record.collectives.size(), 0) {
-    for (size_t i = 0; i < record.collectives.size(); ++i)
-      if (record.collectives[i].wait) waits_.push_back({*record.collectives[i].wait, i});
-    std::ranges::sort(waits_, [](const Wait& a, const Wait& b) {
-      return std::pair(a.at.operators, a.at.collectives) < std::pair(b.at.operators, b.at.collectives);
-    });
-  }
+      : record_(record), speed_(speed), step_(step), ends_(record.collectives.size(), 0) {}
 
   StepTime run() {
-    for (size_t i = 0; i < record_.operators.size(); ++i) {
-      exchange_before(i);
-      if (record_.operators[i].step >= 1 && record_.operators[i].step <= step_) compute(record_.operators[i]);
+    for (const StepAction& action : actions_of(record_)) {
+      if (action.step < 1 || action.step > step_) continue;
+      enter(action.step);
+      switch (action.kind) {
+        case StepAction::Kind::kCompute:
+          compute(record_.operators[action.index]);
+          break;
+        case StepAction::Kind::kStart:
+          start(action.index);
+          break;
+        case StepAction::Kind::kWait:
+          now_ = std::max(now_, ends_[action.index]);
+          break;
+      }
     }
-    exchange_before(record_.operators.size());
     enter(step_);  // a step in which nothing happens
     result_.total_s = now_ - began_;
     result_.exposed_s = result_.total_s - result_.compute_s;
+    result_.processor_s = result_.compute_s;
     for (TimedInterval& interval : result_.intervals) interval.begin_s -= began_, interval.end_s -= began_;
     std::erase_if(result_.intervals, [](const TimedInterval& interval) { return interval.end_s <= 0; });
     std::ranges::stable_sort(result_.intervals, {},
@@ -50,26 +53,8 @@ class Simulation {
     began_ = now_;
   }
 
-  // Starts and waits after `operators` operators and before the next one, in their order.
-  void exchange_before(size_t operators) {
-    const auto& starts = record_.collectives;
-    while (true) {
-      const bool waits = wait_ < waits_.size() && waits_[wait_].at.operators <= operators;
-      const bool starts_one = start_ < starts.size() && starts[start_].operators <= operators;
-      if (waits && (!starts_one || waits_[wait_].at.collectives <= start_)) {
-        wait(waits_[wait_++]);
-      } else if (starts_one) {
-        start(start_++);
-      } else {
-        return;
-      }
-    }
-  }
-
   void start(size_t index) {
     const RecordedCollective& collective = record_.collectives[index];
-    if (collective.step < 1 || collective.step > step_) return;
-    enter(collective.step);
     const CollectiveTime time = time_of(collective, speed_);
     double& within = free_at_[static_cast<size_t>(Lane::kWithinHost)];
     double& between = free_at_[static_cast<size_t>(Lane::kBetweenHosts)];
@@ -82,14 +67,7 @@ class Simulation {
     if (collective.step == step_) result_.communication_s += time.seconds;
   }
 
-  void wait(const Wait& wait) {
-    if (wait.at.step < 1 || wait.at.step > step_) return;
-    enter(wait.at.step);
-    now_ = std::max(now_, ends_[wait.collective]);
-  }
-
   void compute(const RecordedOperator& op) {
-    enter(op.step);
     const double begin = now_;
     advance(speed_.seconds_of(op));
     if (op.step != step_) return;
@@ -127,10 +105,8 @@ class Simulation {
   const RunRecord& record_;
   const MachineSpeed& speed_;
   const int step_;
-  std::vector<Wait> waits_;      // in their order
-  std::vector<double> ends_;     // by collective; 0: over before the first step
-  size_t start_ = 0, wait_ = 0;  // the next of each
-  double now_ = 0;               // of compute
+  std::vector<double> ends_;  // by collective; 0: over before the first step
+  double now_ = 0;            // of compute
   double began_ = 0;
   bool has_begun_ = false;
   std::array<double, kLanes> free_at_{};
@@ -145,7 +121,10 @@ const char* name_of(Lane lane) {
   return kNames[static_cast<size_t>(lane)];
 }
 
-StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step) {
+namespace {
+
+StepTime predicted(const std::vector<const RunRecord*>& of_ranks, const MachineSpeed& speed, int step) {
+  const RunRecord& record = *of_ranks.front();
   int last = 0;
   for (const RecordedOperator& op : record.operators) last = std::max(last, op.step);
   for (const RecordedCollective& collective : record.collectives) last = std::max(last, collective.step);
@@ -153,7 +132,21 @@ StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int st
     throw std::invalid_argument("the time of step " + std::to_string(step) + " of a record of " + std::to_string(last) +
                                 " steps, expected one of them, or 0 for the last");
   speed.check();
-  return Simulation(record, speed, step == 0 ? last : step).run();
+  if (step == 0) step = last;
+  return speed.cores > 0 ? predict_on_cores(of_ranks, speed, step) : Simulation(record, speed, step).run();
+}
+
+}  // namespace
+
+StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step) {
+  return predicted({&record}, speed, step);
+}
+
+StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step) {
+  if (of_ranks.empty()) throw std::invalid_argument("the time of a step of no record");
+  std::vector<const RunRecord*> records;
+  for (const RunRecord& record : of_ranks) records.push_back(&record);
+  return predicted(records, speed, step);
 }
 
 }  // namespace tessera

@@ -26,10 +26,11 @@ struct TimedInterval {
 
 // A step as one rank goes through it.
 struct StepTime {
-  double total_s = 0;                    // from the end of the step before to its own
-  double compute_s = 0;                  // in operators, slowed down by what is communicated meanwhile
-  double exposed_s = 0;                  // in which compute waits for collectives: total_s - compute_s
-  double communication_s = 0;            // of the step's collectives, one after the other
+  double total_s = 0;          // from the end of the step before to its own
+  double compute_s = 0;        // in operators, slowed down by what is communicated meanwhile
+  double exposed_s = 0;        // in which compute waits for collectives: total_s - compute_s
+  double communication_s = 0;  // of the step's collectives, one after the other
+  double processor_s = 0;      // with MachineSpeed::cores: what this rank's thread has of a core; else compute_s
   std::vector<TimedInterval> intervals;  // by beginning within each lane; a two-level collective is in two lanes
 };
 
@@ -41,6 +42,11 @@ struct StepTime {
 //
 // `step` is one of the record's, from 1; 0: the last. Throws std::invalid_argument for another one, and where the speed
 // lacks something that the record needs.
+//
+// With MachineSpeed::cores all ranks of a host are simulated, which take turns on them: shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
+// The same of the first rank, where `of_ranks` are the records of the ranks of a host, in order: with
+// MachineSpeed::cores those that have more to do hold back the others. Throws likewise, and for no record.
+StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 
 }  // namespace tessera

@@ -16,44 +16,14 @@
 #include "tessera/plan/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
+#include "tests/plan/script.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_time_test {
 namespace {
 
+using namespace plan_tests;
 using namespace testing_support;
-
-// 1 TFLOP/s, 1 GB/s of memory and link, no fixed costs: numbers that divide.
-MachineSpeed plain() {
-  MachineSpeed speed;
-  speed.work[static_cast<size_t>(WorkClass::kMatmul)] = SpeedCurve::of_speed(1e12);
-  speed.work[static_cast<size_t>(WorkClass::kMemory)] = SpeedCurve::of_speed(1e9);
-  speed.within_host.bytes_per_s = 1e9;
-  return speed;
-}
-
-// A record that is written as its rank would run it.
-struct Script {
-  RunRecord record;
-  int step = 1;
-
-  void compute(double seconds) {  // with plain()
-    RecordedOperator op{.name = "aten::mm", .step = step, .flop = static_cast<int64_t>(seconds * 1e12)};
-    record.operators.push_back(op);
-  }
-  size_t start(const std::string& operation, int64_t bytes, int ranks = 2, std::vector<int> members = {}) {
-    RecordedCollective collective{operation, "x", ranks, bytes, step, record.operators.size()};
-    if (!members.empty()) collective.members = std::make_shared<const std::vector<int>>(std::move(members));
-    record.collectives.push_back(collective);
-    return record.collectives.size() - 1;
-  }
-  void wait(size_t collective) {
-    record.collectives[collective].wait = {step, record.operators.size(), record.collectives.size()};
-  }
-};
-
-constexpr int64_t kGB = 1'000'000'000;
-constexpr double kExact = 1e-9;
 
 TEST(StepTime, OperatorsFollowEachOther) {
   Script script;
@@ -253,6 +223,10 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   speed.between_hosts = {1e-5, 5e10, 4e10};
   speed.ranks_per_host = 8;
   speed.lost_to_communication = 0.25;
+  speed.cores = 2;
+  speed.wake_s = 5e-5;
+  speed.jitter = 0.125;
+  speed.tcp = {2e-5, 1.5e9, 1e9};
   write_speed(speed, file);
   const MachineSpeed read = read_speed(file);
   for (size_t i = 0; i < kWorkClasses; ++i) {
@@ -267,6 +241,10 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   EXPECT_EQ(read.between_hosts, speed.between_hosts);
   EXPECT_EQ(read.ranks_per_host, 8);
   EXPECT_EQ(read.lost_to_communication, 0.25);
+  EXPECT_EQ(read.cores, 2);
+  EXPECT_EQ(read.wake_s, 5e-5);
+  EXPECT_EQ(read.jitter, 0.125);
+  EXPECT_EQ(read.tcp, speed.tcp);
 
   const std::string good = [&] {
     std::ifstream stream(file);
@@ -282,7 +260,15 @@ TEST(SpeedFile, IsReadBackAndRefusedByName) {
   };
   expect_contains(refused("\"operator_s\"", "\"operators\""), "'operator_s' is missing");
   expect_contains(refused("\"version\"", "\"extra\": 1, \"version\""), "'extra' is not known");
-  expect_contains(refused("\"version\": 2", "\"version\": 9"), "9");
+  expect_contains(refused("\"version\": 3", "\"version\": 9"), "9");
+  expect_contains(refused("\"version\": 3", "\"version\": 2"), "'cores' is not known");
+  expect_contains(refused("\"cores\": 2", "\"cores\": 1.5"), "'cores' is 1.5");
+  auto older = nlohmann::json::parse(good);
+  older["version"] = 2;
+  for (const char* name : {"cores", "wake_s", "jitter", "tcp"}) older.erase(name);
+  std::ofstream(file) << older;
+  EXPECT_EQ(read_speed(file).cores, 0);
+  EXPECT_EQ(read_speed(file).between_hosts, speed.between_hosts);
   expect_contains(refused("\"latency_s\": 0.0", "\"latency_s\": -1"), "'within_host.latency_s' is -1");
   expect_contains(refused("\"lost_to_communication\": 0.25", "\"lost_to_communication\": 2"), "0 to 1");
   expect_contains(refused("1000000.0", "0"), "'work_16bit.matmul'");

@@ -29,9 +29,12 @@ int calibrate(const Arguments& arguments) {
       largest(speed.work[of(WorkClass::kConvolution)]), largest(speed.work[of(WorkClass::kMemory)]),
       speed.operator_s * 1e6);
   if (options.ranks > 1)
-    std::printf("between them: %.0f us, %.2f GB/s, reduced %.2f GB/s; %.0f %% of compute lost meanwhile\n",
-                speed.within_host.latency_s * 1e6, speed.within_host.bytes_per_s * 1e-9,
-                speed.within_host.reduced_bytes_per_s * 1e-9, speed.lost_to_communication * 100);
+    std::printf(
+        "between them: %.0f us, %.2f GB/s, reduced %.2f GB/s; by TCP %.0f us, %.2f GB/s; %.0f %% of compute lost "
+        "meanwhile\n",
+        speed.within_host.latency_s * 1e6, speed.within_host.bytes_per_s * 1e-9,
+        speed.within_host.reduced_bytes_per_s * 1e-9, speed.tcp.latency_s * 1e6, speed.tcp.bytes_per_s * 1e-9,
+        speed.lost_to_communication * 100);
   std::printf("written to %s\n", file.c_str());
   return 0;
 }
@@ -73,7 +76,7 @@ std::optional<MachineSpeed> speed_of(const Arguments& arguments, Machines& machi
   const auto set = [](SpeedCurve& curve, const std::string& text, double (*per_s_of)(const std::string&)) {
     if (!text.empty()) curve = SpeedCurve::of_speed(per_s_of(text));
   };
-  if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {};
+  if (!given.flops.empty()) speed.work = {}, speed.work_16bit = {}, speed.cores = 0;
   if (!given.flops.empty() || !given.bandwidth.empty()) speed.operators.clear();  // else they would hide what is given
   if (!given.flops.empty() && given.bandwidth.empty())
     throw std::invalid_argument("--flops without --memory-bandwidth: operators without FLOP would take no time");
