@@ -33,10 +33,12 @@ def run(*command):
 class Hosts:
     """Network namespaces for as many hosts as asked for, gone at the end."""
 
-    def __init__(self, count, mbit):
+    def __init__(self, count, mbit, burst_kb=None):
         self.prefix = f"tessera{os.getpid()}"
         self.names = [f"{self.prefix}h{i}" for i in range(count)]
         self.mbit = mbit
+        # A millisecond's: the kernel's clock must be able to keep up with the rate.
+        self.burst_kb = burst_kb or max(256, mbit // 8)
         self.processes = []
 
     def __enter__(self):
@@ -59,9 +61,8 @@ class Hosts:
             run("ip", "-n", switch, "link", "set", f"port{i}", "master", "bridge")
             for space, device in ((name, "veth0"), (switch, f"port{i}")):
                 run("ip", "-n", space, "link", "set", device, "up")
-                # A burst of a millisecond: the kernel's clock must be able to keep up with the rate.
                 run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self.mbit}mbit",
-                    "burst", f"{max(256, self.mbit // 8)}kb", "latency", "50ms")
+                    "burst", f"{self.burst_kb}kb", "latency", "50ms")
             run("ip", "-n", name, "link", "set", "lo", "up")
 
     def __exit__(self, *_):
