@@ -36,6 +36,8 @@ struct Settings {
   // All groups of a device share a stream, so that their collectives run in the order of issue: the strictest that a
   // GPU may be. Groups that are used in different orders on two ranks then hang.
   bool collectives_in_order = false;
+  // A rank's group ends when those of its peers do, by shutdown() or abort(), as NCCL's communicators may.
+  bool groups_end_together = false;
   // Plants a fault: a request for which it returns true is left out. `place` has the names of the functions of ours
   // that asked for it, the innermost first. Called by several threads.
   std::function<bool(Request request, std::string_view place)> leave_out = nullptr;

@@ -22,7 +22,7 @@ namespace tessera::accelerator {
 class Meeting {
  public:
   using Inputs = std::vector<std::vector<at::Tensor>>;
-  explicit Meeting(int size) : size_(size), aborted_(size, false) {}
+  explicit Meeting(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
 
   // The ranks that share a store find each other.
   static std::shared_ptr<Meeting> join(c10d::Store& store, int rank, int size) {
@@ -76,8 +76,14 @@ class Meeting {
 
   void abort(int rank) {
     std::lock_guard lock(mutex_);
-    aborted_[rank] = true;
+    aborted_[rank] = ended_[rank] = true;
     changed_.notify_all();
+  }
+  void end_with_others(int rank) {
+    std::unique_lock lock(mutex_);
+    ended_[rank] = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return std::ranges::find(ended_, false) == ended_.end(); });
   }
   bool is_aborted(int rank) {
     std::lock_guard lock(mutex_);
@@ -99,7 +105,7 @@ class Meeting {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<uint64_t, Collective> collectives_;
-  std::vector<bool> aborted_;
+  std::vector<bool> aborted_, ended_;
 };
 
 namespace {
@@ -216,6 +222,7 @@ void Backend::abort() {
 
 void Backend::shutdown() {
   synchronize(stream_, "shut a group down");
+  if (settings().groups_end_together) meeting_->end_with_others(rank_);
   ended_ = true;
 }
 
