@@ -57,7 +57,7 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
 
 // ---- gradients ----------------------------------------------------------------------------------
 
-void GradientReducer::begin(const std::vector<size_t>& order) {
+void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
   arrivals_.clear();
   queue_.clear();
   started_ = 0;
@@ -76,7 +76,7 @@ void GradientReducer::begin(const std::vector<size_t>& order) {
     if (!std::exchange(contents_[bucket].queued, true)) queue_.push_back(bucket);
   };
   for (size_t bucket : order)
-    if (contents_[bucket].missing > 0) enqueue(bucket);
+    if (frozen_too || contents_[bucket].missing > 0) enqueue(bucket);
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)  // what earlier passes left
     if (contents_[bucket].content.flat.defined()) enqueue(bucket);
 }

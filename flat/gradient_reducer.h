@@ -45,8 +45,9 @@ class GradientReducer {
   void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
   const std::optional<double>& divisor() const { return divisor_; }
 
-  // Starts a pass whose reductions begin in this order of buckets; others follow as they come.
-  void begin(const std::vector<size_t>& order);
+  // Starts a pass whose reductions begin in this order of buckets; others follow as they come. `frozen_too`: also
+  // those of `order` in which nothing is trained, for what add_kept() may bring on some ranks.
+  void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // A parameter's gradient, of any layout; undefined means none. Returns whether its bucket has all of this pass.
   // `reduce` false: the bucket stays for a later pass.
   bool add(size_t parameter, const at::Tensor& gradient, bool reduce);

@@ -79,7 +79,7 @@ void ReplicatedGradients::refresh_trainable() {
   if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
   bool changed = false;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const bool trainable = binding_.tensor(i).requires_grad();
+    const bool trainable = binding_.tensor(i).requires_grad() || states_[i].awaits_reduction;
     if (std::exchange(states_[i].trainable, trainable) != trainable) changed = true;
   }
   binding_.hook_all();
@@ -238,6 +238,8 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
   refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
+  for (size_t i = 0; i < states_.size(); ++i)
+    states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
   log_.add_forward();
   for (const at::Tensor& output : outputs) {
@@ -271,7 +273,7 @@ void ReplicatedGradients::begin() {
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  reducer_.begin(order);
+  reducer_.begin(order, /*frozen_too=*/true);  // of which sums may be here from before
   for (size_t i = 0; i < states_.size(); ++i) {
     if (states_[i].holds == Holds::kOwnSum && !states_[i].trainable) continue;  // frozen since: a step is refused
     if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum) continue;
@@ -285,6 +287,7 @@ void ReplicatedGradients::end() {
   any_backward_ = true;
   bool any_used = false;
   for (size_t i = 0; i < states_.size(); ++i) {
+    states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
     if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;

@@ -70,7 +70,8 @@ class ReplicatedGradients : public BackwardPass {
   enum class Holds { kNothing, kOwnSum, kAverage };  // what a parameter's .grad is, where it is defined
   struct ParameterState {
     bool trainable = false;
-    bool used = false;  // by a backward since the last forward
+    bool used = false;              // by a backward since the last forward
+    bool awaits_reduction = false;  // trained by a forward since the last pass that reduced, though frozen by now
     Holds holds = Holds::kNothing;
     // Of an own sum: the divisor for which it has an average in it, and whether that is not zero (where it is known).
     std::optional<double> divisor_of_average;
