@@ -14,6 +14,9 @@ Expect unless_sharded() {
   return is_sharded ? Expect::kRefused : Expect::kEqual;
 }
 
+const std::vector<std::string> kOldMemory{"a tensor that shares memory with parameter '"};
+const std::vector<std::string> kByHand{"has a gradient that was put there by hand"};
+
 template <class Module>
 std::function<Model()> seeded_double(uint64_t seed) {
   return [seed] { return seeded(seed, []() -> Model { return std::make_shared<Module>(); }); };
@@ -38,7 +41,11 @@ struct WithViewAsBuffer : TwoWeights {
 };
 
 TEST_P(Aliases, ABufferThatIsAWeightTurned) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithViewAsBuffer>(61)}, three_steps);
+  play(GetParam(),
+       {.expect = unless_sharded(),
+        .model = seeded_double<WithViewAsBuffer>(61),
+        .says = {"FullyShardedDataParallel: buffer 'turned'"}},
+       three_steps);
 }
 
 // As decoders are tied to embeddings: made once, and part of the graph.
@@ -48,7 +55,8 @@ struct WithViewAsMember : TwoWeights {
 };
 
 TEST_P(Aliases, AMemberThatIsAWeightTurned) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithViewAsMember>(62)}, three_steps);
+  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithViewAsMember>(62), .says = kOldMemory},
+       three_steps);
 }
 
 struct WithDetachedMember : TwoWeights {
@@ -57,19 +65,21 @@ struct WithDetachedMember : TwoWeights {
 };
 
 TEST_P(Aliases, AMemberThatIsAPartOfAWeight) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(63)}, three_steps);
+  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(63), .says = kOldMemory},
+       three_steps);
 }
 
 TEST_P(Aliases, AViewTakenBeforeWrapping) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(64)}, [](Trainer& run) {
-    const at::Tensor kept = dynamic_cast<WithDetachedMember&>(*run.model).kept;
-    for (int step = 0; step < 3; ++step) {
-      run.note(kept.square().mean());
-      run.optimizer().zero_grad();
-      run.loss(step).backward();
-      run.optimizer().step();
-    }
-  });
+  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(64), .says = kOldMemory},
+       [](Trainer& run) {
+         const at::Tensor kept = dynamic_cast<WithDetachedMember&>(*run.model).kept;
+         for (int step = 0; step < 3; ++step) {
+           run.note(kept.square().mean());
+           run.optimizer().zero_grad();
+           run.loss(step).backward();
+           run.optimizer().step();
+         }
+       });
 }
 
 // What somebody watches goes on to be the weight, also where another one has been given other memory meanwhile.
@@ -106,17 +116,21 @@ TEST_P(Aliases, AVectorThatParametersWereCutFrom) {
 
 // Two models over one memory: what the one learns the other knows.
 TEST_P(Aliases, ASecondModelOverTheSameMemory) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<TwoWeights>(66)}, [](Trainer& run) {
-    auto twin = std::make_shared<TwoWeights>();
-    const auto from = run.model->parameters();
-    for (size_t i = 0; i < from.size(); ++i) twin->parameters()[i].set_data(from[i].data());
-    auto other = run.another(twin);
-    for (int step = 0; step < 3; ++step) {
-      run.train(step);
-      other->train(step + 3);
-    }
-    run.note_state(*other);
-  });
+  play(GetParam(),
+       {.expect = unless_sharded(),
+        .model = seeded_double<TwoWeights>(66),
+        .says = {"is sharded already, by another wrapper"}},
+       [](Trainer& run) {
+         auto twin = std::make_shared<TwoWeights>();
+         const auto from = run.model->parameters();
+         for (size_t i = 0; i < from.size(); ++i) twin->parameters()[i].set_data(from[i].data());
+         auto other = run.another(twin);
+         for (int step = 0; step < 3; ++step) {
+           run.train(step);
+           other->train(step + 3);
+         }
+         run.note_state(*other);
+       });
 }
 
 struct WithExpandedBuffers : TwoWeights {
@@ -213,7 +227,7 @@ void put_gradients(Trainer& run, double factor) {
 }
 
 TEST_P(Aliases, GradientsReplacedInTheModuleAfterBackward) {
-  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+  play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       run.loss(step).backward();
@@ -225,7 +239,7 @@ TEST_P(Aliases, GradientsReplacedInTheModuleAfterBackward) {
 
 TEST_P(Aliases, GradientsPutIntoTheModuleAfterZeroGradInTheLastStep) {
   for (const bool by_module : {false, true})
-    play(GetParam(), {.expect = unless_sharded()}, [by_module](Trainer& run) {
+    play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [by_module](Trainer& run) {
       run.train(0);
       by_module ? run.model->zero_grad() : run.optimizer().zero_grad();
       put_gradients(run, 0.1);
@@ -234,7 +248,7 @@ TEST_P(Aliases, GradientsPutIntoTheModuleAfterZeroGradInTheLastStep) {
 }
 
 TEST_P(Aliases, GradientsPutIntoTheModuleBeforeTheFirstForward) {
-  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+  play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [](Trainer& run) {
     put_gradients(run, 0.1);
     run.optimizer().step();
     run.train(0);
@@ -242,7 +256,7 @@ TEST_P(Aliases, GradientsPutIntoTheModuleBeforeTheFirstForward) {
 }
 
 TEST_P(Aliases, AGradientPutIntoTheModuleIsScaledByItsNorm) {
-  play(GetParam(), {.expect = unless_sharded()}, [](Trainer& run) {
+  play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [](Trainer& run) {
     run.train(0);
     run.model->zero_grad();
     put_gradients(run, 0.1);

@@ -95,16 +95,21 @@ TEST_P(Backward, ForwardThatThrowsInTheMiddle) {
 
 TEST_P(Backward, StepAfterNoSyncAlone) {
   // A torch::optim optimizer under DDP knows of no ranks: its step is noticed by the next forward.
-  play(GetParam(), {.expect = Expect::kRefused, .equal_alone = true}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    {
-      auto scope = run.no_sync();
-      run.loss(1).backward();
-    }
-    run.optimizer().step();
-    run.train(2);
-  });
+  play(GetParam(),
+       {.expect = Expect::kRefused,
+        .says = {"was made under no_sync() and has not been reduced", "is this rank's own sum",
+                 "it was changed after a backward under no_sync()"},
+        .equal_alone = true},
+       [](Trainer& run) {
+         run.train(0);
+         run.optimizer().zero_grad();
+         {
+           auto scope = run.no_sync();
+           run.loss(1).backward();
+         }
+         run.optimizer().step();
+         run.train(2);
+       });
 }
 
 // The loss of a forward before a step.

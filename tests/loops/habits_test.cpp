@@ -20,38 +20,43 @@ bool steps_by_hand(const Setup& setup) { return setup.stage != 2; }
 
 TEST_P(Habits, DescentByHand) {
   const bool works = steps_by_hand(GetParam());
-  play(GetParam(), {.expect = works ? Expect::kEqual : Expect::kRefused, .equal_alone = true}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.zero_grad();
-      run.loss(step).backward();
-      const at::NoGradGuard no_grad;
-      for (auto& parameter : run.parameters())
-        if (parameter.grad().defined()) parameter.sub_(0.1 * parameter.grad());
-    }
-  });
+  play(GetParam(), {.expect = works ? Expect::kEqual : Expect::kRefused, .says = kByOther, .equal_alone = true},
+       [](Trainer& run) {
+         for (int step = 0; step < 3; ++step) {
+           run.zero_grad();
+           run.loss(step).backward();
+           const at::NoGradGuard no_grad;
+           for (auto& parameter : run.parameters())
+             if (parameter.grad().defined()) parameter.sub_(0.1 * parameter.grad());
+         }
+       });
 }
 
 TEST_P(Habits, DescentByHandThroughTheModulesData) {
   if (!steps_by_hand(GetParam())) GTEST_SKIP() << "gradients are at their owners alone (docs/loops.md)";
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.model->zero_grad();
-      run.loss(step).backward();
-      for (auto& parameter : run.model->parameters()) parameter.data().sub_(0.1 * parameter.grad());
-    }
-  });
+  play(GetParam(),
+       {.expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual, .says = {"is in the wrapper's shards"}},
+       [](Trainer& run) {
+         for (int step = 0; step < 3; ++step) {
+           run.model->zero_grad();
+           run.loss(step).backward();
+           for (auto& parameter : run.model->parameters()) parameter.data().sub_(0.1 * parameter.grad());
+         }
+       });
 }
 
 TEST_P(Habits, GradientsScaledThroughTheModulesData) {
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      run.loss(step).backward();
-      for (auto& parameter : run.model->parameters())
-        if (parameter.grad().defined()) parameter.grad().data().mul_(0.5);
-      run.optimizer().step();
-    }
-  });
+  play(GetParam(),
+       {.expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual, .says = {"is in the wrapper's shards"}},
+       [](Trainer& run) {
+         for (int step = 0; step < 3; ++step) {
+           run.optimizer().zero_grad();
+           run.loss(step).backward();
+           for (auto& parameter : run.model->parameters())
+             if (parameter.grad().defined()) parameter.grad().data().mul_(0.5);
+           run.optimizer().step();
+         }
+       });
 }
 
 TEST_P(Habits, GradientsClippedByValue) {
@@ -97,7 +102,7 @@ TEST_P(Habits, StepBeforeAnyBackward) {
 }
 
 TEST_P(Habits, TwoStepsOfOneBackward) {
-  play(GetParam(), {.expect = where_gradients_stay(GetParam())}, [](Trainer& run) {
+  play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.train(step);
       run.optimizer().step();
@@ -119,15 +124,16 @@ TEST_P(Habits, OptimizerSavedAndLoadedByTorch) {
 
 TEST_P(Habits, ModelSavedByTorchBetweenSteps) {
   const Expect expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual;
-  play(GetParam(), {.expect = expect, .equal_alone = true}, [](Trainer& run) {
-    for (int step = 0; step < 2; ++step) run.train(step);
-    std::stringstream file;
-    torch::save(run.model, file);
-    run.train(2);
-    Model model = run.model;
-    torch::load(model, file);
-    for (int step = 3; step < 5; ++step) run.train(step);
-  });
+  play(GetParam(), {.expect = expect, .says = {"torch::save of a parameter of "}, .equal_alone = true},
+       [](Trainer& run) {
+         for (int step = 0; step < 2; ++step) run.train(step);
+         std::stringstream file;
+         torch::save(run.model, file);
+         run.train(2);
+         Model model = run.model;
+         torch::load(model, file);
+         for (int step = 3; step < 5; ++step) run.train(step);
+       });
 }
 
 // ---- modes

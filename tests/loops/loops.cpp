@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <sstream>
 #include <stdexcept>
 
@@ -14,6 +15,7 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
+#include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
 
@@ -278,6 +280,60 @@ bool has_name(const std::string& text, const Net& model) {
   return text.find("extra") != std::string::npos;
 }
 
+std::vector<std::string> parts_of(const std::string& text, const std::string& between) {
+  std::vector<std::string> parts;
+  size_t begin = 0;
+  for (size_t end = 0; (end = text.find(between, begin)) != std::string::npos; begin = end + between.size())
+    parts.push_back(text.substr(begin, end - begin));
+  parts.push_back(text.substr(begin));
+  return parts;
+}
+
+// What docs/loops.md says that errors begin with: the pieces of each between its "...", where `the root unit` may stand
+// for a unit.
+std::vector<std::vector<std::string>> documented_refusals() {
+  std::ifstream file(built(TESSERA_LOOPS_PAGE));
+  std::vector<std::vector<std::string>> refusals;
+  for (std::string line; std::getline(file, line);) {
+    const auto columns = parts_of(line, "| ");
+    if (columns.size() < 4) continue;
+    const auto quotes = parts_of(columns[2], "`");
+    for (size_t i = 1; i < quotes.size(); i += 2) {
+      std::string text = quotes[i];
+      if (text.find(' ') == std::string::npos) continue;  // a type, or a call
+      for (size_t unit = 0; (unit = text.find("unit '...'")) != std::string::npos;) text.replace(unit, 10, "...");
+      refusals.push_back(parts_of(text, "..."));
+    }
+  }
+  return refusals;
+}
+
+bool is_documented(const std::string& error) {
+  static const auto refusals = documented_refusals();
+  return std::ranges::any_of(refusals, [&](const std::vector<std::string>& pieces) {
+    size_t at = 0;
+    return std::ranges::all_of(pieces, [&](const std::string& piece) {
+      at = error.find(piece, at);
+      if (at == std::string::npos) return false;
+      at += piece.size();
+      return true;
+    });
+  });
+}
+
+bool says_one_of(const std::string& error, const std::vector<std::string>& texts) {
+  return std::ranges::any_of(texts, [&](const std::string& text) { return error.find(text) != std::string::npos; });
+}
+
+// Whether it is refused for the reason that it should be.
+std::string judge_reason(const Play& play, const Record& expected, const std::string& error) {
+  if (!play.says.empty())
+    return says_one_of(error, play.says) ? "" : "refused for another reason: " + first_line(error);
+  if (play.expect == Expect::kRefused) return "the loop does not say what is refused: " + first_line(error);
+  if (is_documented(error) || (!expected.has_ended && says_one_of(error, {first_line(expected.error)}))) return "";
+  return "refused as docs/loops.md does not say: " + first_line(error);
+}
+
 // What is wrong with what the ranks did, "" if nothing is.
 std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
                   const Net& model) {
@@ -294,7 +350,7 @@ std::string judge(const Play& play, const Record& expected, const std::vector<Re
   if (!wrong.empty()) return "refused too late (" + first_line(error) + "): " + wrong;
   if (play.expect != Expect::kThrows && expected.has_ended && !has_name(error, model))
     return "names no parameter or unit: " + first_line(error);
-  return "";
+  return judge_reason(play, expected, error);
 }
 
 const char* name_of(Optim kind) {

@@ -117,6 +117,8 @@ struct Play {
   // Some parameters are not used in each step: DdpOptions::find_unused_parameters.
   bool unused = false;
   double rounding = 1;  // how many times the rounding of other loops
+  // Of the error that it is refused with, one of these; of one that may be refused, else one that docs/loops.md has.
+  std::vector<std::string> says = {};
   // A world of one may do what is refused in others, if it does it right.
   bool equal_alone = false;
   // Empty: all, at some world.
@@ -154,6 +156,11 @@ Outcome outcome_of(const Setup& setup, const Play& play, const Loop& loop, int w
 inline Expect where_gradients_stay(const Setup& setup) {
   return setup.name == "oss_sdp_offload_grads" ? Expect::kRefused : Expect::kEqual;
 }
+
+// What some refusals say: of a gradient that a step has dropped, and of values that no step has changed.
+inline const std::vector<std::string> kDropped{"was dropped when a step had taken it"};
+inline const std::vector<std::string> kByOther{
+    "it was changed after a backward, by something else than the optimizer's step()"};
 
 // The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);

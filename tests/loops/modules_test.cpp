@@ -152,25 +152,30 @@ TEST_P(Modules, HookOnAModuleParameterBeforeWrapping) {
 
 // A shard is no part of the graph, so its hook would never be called.
 TEST_P(Modules, HookOnAWrappersParameter) {
-  play(GetParam(), {.expect = GetParam().stage == 3 ? Expect::kRefused : Expect::kEqual}, [](Trainer& run) {
-    run.train(0);
-    run.parameters()[2].register_hook([](const at::Tensor& gradient) { return 2 * gradient; });
-    for (int step = 1; step < 3; ++step) run.train(step);
-  });
+  play(GetParam(),
+       {.expect = GetParam().stage == 3 ? Expect::kRefused : Expect::kEqual, .says = {"a hook on its shard"}},
+       [](Trainer& run) {
+         run.train(0);
+         run.parameters()[2].register_hook([](const at::Tensor& gradient) { return 2 * gradient; });
+         for (int step = 1; step < 3; ++step) run.train(step);
+       });
 }
 
 // ---- layers and parameters of other kinds
 
 // Its parameters belong to no wrapper, so nobody would average their gradients.
 TEST_P(Modules, LayerRegisteredAfterWrapping) {
-  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
-    run.train(0);
-    Mlp& net = mlp_of(*run.model);
-    net.extra = seeded(9, [] { return torch::nn::Linear(kFeatures, kFeatures); });
-    net.extra->to(at::kDouble);
-    net.register_module("extra", net.extra);
-    run.train(1);
-  });
+  play(
+      GetParam(),
+      {.expect = Expect::kRefused, .says = {"parameter 'extra.weight' was registered after the module was wrapped by"}},
+      [](Trainer& run) {
+        run.train(0);
+        Mlp& net = mlp_of(*run.model);
+        net.extra = seeded(9, [] { return torch::nn::Linear(kFeatures, kFeatures); });
+        net.extra->to(at::kDouble);
+        net.register_module("extra", net.extra);
+        run.train(1);
+      });
 }
 
 // In single precision, and compared so.

@@ -74,7 +74,8 @@ void train_gan(Trainer& generator, bool freeze) {
 }
 
 TEST_P(Programs, AdversarialPair) {
-  play(GetParam(), {.expect = where_gradients_stay(GetParam())}, [](Trainer& run) { train_gan(run, false); });
+  play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped},
+       [](Trainer& run) { train_gan(run, false); });
 }
 
 TEST_P(Programs, AdversarialPairThatFreezesTheJudge) {
@@ -109,27 +110,35 @@ TEST_P(Programs, ClippedGradientsAfterNoSync) {
 
 // The norm would be that of a rank's own sums.
 TEST_P(Programs, ClippedGradientsAfterNoSyncAlone) {
-  play(GetParam(), {.expect = Expect::kRefused, .equal_alone = true}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    {
-      auto scope = run.no_sync();
-      run.loss(1).backward();
-    }
-    run.note(torch::tensor(run.clip_grad_norm_(0.1), at::kDouble));
-  });
+  play(GetParam(),
+       {.expect = Expect::kRefused,
+        .says = {"was made under no_sync() and has not been reduced", "is this rank's own sum"},
+        .equal_alone = true},
+       [](Trainer& run) {
+         run.train(0);
+         run.optimizer().zero_grad();
+         {
+           auto scope = run.no_sync();
+           run.loss(1).backward();
+         }
+         run.note(torch::tensor(run.clip_grad_norm_(0.1), at::kDouble));
+       });
 }
 
 // Where each rank has parts, or only owners have gradients, torch's own function sees this rank's norm.
 void play_clipped_by_torch(const Setup& setup, const std::function<std::vector<at::Tensor>(Trainer&)>& parameters) {
-  play(setup, {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual, .equal_alone = true}, [&](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      run.loss(step).backward();
-      torch::nn::utils::clip_grad_norm_(parameters(run), 0.1);
-      run.optimizer().step();
-    }
-  });
+  play(setup,
+       {.expect = setup.stage >= 2 ? Expect::kRefused : Expect::kEqual,
+        .says = {"is in the wrapper's shards", "would be scaled by a tensor that may come from its norm"},
+        .equal_alone = true},
+       [&](Trainer& run) {
+         for (int step = 0; step < 3; ++step) {
+           run.optimizer().zero_grad();
+           run.loss(step).backward();
+           torch::nn::utils::clip_grad_norm_(parameters(run), 0.1);
+           run.optimizer().step();
+         }
+       });
 }
 
 TEST_P(Programs, ClippedByTorchsFunctionOnTheModule) {

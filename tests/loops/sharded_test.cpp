@@ -105,11 +105,16 @@ TEST_P(Sharded, OtherWrappersAroundAShardedModuleAreRefused) {
 // ---- torch::save
 
 TEST_P(Sharded, SavingTheModuleIsRefused) {
-  play(GetParam(), {.expect = Expect::kRefused, .equal_alone = true, .optimizers = {Optim::kAdam}}, [](Trainer& run) {
-    run.train(0);
-    std::ostringstream file;
-    torch::save(run.model, file);
-  });
+  play(GetParam(),
+       {.expect = Expect::kRefused,
+        .says = {"torch::save of a parameter of "},
+        .equal_alone = true,
+        .optimizers = {Optim::kAdam}},
+       [](Trainer& run) {
+         run.train(0);
+         std::ostringstream file;
+         torch::save(run.model, file);
+       });
 }
 
 TEST_P(Sharded, SavingTheModuleInsideSummonFullParams) {

@@ -87,13 +87,15 @@ TEST_P(Values, LoadInsideSummonFullParams) {
 // ---- module->to() and set_data. The models are in fp64.
 
 TEST_P(Values, CastAfterWrapping) {
-  play(GetParam(), {.expect = Expect::kRefused}, [](Trainer& run) {
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.model->to(at::kFloat);
-    torch::mse_loss(run(run.x(1).to(at::kFloat)), run.y(1).to(at::kFloat)).backward();
-    run.optimizer().step();
-  });
+  play(GetParam(),
+       {.expect = Expect::kRefused, .says = {" now, but was ", "was replaced after wrapping (by module.to()"}},
+       [](Trainer& run) {
+         run.train(0);
+         run.optimizer().zero_grad();
+         run.model->to(at::kFloat);
+         torch::mse_loss(run(run.x(1).to(at::kFloat)), run.y(1).to(at::kFloat)).backward();
+         run.optimizer().step();
+       });
 }
 
 TEST_P(Values, CastToTheSameTypeChangesNothing) {
