@@ -16,16 +16,33 @@ class OrderLog {
   // `operation` is a literal; `unit` outlives the log.
   void add(const char* operation, const std::string& unit, int64_t numel) {
     fingerprint_.add(operation).add(unit).add(numel);
-    entries_.push_back({operation, &unit, numel});
-    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
+    add_entry({operation, &unit, numel});
   }
   // A forward through the wrapper whose backward will reduce. A rank that leaves out one backward would otherwise
   // average its gradients with those of the others' step before, from then on.
   void add_forward() {
     static const std::string model = "the model";
-    add("forward", model, -1);
+    add_entry({"forward", &model, -1});
+    ++doubtful_.forwards;
   }
-  uint64_t fingerprint() const { return fingerprint_.value(); }
+  // One that threw: it may be one that the others have ended, or be called again on this rank alone.
+  void add_failed_forward() { ++doubtful_.failed_forwards; }
+  // Whether a gradient is there that backward adds to, of one parameter after the other. One of no elements need not be
+  // cleared where others clear theirs: who writes an optimizer may pass over what is empty.
+  void add_kept(bool is_kept, bool is_empty) {
+    guesses_.push_back(is_kept ? kKept : kNotKept);
+    doubtful_.kept.push_back(is_kept && is_empty ? kUnknown : guesses_.back());
+  }
+  static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
+
+  // What ranks that did the same may have other values of: the fingerprint has guesses, and is looked at first.
+  struct Doubtful {
+    int64_t forwards = 0, failed_forwards = 0;
+    std::string kept;
+  };
+  const Doubtful& doubtful() const { return doubtful_; }
+  uint64_t fingerprint() const { return Fingerprint(fingerprint_).add(doubtful_.forwards).add(guesses_).value(); }
+  uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all the rest
   std::vector<std::string> lines() const {
     std::vector<std::string> lines;
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
@@ -44,7 +61,14 @@ class OrderLog {
   };
   static constexpr size_t kEntries = 4096;
 
+  void add_entry(Entry entry) {
+    entries_.push_back(entry);
+    if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
+  }
+
   Fingerprint fingerprint_;
+  Doubtful doubtful_;
+  std::string guesses_;  // of what is kept
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
 };

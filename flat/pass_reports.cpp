@@ -1,5 +1,10 @@
 #include "tessera/flat/pass_reports.h"
 
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -7,6 +12,11 @@
 #include "tessera/comm/agreement.h"
 
 namespace tessera {
+namespace {
+
+constexpr const char* kSubject = "what was gathered and reduced since the last backward";
+
+}  // namespace
 
 PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhile) {
   if (!first_.used.empty()) {
@@ -18,12 +28,10 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
   const bool must_know = meanwhile() || options_.refuse_uneven_use;
   report.finish();
   if (mesh_.world->device().is_cpu()) {
-    const std::string subject = "what was gathered and reduced since the last backward";
-    if (report.unlike_ranks()) require_agreement(*mesh_.world, subject, log_.lines());
-    report.require_alike(subject);  // in what the log has not kept
+    if (report.unlike_ranks()) require_same_work(report);
     own = read(report);
   } else {
-    const std::string subject = "what was gathered and reduced since the last backward, in this one or a few before";
+    const std::string subject = std::string(kSubject) + ", in this one or a few before";
     if (must_know) {  // maybe not on all ranks
       report.require_alike(subject);
       own.used = read(report).used;
@@ -34,6 +42,47 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
   }
   if (options_.is_static) first_ = own;
   return own;
+}
+
+// After fingerprints that differ: returns where that is by what is in doubt alone. Collective.
+void PassReports::require_same_work(ReducedReport& report) const {
+  const OrderLog::Doubtful& own = log_.doubtful();
+  std::ostringstream text;
+  text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
+  bool is_alike = true;
+  uint64_t first = 0;
+  int64_t most = 0, least = std::numeric_limits<int64_t>::max();  // forwards, of which some failed
+  std::vector<std::string> kept;
+  for (const std::string& of_rank : gather_texts(*mesh_.world, text.str(), kSubject)) {
+    std::istringstream words(of_rank);
+    uint64_t certain = 0;
+    int64_t forwards = 0, failed = 0;
+    words >> certain >> forwards >> failed >> kept.emplace_back();
+    if (kept.size() == 1) first = certain;
+    is_alike = is_alike && certain == first && kept.back().size() == kept[0].size();
+    most = std::max(most, forwards), least = std::min(least, forwards + failed);
+  }
+  if (!is_alike || most > least) {
+    require_agreement(*mesh_.world, kSubject, log_.lines());
+    report.require_alike(kSubject);  // in what the log has not kept
+  }
+  require_same_gradients(kept);
+}
+
+// What each rank kept, as the log has it, of one pass after the other.
+void PassReports::require_same_gradients(const std::vector<std::string>& of_ranks) const {
+  for (size_t i = 0; i < of_ranks[0].size(); ++i) {
+    const auto rank_with = [&](char kept) {
+      return std::ranges::find_if(of_ranks, [&](const std::string& text) { return text[i] == kept; }) -
+             of_ranks.begin();
+    };
+    const auto with = rank_with(OrderLog::kKept), without = rank_with(OrderLog::kNotKept);
+    if (std::max(with, without) == std::ssize(of_ranks)) continue;
+    throw std::invalid_argument(c10::str("the ranks disagree about ", kSubject, ": parameter '",
+                                         parameters_[i % parameters_.size()].fqn, "' has a gradient to add to on rank ",
+                                         with, ", but none on rank ", without,
+                                         " (zero_grad() on one rank alone, say)"));
+  }
 }
 
 // Of each number the ranks learn the largest: whether a parameter was used, whether a bucket had late gradients, and,

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "tessera/comm/reduced_report.h"
@@ -47,6 +48,8 @@ class PassReports {
   std::vector<int64_t> encoded(const PassUse& own) const;
   PassUse read(ReducedReport& report) const;
   void check_even_use(const int64_t* missing_by, const PassUse& use) const;
+  void require_same_work(ReducedReport& report) const;
+  void require_same_gradients(const std::vector<std::string>& of_ranks) const;
   void require_first_use(const PassUse& own) const;
 
   const std::vector<PlannedParameter>& parameters_;

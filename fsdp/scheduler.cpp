@@ -108,7 +108,7 @@ Scope Scheduler::begin_forward() {
   resident_.begin_forward();
   if (!trains) return Scope(nullptr);
   return Scope([this, exceptions = std::uncaught_exceptions()] {
-    if (std::uncaught_exceptions() == exceptions) model_.log().add_forward();
+    std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
 

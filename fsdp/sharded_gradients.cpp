@@ -247,19 +247,52 @@ uint64_t ShardedGradients::writes() const {
   return writes;
 }
 
+// The ranks that have elements of a parameter: none of one without elements.
+Range ShardedGradients::ranks_with(size_t parameter) const {
+  for (const auto& group : states_[parameter].unit->groups()) {
+    const FlatLayout& layout = group->flat.layout();
+    const auto index = static_cast<int64_t>(parameter) - static_cast<int64_t>(group->first_parameter);
+    if (index < 0 || index >= layout.parameter_count() || layout.numel(index) == 0) continue;
+    const int64_t first = layout.offset(index), last = first + layout.numel(index) - 1;
+    return {first / layout.shard_numel(), last / layout.shard_numel() + 1};
+  }
+  return {};
+}
+
+// Else a rank that has written to nothing may have stepped: whoever writes an optimizer may pass over what is empty.
+bool ShardedGradients::all_ranks_train() const {
+  const int world = model_.mesh().shard->size();
+  std::vector<bool> trains(world, false);
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!trained_[i]) continue;
+    const Range ranks = ranks_with(i);
+    std::fill(trains.begin() + ranks.begin, trains.begin() + ranks.end, true);
+  }
+  return std::ranges::all_of(trains, [](bool rank) { return rank; });
+}
+
 // What one rank does not do alone: the ranks compare it with what they have exchanged.
 void ShardedGradients::note_what_came_before() {
   static const std::string model = "the model";
-  if (writes_ && writes() != *writes_) model_.log().add("a step", model, -1);
-  writes_ = writes();
-  int64_t kept_numel = 0;
+  const Communicator& comm = *model_.mesh().shard;
+  bool has_changed = !all_ranks_train_;
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].shard.grad().defined()) kept_numel += binding_.tensor(i).numel();
     const bool trains = binding_.tensor(i).requires_grad();
     if (trained_[i] != trains) model_.log().add(trains ? "unfreezing" : "freezing", binding_.parameters()[i].fqn, -1);
+    has_changed = has_changed || trained_[i] != trains;
     trained_[i] = trains;
+    // On a device nobody looks a second time.
+    if (comm.device().is_cpu() || ranks_with(i).numel() == comm.size())
+      model_.log().add_kept(states_[i].shard.grad().defined(), states_[i].shard.numel() == 0);
   }
-  if (kept_numel > 0) model_.log().add("adding to gradients", model, kept_numel);
+  if (has_changed) all_ranks_train_ = all_ranks_train();
+  if (writes_ && writes() != *writes_ && *all_ranks_train_) model_.log().add("a step", model, -1);
+  writes_ = writes_if_between();
+}
+
+// Where steps are taken while backward goes on, nobody knows which of them were before its end.
+std::optional<uint64_t> ShardedGradients::writes_if_between() const {
+  return reducer_.has_observer() ? std::nullopt : std::optional(writes());
 }
 
 void ShardedGradients::begin() {

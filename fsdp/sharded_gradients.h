@@ -56,7 +56,7 @@ class ShardedGradients {
   void finish() {
     reducer_.finish();
     settle();
-    writes_ = writes();
+    writes_ = writes_if_between();
   }
   void end_without_reducing();
   // A backward has failed: its gradients are not to be stepped with. Not collective.
@@ -88,6 +88,9 @@ class ShardedGradients {
   void take_gradient_by_hand(size_t parameter);
   void clear(size_t parameter);
   uint64_t writes() const;
+  std::optional<uint64_t> writes_if_between() const;
+  Range ranks_with(size_t parameter) const;
+  bool all_ranks_train() const;
   void note_what_came_before();
 
   ShardedModel& model_;
@@ -103,6 +106,7 @@ class ShardedGradients {
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
   std::vector<bool> trained_;                 // by parameter: required a gradient in the last pass
+  std::optional<bool> all_ranks_train_;       // as trained_ says
   std::optional<uint64_t> writes_;            // to all shards, when the last pass that reduced ended
   std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
   std::shared_ptr<GradientGuard> not_ready_;  // in shards

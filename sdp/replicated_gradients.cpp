@@ -216,6 +216,8 @@ void ReplicatedGradients::begin_forward() {
     keeper_->keep(binding_.tensor(i));
   }
   if (trains) copies_.require_alike(*mesh_.world);
+  note_failed_forward();
+  is_forward_open_ = trains && reduces();
   if (options_.must_use_all && any_backward_) require_all_used();
   any_backward_ = false;
   refresh_trainable();
@@ -236,6 +238,7 @@ void ReplicatedGradients::require_all_used() {
 // again, must not end it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
+  if (!inside_backward()) is_forward_open_ = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
   refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
   for (size_t i = 0; i < states_.size(); ++i)
@@ -253,6 +256,11 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
+// Of a forward that threw, nobody says so.
+void ReplicatedGradients::note_failed_forward() {
+  if (std::exchange(is_forward_open_, false)) log_.add_failed_forward();
+}
+
 // What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
 // gradients.
 void ReplicatedGradients::note_what_came_before() {
@@ -261,15 +269,15 @@ void ReplicatedGradients::note_what_came_before() {
   for (size_t i = 0; i < seen_.size(); ++i)
     has_changed = has_changed || seen_[i] != CopyWatch::value_of(binding_.tensor(i));
   if (has_changed) log_.add("a step", model, -1);
-  int64_t kept_numel = 0;
+  if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
     const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;
-    if (!owner_of_ && has_average && binding_.tensor(i).grad().defined()) kept_numel += binding_.tensor(i).numel();
+    log_.add_kept(has_average && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
   }
-  if (kept_numel > 0) log_.add("adding to gradients", model, kept_numel);
 }
 
 void ReplicatedGradients::begin() {
+  note_failed_forward();
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
@@ -300,7 +308,7 @@ void ReplicatedGradients::end() {
   }
   seen_.clear();
   for (const PlannedParameter& parameter : binding_.parameters())
-    seen_.push_back(CopyWatch::value_of(parameter.tensor));
+    if (options_.copies_are_equal) seen_.push_back(CopyWatch::value_of(parameter.tensor));
   if (!order_agreed_ && any_used) agree_on_order();
   if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }

@@ -88,6 +88,7 @@ class ReplicatedGradients : public BackwardPass {
   void note_passed_through(size_t parameter);
   void agree_on_order();
   void require_all_used();
+  void note_failed_forward();
   void note_what_came_before();
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
@@ -106,6 +107,7 @@ class ReplicatedGradients : public BackwardPass {
   bool order_agreed_ = false;
   bool has_own_sums_ = false;  // that passed through
   bool any_backward_ = false;  // since the last forward
+  bool is_forward_open_ = false;
   bool first_backward_ = true;
 };
 

@@ -224,6 +224,25 @@ TEST(StepInBackward, AFailedStepReachesFinish) {
   });
 }
 
+// One rank has taken all its steps when backward ends, another takes them later: as threads have it.
+TEST(StepInBackward, StepsEndOnOneRankSoonerThanOnOthers) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(7, [&] { return RandomNet(503); });
+    FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(40)});
+    HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2));
+    std::vector<at::Tensor> later;
+    const Scope scope = fsdp.on_gradients([&](const std::vector<at::Tensor>& parameters) {
+      if (comm->rank() == 0) return optimizer.step_parameters(parameters);
+      later.insert(later.end(), parameters.begin(), parameters.end());
+    });
+    for (int i = 0; i < 3; ++i) {
+      fsdp.zero_grad();
+      torch::mse_loss(fsdp(batch(i)), batch(7 * i)).backward();
+      optimizer.step_parameters(std::exchange(later, {}));
+    }
+  });
+}
+
 // ---- speculation ---------------------------------------------------------------------------------
 
 constexpr double kMaxNorm = 0.5;
