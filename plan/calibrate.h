@@ -21,10 +21,10 @@ struct CalibrationOptions {
 // (calibrate_operators.h); for what is not among them matrix products in fp32 and bfloat16, convolutions and attention
 // in fp32, additions of tensors (memory); all-gathers, reduce-scatters and all-reduces, and how much slower compute is
 // while an all-reduce goes on; what ranks that share no memory can exchange. With one thread a rank, times are those of
-// its processor, so that others on the machine, and ranks beyond its cores, do not count. Links between hosts are not
-// measured. Takes some 60 s, quick some 4 s. Throws std::invalid_argument for fewer than 1 rank or thread, and what
-// run_ranks() throws. Sets the process's number of intra-operator threads, and puts the recorder's allocator before
-// libtorch's. Not in a dry run.
+// its processor, so that others on the machine, and ranks beyond its cores, do not count, and means of many calls; else
+// medians by the clock. Links between hosts are not measured. Takes some 80 s, quick some 5 s. Throws
+// std::invalid_argument for fewer than 1 rank or thread, and what run_ranks() throws. Sets the process's number of
+// intra-operator threads, and puts the recorder's allocator before libtorch's. Not in a dry run.
 MachineSpeed calibrate(const CalibrationOptions& options);
 
 }  // namespace tessera
