@@ -25,6 +25,11 @@ fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kS
   return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
 }
 
+bool is_gone(const fs::path& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() == fs::file_type::not_found;
+}
+
 // By the file system's time: this host's clock may have been set meanwhile, or be another than its server's.
 bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
   std::error_code error, ignored;
@@ -56,6 +61,20 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
   return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
 }
 
+// Removes a hidden directory that nobody needs; others may be removing it, too. The lock on its manifest is let go of
+// before that goes: NFS gives a file that is open another name instead, and the directory would stay.
+std::error_code remove_hidden(
+    const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
+  std::error_code error, ignored;
+  for (const auto& file : fs::directory_iterator(directory, ignored))
+    if (const auto name = file.path().filename(); name != kManifestName && name != kDraftName)
+      fs::remove(file.path(), ignored), progress();
+  lock.release();
+  do fs::remove_all(directory, error);
+  while (error == std::errc::no_such_file_or_directory && !is_gone(directory));
+  return is_gone(directory) ? std::error_code() : error;
+}
+
 // Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
 // removed stays; it is never taken for a checkpoint.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
@@ -67,8 +86,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
     const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
                           (name.find(kMaking) != std::string::npos && is_left_in_the_making(entry.path()));
     if (!needless) continue;
-    for (const auto& file : fs::directory_iterator(entry.path(), ignored)) fs::remove(file.path(), ignored), progress();
-    fs::remove_all(entry.path(), ignored);
+    static_cast<void>(remove_hidden(entry.path(), lock, progress));
   }
 }
 
@@ -117,16 +135,15 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     rename_entry(path_, locked, false);
     path_ = locked;
   } catch (...) {
-    fs::remove_all(path_, error);
+    static_cast<void>(remove_hidden(path_, lock_));
     throw;
   }
 }
 
 LocalPartial::~LocalPartial() {
-  std::error_code ignored;
-  FileLock lock;  // of a checkpoint that was replaced
-  if (is_committed_ && !is_abandoned(path_, lock)) return;
-  fs::remove_all(path_, ignored);
+  FileLock replaced;
+  if (is_committed_ && !is_abandoned(path_, replaced)) return;
+  static_cast<void>(remove_hidden(path_, is_committed_ ? replaced : lock_));  // else by the next save of this name
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -162,10 +179,14 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
   if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
   // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
   const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
-  rename_entry(checkpoint, hidden, false);
-  std::error_code error;
-  fs::remove_all(hidden, error);
-  if (error) throw CheckpointError(hidden.string() + ": removing: " + error.message());
+  try {
+    rename_entry(checkpoint, hidden, false);
+  } catch (const CheckpointError&) {
+    if (is_gone(checkpoint)) return;  // another job has removed it
+    throw;
+  }
+  if (const std::error_code error = remove_hidden(hidden, lock))
+    throw CheckpointError(hidden.string() + ": removing: " + error.message());
 }
 
 void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }

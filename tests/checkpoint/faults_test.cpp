@@ -64,7 +64,17 @@ void check_durable(const std::filesystem::path& directory) {
 std::atomic<int> failing_rank = -1;
 std::atomic<int> slow_syncs_of_rank_1 = 0, slow_ms = 0;  // how many are still to be so slow
 std::atomic<int> reading_fails_with = 0;                 // an errno, of the files of ranks
-std::atomic<bool> no_exchange = false;                   // as on NFS
+// As on NFS: renameat2() knows no flags, and a file that is open gets another name instead of being removed, until it
+// is closed.
+std::atomic<bool> is_like_nfs = false;
+std::atomic<int> renamed_instead = 0;
+
+bool is_open(const std::filesystem::path& path) {
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    if (std::filesystem::read_symlink(entry, ignored) == path) return true;
+  return false;
+}
 
 // In the place of the system's.
 extern "C" int fsync(int fd) {
@@ -117,8 +127,14 @@ extern "C" int mkdir(const char* path, mode_t mode) noexcept {
 }
 
 extern "C" int unlinkat(int fd, const char* path, int flags) noexcept {
-  return observed([&] { return static_cast<int>(::syscall(SYS_unlinkat, fd, path, flags)); },
-                  [&] { return FileCall{FileCall::kRemove, fd == AT_FDCWD ? path : path_of(fd) + "/" + path}; });
+  const auto whole = [&] { return std::filesystem::path(fd == AT_FDCWD ? path : path_of(fd) + "/" + path); };
+  auto act = [&] {
+    if (!is_like_nfs || (flags & AT_REMOVEDIR) != 0 || !is_open(whole()))
+      return static_cast<int>(::syscall(SYS_unlinkat, fd, path, flags));
+    const auto other = whole().parent_path() / (".nfs" + std::to_string(++renamed_instead));
+    return static_cast<int>(::syscall(SYS_renameat2, AT_FDCWD, whole().c_str(), AT_FDCWD, other.c_str(), 0));
+  };
+  return observed(act, [&] { return FileCall{FileCall::kRemove, whole()}; });
 }
 
 extern "C" int remove(const char* path) noexcept {
@@ -135,7 +151,7 @@ extern "C" ssize_t pread(int fd, void* data, size_t bytes, off_t position) {
 }
 
 extern "C" int renameat2(int from_fd, const char* from, int to_fd, const char* to, unsigned flags) noexcept {
-  if (no_exchange && (flags & RENAME_EXCHANGE) != 0) return errno = EINVAL, -1;
+  if (is_like_nfs && flags != 0) return errno = EINVAL, -1;
   if (std::string(from).find(".saving-") != std::string::npos) {
     if (std::filesystem::exists(std::filesystem::path(from) / "tessera.json")) check_durable(from);
     struct stat folder {};
@@ -390,16 +406,45 @@ TEST(CheckpointFaults, AFileSystemThatCannotReplaceSaysSoBeforeAnythingIsWritten
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
     save_checkpoint(folder / "a", model, {{"step", 1}});
-    no_exchange = true;
+    is_like_nfs = true;
     comm->barrier();
     expect_contains(error_of<CheckpointError>([&] { auto save = save_checkpoint_async(folder / "a", model); }),
                     "cannot replace a directory in one step: save under a new name");
     save_checkpoint(folder / "b", model, {{"step", 2}});
     comm->barrier();
-    no_exchange = false;
+    is_like_nfs = false;
     EXPECT_EQ(entries(folder.path()), 2);
     EXPECT_EQ(load_checkpoint(folder / "a", model)["step"], 1);
   });
+}
+
+// What is removed there must be closed, or the folder that it is in stays.
+TEST(CheckpointFaults, OnNfsOldCheckpointsAndSavesThatFailedGoWhole) {
+  const TemporaryFolder folder;
+  folder.write(".left.saving-0123456789abcdef/.manifest", "of a process that was killed\n");
+  renamed_instead = 0;
+  is_like_nfs = true;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (int step = 1; step <= 4; ++step)
+      save_checkpoint(folder / ("step-" + std::to_string(step)), model, {{"step", step}}, {.keep_last = 2});
+    comm->barrier();
+    failing_rank = 1;
+    comm->barrier();
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "step-5", model); }), "rank 1: ");
+    comm->barrier();
+    failing_rank = -1;
+    std::shared_ptr<Removal> removal;
+    with_underway(comm, [&](const Underway& underway) { removal = underway.removal; });
+    if (removal) removal->join();
+    comm->barrier();
+    EXPECT_EQ(load_newest_checkpoint(folder.path(), {model})->extra["step"], 4);
+  });
+  is_like_nfs = false;
+  EXPECT_EQ(renamed_instead, 0);
+  std::set<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
+  EXPECT_EQ(names, (std::set<std::string>{"step-3", "step-4"}));
 }
 
 TEST(CheckpointFaults, FilesOfManyRanksNeedFewDescriptors) {

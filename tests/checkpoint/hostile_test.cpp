@@ -22,6 +22,7 @@
 #include <system_error>
 #include <thread>
 
+#include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/offline.h"
 #include "tessera/comm/agreement.h"
@@ -487,6 +488,29 @@ TEST(HostileSave, TwoJobsWithOneFolderLeaveWholeCheckpoints) {
   for (const auto& path : checkpoints_in(folder.path()))
     EXPECT_EQ(verify_checkpoint(path), std::vector<std::string>()) << path;
   EXPECT_LE(entries(folder.path()), 3);
+}
+
+// Two jobs that keep the last of one folder may be about to remove the same: what is gone is removed.
+TEST(HostileSave, AnOldCheckpointThatAnotherJobRemovesMeanwhileIsNoError) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Trained trained(comm, 20);
+    for (const auto another_removes : {FileCall::kRename, FileCall::kRemove}) {
+      for (const char* name : {"step-1", "step-2", "step-3"})
+        ASSERT_EQ(save_either_way(false, folder / name, trained.fsdp, trained.optimizer, 1), "");
+      int removed = 0;
+      refuse_file_calls([&](const FileCall& call) {
+        const fs::path path = call.path;
+        if (removed == 0 && call.kind == another_removes && path.string().find("step-1") != std::string::npos)
+          removed += fs::remove_all(call.kind == FileCall::kRename ? path : path.parent_path()) > 0;
+        return 0;
+      });
+      EXPECT_NO_THROW(remove_old_checkpoints(folder.path(), 2));
+      refuse_file_calls(nullptr);
+      EXPECT_EQ(removed, 1);
+      EXPECT_EQ(names_at_the_end(folder.path(), {"step-2", "step-3"}), (std::set<std::string>{"step-2", "step-3"}));
+    }
+  });
 }
 
 }  // namespace
