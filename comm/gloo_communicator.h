@@ -84,10 +84,10 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const GroupProcess process_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
-  const std::unique_ptr<PeerMemory> memory_;          // null: no other rank on this host, or none that can be reached
-  const std::unique_ptr<Meeting> meeting_;            // null: not all ranks
-  std::mutex mutex_;                                  // guards the next nine
-  c10::intrusive_ptr<c10d::Backend> group_;           // null until it is needed, and once this is closed
+  const std::unique_ptr<PeerMemory> memory_;  // null: no other rank on this host, or none that can be reached
+  const std::unique_ptr<Meeting> meeting_;    // null: not all ranks
+  std::mutex mutex_;                          // guards the next nine
+  c10::intrusive_ptr<c10d::Backend> group_;   // null until it is needed, and once this is closed
   bool is_closed_ = false;
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;
