@@ -5,13 +5,18 @@
 // dd's write, both saves, dd's read and the load, one after the other; the table has medians and, for
 // ratios, the median of the rounds' own. What is read has been dropped from the page cache before.
 //
+// "the disk alone" is what a load could come to: the same files to new memory in huge pages, past the page cache, on
+// three threads a file, without checksums or anything to do with tensors.
+//
 // Targets: dd's time is at least that of a save, and 0.9 of that of a load; the stall, which is the call and the wait
 // before the optimizer's step after one forward and backward, is at most 0.15 of a save.
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <boost/program_options.hpp>
 #include <chrono>
 #include <cstdlib>
@@ -19,6 +24,8 @@
 #include <fstream>
 #include <iomanip>
 #include <iostream>
+#include <new>
+#include <thread>
 
 #include "median.h"
 #include "tessera/tessera.h"
@@ -39,7 +46,8 @@ struct Settings {
 };
 
 struct Round {
-  double dd_write = 0, save = 0, stall = 0, plain_stall = 0, async_total = 0, dd_read = 0, load = 0, copy = 0;
+  double dd_write = 0, save = 0, stall = 0, plain_stall = 0, async_total = 0, dd_read = 0, alone = 0, load = 0,
+         copy = 0;
 };
 
 double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
@@ -65,6 +73,48 @@ int64_t drop_all_from_cache(const fs::path& folder) {
     bytes += static_cast<int64_t>(entry.file_size());
   }
   return bytes;
+}
+
+// One thread's part of a file, past the page cache where the file system allows it. Returns the bytes that there were.
+int64_t read_range(const fs::path& path, char* to, int64_t begin, int64_t end) {
+  constexpr int64_t kPieceBytes = int64_t{2} << 20;
+  int fd = ::open(path.c_str(), O_RDONLY | O_DIRECT);
+  if (fd < 0) fd = ::open(path.c_str(), O_RDONLY);
+  int64_t done = begin;
+  for (ssize_t got = 1; done < end && got > 0; done += std::max<ssize_t>(got, 0))
+    got = ::pread(fd, to + done, kPieceBytes, done);
+  ::close(fd);
+  return done - begin;
+}
+
+// The folder's files, by as many threads as a load has.
+double read_alone(const fs::path& folder) {
+  constexpr int64_t kHugePageBytes = int64_t{2} << 20, kThreads = 3;
+  const auto began = Clock::now();
+  std::vector<std::pair<void*, size_t>> memory;
+  std::atomic<int64_t> read_bytes = 0;
+  int64_t all_bytes = 0;
+  {
+    std::vector<std::jthread> threads;
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      const int64_t pieces = static_cast<int64_t>(entry.file_size()) / kHugePageBytes + 1;
+      const auto room = static_cast<size_t>((pieces + 1) * kHugePageBytes);
+      void* const to = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (to == MAP_FAILED) throw std::bad_alloc();
+      ::madvise(to, room, MADV_HUGEPAGE);
+      memory.emplace_back(to, room);
+      all_bytes += static_cast<int64_t>(entry.file_size());
+      for (int64_t t = 0; t < kThreads; ++t)
+        threads.emplace_back([=, &read_bytes, path = entry.path()] {
+          read_bytes += read_range(path, static_cast<char*>(to), pieces * t / kThreads * kHugePageBytes,
+                                   pieces * (t + 1) / kThreads * kHugePageBytes);
+        });
+    }
+  }
+  const double seconds = seconds_since(began);
+  for (const auto& [begin, bytes] : memory) ::munmap(begin, bytes);
+  if (read_bytes != all_bytes) throw std::runtime_error("cannot read all of " + folder.string());
+  return seconds;
 }
 
 double digest(const std::vector<at::Tensor>& parameters, const torch::optim::Optimizer& optimizer) {
@@ -104,6 +154,8 @@ class Bench {
     const double dd_write = of_rounds([](const Round& r) { return r.dd_write; }),
                  dd_read = of_rounds([](const Round& r) { return r.dd_read; });
     const double copy = of_rounds([](const Round& r) { return r.copy; });
+    const double alone = of_rounds([](const Round& r) { return r.alone; });
+    const double alone_ratio = of_rounds([](const Round& r) { return r.alone / r.load; });
     if (settings_.json) {
       std::cout << nlohmann::json{{"bytes", bytes_},
                                   {"ranks", settings_.ranks},
@@ -112,7 +164,9 @@ class Bench {
                                   {"save_s", save},
                                   {"dd_write_over_save", write_ratio},
                                   {"dd_read_s", dd_read},
+                                  {"read_alone_s", alone},
                                   {"load_s", load},
+                                  {"read_alone_over_load", alone_ratio},
                                   {"dd_read_over_load", read_ratio},
                                   {"async_stall_s", stall},
                                   {"plain_stall_s", plain_stall},
@@ -133,13 +187,15 @@ class Bench {
     line("dd with fsync", dd_write);
     line("save_checkpoint", save);
     line("dd, cold read", dd_read);
+    line("the disk alone, cold read", alone);
     line("load_checkpoint, cold", load);
     line("async: stall of the loop", stall);
     line("async: stall by default", plain_stall);
     line("async: until complete", total);
     line("a copy of the bytes", copy);
     std::cout << std::setprecision(2) << "dd / save " << write_ratio << ", dd / load " << read_ratio
-              << ", stall / save " << stall / save << ", by default " << plain_stall / save << "\n";
+              << ", alone / load " << alone_ratio << ", stall / save " << stall / save << ", by default "
+              << plain_stall / save << "\n";
   }
 
  private:
@@ -208,6 +264,8 @@ class Bench {
     optimizer.zero_grad();
     alone([&] { drop_from_cache(file), drop_all_from_cache(checkpoint()); });
     alone([&] { round.dd_read = run_dd("if=" + file.string() + " of=/dev/null bs=1M"); });
+    alone([&] { drop_all_from_cache(checkpoint()); });
+    alone([&] { round.alone = read_alone(checkpoint()); });
     alone([&] { drop_all_from_cache(checkpoint()); });
     began = Clock::now();
     tessera::load_checkpoint(checkpoint(), fsdp, optimizer);
