@@ -5,8 +5,8 @@
 
 The machine is calibrated once, with two ranks (or the file is taken), and the link is what the token buckets let through:
 after a pause no more than a millisecond's bytes at once, or 32 KiB. bench/plan_time then trains and predicts, those of its
-cases whose wrapper and model have the text of --only in them. The ratio is predicted by measured. "link" is what the
-messages of a step take there alone, of the measured step. Needs root and iproute2.
+cases whose wrapper and model have the text of --only in them. The ratio is predicted by measured. "wait" is how much of the
+predicted step waits for messages. Needs root and iproute2.
 """
 import argparse
 import os
@@ -39,7 +39,7 @@ def main():
             subprocess.run([os.path.join(args.build, "tools/tessera/tessera"), "calibrate", "-o", speed, "--ranks", "2"],
                            check=True, stderr=subprocess.DEVNULL)
         errors = []
-        print("hosts  Mbit/s  measured ms  predicted  ratio  link %  of", flush=True)
+        print("hosts  Mbit/s  measured ms  predicted  ratio  wait %  of", flush=True)
         for count in args.hosts:
             for mbit in args.mbit:
                 errors += compare(count, mbit, speed, args)
@@ -54,7 +54,7 @@ def compare(count, mbit, speed, args):
                             "--link", f"{mbit}Mbit", "--only", args.only])
     for case in line["cases"]:
         print(f"{count:5d} {mbit:7d} {case['measured_ms']:12.1f} {case['predicted_ms']:10.1f} {case['ratio']:6.2f} "
-              f"{case['link_ms'] / case['measured_ms'] * 100:7.0f}  {case['stage']}, {case['model']}", flush=True)
+              f"{case['exposed_ms'] / case['predicted_ms'] * 100:7.0f}  {case['stage']}, {case['model']}", flush=True)
     return [abs(case["ratio"] - 1) * 100 for case in line["cases"]]
 
 
