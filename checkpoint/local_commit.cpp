@@ -1,6 +1,7 @@
 // Checkpoints in local folders: written in a temporary one, which gets the checkpoint's name by a rename.
 #include <chrono>
 #include <string>
+#include <thread>
 
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/commit.h"
@@ -129,7 +130,9 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
   if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
   try {
     write_text(path_ / kDraftName, process_name() + "\n");
-    lock_.take_exclusive(path_ / kDraftName);
+    // Another job may hold it for a moment, to see whether this has been left.
+    while (lock_.take_exclusive(path_ / kDraftName) == LockOutcome::kHeldByOther)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (fs::is_directory(status) && !fs::is_empty(target_, error)) require_exchange(path_);
     const fs::path locked = hidden_name(target_, id_);
     rename_entry(path_, locked, false);

@@ -490,6 +490,30 @@ TEST(HostileSave, TwoJobsWithOneFolderLeaveWholeCheckpoints) {
   EXPECT_LE(entries(folder.path()), 3);
 }
 
+// Whoever clears a folder asks for a lock, for a moment, to know whether a temporary directory has been left. That may
+// be the moment in which its owner locks it.
+TEST(HostileSave, ADraftIsLockedThoughAnotherJobLooksAtItMeanwhile) {
+  const TemporaryFolder folder;
+  FileLock other;
+  std::future<void> looks;
+  refuse_file_calls([&](const FileCall& call) {
+    const bool is_draft = call.kind == FileCall::kWrite && fs::path(call.path).filename() == kDraftName;
+    if (!is_draft || looks.valid()) return 0;
+    EXPECT_EQ(other.take_exclusive(call.path), LockOutcome::kTaken);
+    looks = std::async(std::launch::async, [&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      other.release();
+    });
+    return 0;
+  });
+  const auto save = begin_local_checkpoint(folder / "step-1", [] {});
+  refuse_file_calls(nullptr);
+  ASSERT_TRUE(looks.valid());
+  looks.get();
+  clear_local_leftovers(folder.path());
+  EXPECT_EQ(entries(folder.path()), 1);
+}
+
 // Two jobs that keep the last of one folder may be about to remove the same: what is gone is removed.
 TEST(HostileSave, AnOldCheckpointThatAnotherJobRemovesMeanwhileIsNoError) {
   const TemporaryFolder folder;
