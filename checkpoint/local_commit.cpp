@@ -62,10 +62,10 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
   return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
 }
 
-// Removes a hidden directory that nobody needs; others may be removing it, too. The lock on its manifest is let go of
-// before that goes: NFS gives a file that is open another name instead, and the directory would stay.
-std::error_code remove_hidden(
-    const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
+// Removes a hidden directory that nobody needs; others may be removing it, too. Returns what kept it, or nothing. The
+// lock on its manifest is let go of before that goes: NFS gives a file that is open another name instead, and the
+// directory would stay.
+std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code error, ignored;
   for (const auto& file : fs::directory_iterator(directory, ignored))
     if (const auto name = file.path().filename(); name != kManifestName && name != kDraftName)
@@ -73,7 +73,7 @@ std::error_code remove_hidden(
   lock.release();
   do fs::remove_all(directory, error);
   while (error == std::errc::no_such_file_or_directory && !is_gone(directory));
-  return is_gone(directory) ? std::error_code() : error;
+  return is_gone(directory) ? "" : error.message();
 }
 
 // Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
@@ -87,7 +87,7 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
     const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
                           (name.find(kMaking) != std::string::npos && is_left_in_the_making(entry.path()));
     if (!needless) continue;
-    static_cast<void>(remove_hidden(entry.path(), lock, progress));
+    remove_hidden(entry.path(), lock, progress);
   }
 }
 
@@ -138,7 +138,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
     rename_entry(path_, locked, false);
     path_ = locked;
   } catch (...) {
-    static_cast<void>(remove_hidden(path_, lock_));
+    remove_hidden(path_, lock_);
     throw;
   }
 }
@@ -146,7 +146,7 @@ LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& 
 LocalPartial::~LocalPartial() {
   FileLock replaced;
   if (is_committed_ && !is_abandoned(path_, replaced)) return;
-  static_cast<void>(remove_hidden(path_, is_committed_ ? replaced : lock_));  // else by the next save of this name
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // else by the next save of this name
 }
 
 void LocalPartial::commit(Manifest manifest) {
@@ -188,8 +188,8 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
     if (is_gone(checkpoint)) return;  // another job has removed it
     throw;
   }
-  if (const std::error_code error = remove_hidden(hidden, lock))
-    throw CheckpointError(hidden.string() + ": removing: " + error.message());
+  if (const std::string error = remove_hidden(hidden, lock); !error.empty())
+    throw CheckpointError(hidden.string() + ": removing: " + error);
 }
 
 void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }
