@@ -144,7 +144,8 @@ struct WeightFiles::Files {
   void read(const std::string& name, const ExportedTensor& tensor, Range elements, void* target) {
     const int64_t before = reader.bytes_read();
     for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, elements))
-      reader.read(name, segment.box, target, tensor.strides, elements.begin);
+      reader.want(name, segment.box, target, tensor.strides, elements.begin);
+    reader.fetch();
     *bytes_read += reader.bytes_read() - before;
   }
 };

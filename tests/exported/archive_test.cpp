@@ -79,9 +79,12 @@ TEST(Archive, IsReadAgainAfterWriting) {
 }
 
 TEST(Archive, OtherVersionsAreRefused) {
-  Changed old("adapted");
-  old.program["torch_version"] = "2.8.0";
-  expect_contains(old.error(), "exported by torch 2.8.0 (schema 8); expected torch 2.9 to 2.15 (schema 8)");
+  for (const std::string version : {"2.8.0", "2.16.0", "3.9.0"}) {
+    Changed other("adapted");
+    other.program["torch_version"] = version;
+    expect_contains(other.error(),
+                    "exported by torch " + version + " (schema 8); expected torch 2.9 to 2.15 (schema 8)");
+  }
   for (const char* version : {"2.9.1", "2.10.0+cpu", "2.15.0a0+git"}) {
     Changed known("adapted");
     known.program["torch_version"] = version;

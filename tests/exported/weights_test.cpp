@@ -1,8 +1,12 @@
 // Where weights come from: the archive, files, a callback; under FSDP each rank reads its own part.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <fstream>
+#include <memory>
 
+#include "tessera/checkpoint/full_file.h"
+#include "tessera/exported/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
@@ -134,6 +138,27 @@ TEST(Weights, RanksReadTheirShardsAndNoMore) {
         EXPECT_EQ(total, parameter_bytes);
       }
     }
+  }
+}
+
+// Of a file the pages are read in which the elements lie: of a part that begins and ends within rows three runs.
+TEST(Weights, OfAFileTheWantedPagesAreRead) {
+  constexpr int64_t kRows = 1000, kColumns = 500, kPages = 3 * 2 * 4096;
+  const TemporaryFolder folder;
+  const at::Tensor values = at::arange(kRows * kColumns, at::kFloat).view({kRows, kColumns});
+  write_full(folder / "model.safetensors", {{"weight", at::kFloat, {kRows, kColumns}, {}}},
+             [&](const FullTensor&) { return values; });
+  const auto bytes_read = std::make_shared<std::atomic<int64_t>>(0);
+  WeightFiles files(folder / "model.safetensors", bytes_read);
+  const auto source = files.find({"weight"}, {.sizes = {kRows, kColumns}, .strides = {kColumns, 1}});
+  ASSERT_TRUE(source);
+  for (const Range part : {Range{0, 250'000}, {123'456, 234'567}, {499'999, 500'000}}) {
+    const int64_t before = *bytes_read, own = part.numel() * 4;
+    const at::Tensor read = at::empty({part.numel()});
+    source->read(part, read.mutable_data_ptr());
+    EXPECT_TRUE(at::equal(read, values.flatten().slice(0, part.begin, part.end)));
+    EXPECT_GE(*bytes_read - before, own);
+    EXPECT_LE(*bytes_read - before, own + kPages);
   }
 }
 

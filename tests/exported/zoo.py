@@ -32,7 +32,7 @@ import export_model  # noqa: E402
 import programs  # noqa: E402
 
 STEPS = 3
-QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths")  # of `make interop`, which has no torchvision
+QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics")  # of `make interop`, which has no torchvision
 FORCES = {"physics", "molecule"}
 DROPPING = {"swin_t_dropping", "timm_vit_dropping", "convnextv2_dropping"}  # with their drop paths
 EVALUATED_OTHERWISE = DROPPING | {"norms"}  # whose eval() is refused
