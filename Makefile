@@ -60,6 +60,7 @@ interop: setup
 	@$(compile) exported_program finetune
 	@tools/python.sh tests/exported/zoo.py $(BUILD)/tests/exported/exported_program --quick
 	@tools/python.sh --with peft tests/exported/finetune_test.py $(BUILD)/examples/finetune
+	@$(MAKE) --no-print-directory finetune FINETUNE='--stage 3 --steps 20'
 
 # tools/tessera-convert on files that DeepSpeed and FairScale write. Installs both the first time.
 interop-peers: setup

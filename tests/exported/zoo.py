@@ -5,7 +5,7 @@
 For each: the loss and every gradient against Python's eager, alone and under FSDP on 2 ranks, three steps of AdamW,
 eval() against Python's, and the outputs for inputs of other sizes where sizes are dynamic. Some with drop paths, whose
 eval() has to be refused, and with forces in their loss, under every wrapper. What torch.export would change without a
-word has to be refused. Prints a table; docs/exported.md has the last one. Exits with 1 if a model fails that is not known to.
+word has to be refused. Prints a table; docs/zoo.md has the last one. Exits with 1 if a model fails that is not known to.
 """
 
 import argparse
@@ -36,7 +36,7 @@ QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics") 
 FORCES = {"physics", "molecule"}
 DROPPING = {"swin_t_dropping", "timm_vit_dropping", "convnextv2_dropping"}  # with their drop paths
 EVALUATED_OTHERWISE = DROPPING | {"norms"}  # whose eval() is refused
-KNOWN_TO_FAIL = set()  # docs/exported.md says why
+KNOWN_TO_FAIL = set()  # docs/zoo.md says why
 MODELS = {}
 
 
