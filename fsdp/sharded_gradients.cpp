@@ -46,14 +46,20 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       versions_(model.units().size()),
       shown_versions_(model.units().size()),
       incomplete_(model.units().size(), 0) {
+  make_buckets();
+  make_guards();
+  settle();
+}
+
+void ShardedGradients::make_buckets() {
   std::vector<GradientBucket> buckets;
-  for (auto& unit : model.units()) {
+  for (auto& unit : model_.units()) {
     buckets_of_.push_back(buckets.size());
     for (auto& group : unit->groups()) {
       FlatParameter& flat = group->flat;
       group->first_parameter = states_.size();
       const bool is_exempt = flat.parameters()[0].full_precision;
-      const WireFormat wire = is_exempt ? WireFormat::kDtype : model.options().wire.gradients;
+      const WireFormat wire = is_exempt ? WireFormat::kDtype : model_.options().wire.gradients;
       GradientBucket bucket{flat.name(), {},   flat.geometries(), flat.layout(), 0, flat.reduce_dtype(),
                             {},          wire, &flat.gradient()};
       for (const at::Tensor& shard : flat.parameter_shards()) {
@@ -64,10 +70,13 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       buckets.push_back(std::move(bucket));
     }
   }
-  for (const auto& unit : model.units()) shown_versions_[unit->index()] = unit->version();
+  for (const auto& unit : model_.units()) shown_versions_[unit->index()] = unit->version();
   buckets_of_.push_back(buckets.size());
   bucket_done_.assign(buckets.size(), false);
   reducer_.set_buckets(std::move(buckets));
+}
+
+void ShardedGradients::make_guards() {
   elsewhere_ = std::make_shared<GradientGuard>(GradientGuard::Events{
       [this](size_t parameter) {
         return "the gradient of " + binding_.label(parameter) +
@@ -100,7 +109,6 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
                                                               states_[parameter].shard.mutable_grad() =
                                                                   at::zeros_like(states_[parameter].shard.detach());
                                                             }});
-  settle();
 }
 
 // Guards that outlive it tell nobody.

@@ -87,6 +87,8 @@ class ShardedGradients {
   bool take_zeros_by_hand(size_t parameter);
   void take_gradient_by_hand(size_t parameter);
   void clear(size_t parameter);
+  void make_buckets();
+  void make_guards();
   uint64_t writes() const;
   std::optional<uint64_t> writes_if_between() const;
   Range ranks_with(size_t parameter) const;

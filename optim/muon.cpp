@@ -108,97 +108,121 @@ Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& o
 // Note [A matrix a rank at a time]. Each rank has a list of matrices, the most expensive first, and in a round every
 // rank works on the next of its own: an all-to-all brings it the parts, another takes the results back. Those of the
 // next rounds are started before the work, those back are waited for at the end, so nobody waits for the slowest.
-void Muon::orthogonalize(std::vector<Matrix>& matrices) const {
-  Communicator* comm = parts().comm();
-  if (comm == nullptr || comm->size() == 1) {
-    for (Matrix& matrix : matrices) matrix.elements = matrix.orthogonal(matrix.elements);
-    return;
-  }
-  std::vector<int64_t> costs;
-  for (const Matrix& matrix : matrices) costs.push_back(step_cost(matrix.shape, *matrix.options));
-  std::vector<size_t> order(matrices.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, [&](size_t a, size_t b) { return costs[a] > costs[b]; });
-  const Partition owners = partition_greedily(costs, comm->size());
-  std::vector<std::vector<size_t>> rounds;  // [round][rank], or matrices.size() for none
-  std::vector<size_t> length(comm->size());
-  for (const size_t index : order) {
-    const size_t round = length[owners.owners[index]]++;
-    if (round == rounds.size()) rounds.emplace_back(comm->size(), matrices.size());
-    rounds[round][owners.owners[index]] = index;
+class Muon::Rounds {
+ public:
+  Rounds(Communicator& comm, const ParameterParts& parts, std::vector<Matrix>& matrices)
+      : comm_(comm), parts_(parts), matrices_(matrices), self_(comm.rank()) {
+    // Matrices of both dtypes travel in fp32: bf16 is exact in it.
+    const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
+    wire_ = wire_.dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm.device());
+    plan();
   }
 
-  const int self = comm->rank();
+  void run() {
+    std::deque<Exchange> arriving;
+    std::vector<Exchange> leaving;
+    for (size_t round = 0; round < rounds_.size(); ++round) {
+      for (size_t next = round == 0 ? 0 : round + kAhead; next <= round + kAhead && next < rounds_.size(); ++next)
+        arriving.push_back(bring(next));
+      Exchange own = std::move(arriving.front());
+      arriving.pop_front();
+      own.pending.wait();
+      leaving.push_back(work(round, own.received));
+    }
+    for (size_t round = 0; round < rounds_.size(); ++round) take_back(round, leaving[round]);
+  }
+
+ private:
   struct Exchange {
     at::Tensor received, sent;
     Pending pending;
   };
-  // Matrices of both dtypes travel in fp32: bf16 is exact in it.
-  const bool all_bfloat16 = std::ranges::all_of(matrices, [](const Matrix& m) { return m.options->bfloat16(); });
-  const auto wire = at::TensorOptions().dtype(all_bfloat16 ? at::kBFloat16 : at::kFloat).device(comm->device());
-  auto exchange = [&](const std::vector<at::Tensor>& parts_sent, const std::vector<int64_t>& receives,
-                      const std::string& what) {
+
+  void plan() {
+    std::vector<int64_t> costs;
+    for (const Matrix& matrix : matrices_) costs.push_back(step_cost(matrix.shape, *matrix.options));
+    std::vector<size_t> order(matrices_.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::ranges::stable_sort(order, [&](size_t a, size_t b) { return costs[a] > costs[b]; });
+    const Partition owners = partition_greedily(costs, comm_.size());
+    std::vector<size_t> length(comm_.size());
+    for (const size_t index : order) {
+      const size_t round = length[owners.owners[index]]++;
+      if (round == rounds_.size()) rounds_.emplace_back(comm_.size(), nullptr);
+      rounds_[round][owners.owners[index]] = &matrices_[index];
+    }
+  }
+
+  Exchange exchange(const std::vector<at::Tensor>& parts_sent, const std::vector<int64_t>& receives,
+                    const std::string& what) const {
     std::vector<int64_t> sends;
     for (const at::Tensor& part : parts_sent) sends.push_back(part.defined() ? part.numel() : 0);
-    Exchange made{at::empty({std::accumulate(receives.begin(), receives.end(), int64_t{0})}, wire),
-                  at::empty({std::accumulate(sends.begin(), sends.end(), int64_t{0})}, wire),
+    Exchange made{at::empty({std::accumulate(receives.begin(), receives.end(), int64_t{0})}, wire_),
+                  at::empty({std::accumulate(sends.begin(), sends.end(), int64_t{0})}, wire_),
                   {}};
-    for (int64_t offset = 0, rank = 0; rank < comm->size(); offset += sends[rank++])
+    for (int64_t offset = 0, rank = 0; rank < comm_.size(); offset += sends[rank++])
       if (sends[rank] > 0) made.sent.narrow(0, offset, sends[rank]).copy_(parts_sent[rank]);
-    made.pending = comm->all_to_all(made.received, made.sent, receives, sends, what);
+    made.pending = comm_.all_to_all(made.received, made.sent, receives, sends, what);
     return made;
-  };
+  }
+
   // Whether `from` sends its part of a matrix to the rank that works on it: unless that has all of it, or finds it in
   // its own copy of the model.
-  auto is_sent = [&](const std::vector<ParameterParts::Held>& held, int from, int to) {
-    return from == to || (parts().are_cut() && held[from].copy == held[to].copy);
-  };
-  auto start = [&](size_t round) {
-    std::vector<at::Tensor> sent(comm->size());
-    std::vector<int64_t> receives(comm->size());
-    for (int owner = 0; owner < comm->size(); ++owner) {
-      if (rounds[round][owner] == matrices.size()) continue;
-      const Matrix& matrix = matrices[rounds[round][owner]];
-      const auto& held = parts().by_rank(matrix.parameter);
-      if (is_sent(held, self, owner)) sent[owner] = matrix.elements;
-      for (int from = 0; owner == self && from < comm->size(); ++from)
+  bool is_sent(const std::vector<ParameterParts::Held>& held, int from, int to) const {
+    return from == to || (parts_.are_cut() && held[from].copy == held[to].copy);
+  }
+
+  Exchange bring(size_t round) const {
+    std::vector<at::Tensor> sent(comm_.size());
+    std::vector<int64_t> receives(comm_.size());
+    for (int owner = 0; owner < comm_.size(); ++owner) {
+      const Matrix* const matrix = rounds_[round][owner];
+      if (matrix == nullptr) continue;
+      const auto& held = parts_.by_rank(matrix->parameter);
+      if (is_sent(held, self_, owner)) sent[owner] = matrix->elements;
+      for (int from = 0; owner == self_ && from < comm_.size(); ++from)
         if (is_sent(held, from, owner)) receives[from] = held[from].range.numel();
     }
     return exchange(sent, receives, "matrices for Muon");
-  };
-  std::deque<Exchange> arriving;
-  std::vector<Exchange> leaving;
-  for (size_t round = 0; round < rounds.size(); ++round) {
-    for (size_t next = round == 0 ? 0 : round + kAhead; next <= round + kAhead && next < rounds.size(); ++next)
-      arriving.push_back(start(next));
-    Exchange own = std::move(arriving.front());
-    arriving.pop_front();
-    own.pending.wait();
-    std::vector<at::Tensor> sent(comm->size());
-    std::vector<int64_t> receives(comm->size());
-    for (int owner = 0; owner < comm->size(); ++owner)
-      if (rounds[round][owner] != matrices.size()) receives[owner] = matrices[rounds[round][owner]].shape.held.numel();
-    if (rounds[round][self] != matrices.size()) {
-      const Matrix& matrix = matrices[rounds[round][self]];
-      const auto& held = parts().by_rank(matrix.parameter);
+  }
+
+  Exchange work(size_t round, const at::Tensor& received) const {
+    std::vector<at::Tensor> sent(comm_.size());
+    std::vector<int64_t> receives(comm_.size());
+    for (int owner = 0; owner < comm_.size(); ++owner)
+      if (const Matrix* const matrix = rounds_[round][owner]) receives[owner] = matrix->shape.held.numel();
+    if (const Matrix* const matrix = rounds_[round][self_]) {
+      const auto& held = parts_.by_rank(matrix->parameter);
       // Parts come by rank, which is their order in memory.
-      const at::Tensor result = matrix.orthogonal(own.received.to(matrix.dtype()));
-      for (int to = 0; to < comm->size(); ++to)
+      const at::Tensor result = matrix->orthogonal(received.to(matrix->dtype()));
+      for (int to = 0; to < comm_.size(); ++to)
         sent[to] = result.narrow(0, held[to].range.begin, held[to].range.numel());
     }
-    leaving.push_back(exchange(sent, receives, "orthogonal matrices of Muon"));
+    return exchange(sent, receives, "orthogonal matrices of Muon");
   }
-  for (size_t round = 0; round < rounds.size(); ++round) {
-    Exchange& own = leaving[round];
+
+  void take_back(size_t round, Exchange& own) const {
     own.pending.wait();
     int64_t offset = 0;
-    for (const size_t index : rounds[round]) {
-      if (index == matrices.size()) continue;
-      Matrix& matrix = matrices[index];
-      matrix.elements = own.received.narrow(0, offset, matrix.shape.held.numel()).to(matrix.parameter.device());
-      offset += matrix.shape.held.numel();
+    for (Matrix* const matrix : rounds_[round]) {
+      if (matrix == nullptr) continue;
+      matrix->elements = own.received.narrow(0, offset, matrix->shape.held.numel()).to(matrix->parameter.device());
+      offset += matrix->shape.held.numel();
     }
   }
+
+  Communicator& comm_;
+  const ParameterParts& parts_;
+  std::vector<Matrix>& matrices_;
+  const int self_;
+  at::TensorOptions wire_;
+  std::vector<std::vector<Matrix*>> rounds_;  // [round][rank], null for none
+};
+
+void Muon::orthogonalize(std::vector<Matrix>& matrices) const {
+  Communicator* comm = parts().comm();
+  if (comm != nullptr && comm->size() > 1) return Rounds(*comm, parts(), matrices).run();
+  for (Matrix& matrix : matrices) matrix.elements = matrix.orthogonal(matrix.elements);
 }
 
 void Muon::step_others() {

@@ -92,6 +92,7 @@ class Muon : public ListedOptimizer<MuonOptions, MuonParamState, Sees::kParamete
 
  private:
   struct Matrix;
+  class Rounds;
   Matrix momentum_of(const at::Tensor& parameter, const MuonOptions& options);
   void orthogonalize(std::vector<Matrix>& matrices) const;
   void step_others();

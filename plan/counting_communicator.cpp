@@ -69,57 +69,35 @@ void CountingCommunicator::require_other_ranks(std::string_view what) const {
                               std::string(what));
 }
 
-Pending CountingCommunicator::start(Collective collective) {
-  if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
-  const at::Tensor& any = full.defined() ? full : shard;
-  const int64_t bytes =
-      (kind == Collective::kAllToAll ? full.numel() : numel) * static_cast<int64_t>(any.element_size());
-  Recorder* recorder = Recorder::current();
-  Pending pending;
-  if (recorder != nullptr) {
-    RecordedCollective recorded{kOperationNames[kind], what, size(), bytes};
-    recorded.members = members_;
-    recorded.root = root;
-    const size_t place = recorder->add_collective(std::move(recorded));
-    pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
-  }
-
+// What a rank of the real thing would have sent.
+void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {
+  const at::Tensor& shard = collective.shard;
   const int64_t others = size() - 1;
   const auto own_bytes = shard.defined() ? static_cast<int64_t>(shard.nbytes()) : 0;
-  const bool is_root = rank() == root;
-  switch (kind) {
+  const bool is_root = rank() == collective.root;
+  switch (collective.kind) {
     case Collective::kAllGather:
-      count_sent(own_bytes * others);
-      break;
+      return count_sent(own_bytes * others);
     case Collective::kReduceScatter:
-      count_sent(bytes - own_bytes);
-      break;
+      return count_sent(bytes - own_bytes);
     case Collective::kAllReduce:
     case Collective::kBackendAllReduce:
-      count_sent(2 * bytes * others / size());
-      break;
+      return count_sent(2 * bytes * others / size());
     case Collective::kBroadcast:
-      count_sent(is_root ? bytes * others : 0);
-      break;
+      return count_sent(is_root ? bytes * others : 0);
     case Collective::kReduce:
-      count_sent(is_root ? 0 : bytes);
-      break;
+      return count_sent(is_root ? 0 : bytes);
     case Collective::kScatter:
-      count_sent(is_root ? bytes - own_bytes : 0);
-      break;
+      return count_sent(is_root ? bytes - own_bytes : 0);
     case Collective::kAllToAll:
-      count_sent(own_bytes - send_counts[static_cast<size_t>(rank())] * static_cast<int64_t>(any.element_size()));
-      break;
+      return count_sent(own_bytes - collective.send_counts[static_cast<size_t>(rank())] *
+                                        static_cast<int64_t>(shard.element_size()));
   }
+}
 
-  const bool is_void = Recorder::is_void(full) || Recorder::is_void(shard);
-  if (is_void) {
-    if (recorder != nullptr)
-      for (const at::Tensor& tensor : {full, shard})
-        if (tensor.defined()) recorder->make_void(tensor);
-    return pending;
-  }
+// As if all ranks had what this one has.
+void CountingCommunicator::fill(const Collective& collective) const {
+  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
   c10::InferenceMode quiet;
   const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
   switch (kind) {
@@ -131,7 +109,7 @@ Pending CountingCommunicator::start(Collective collective) {
     case Collective::kScatter:
       if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
-      } else if (!full.defined() && recorder != nullptr) {
+      } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
         recorder->make_void(shard);  // nobody is there to send it
       }
       if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
@@ -143,6 +121,29 @@ Pending CountingCommunicator::start(Collective collective) {
       break;
     case Collective::kBroadcast:
       break;
+  }
+}
+
+Pending CountingCommunicator::start(Collective collective) {
+  if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const int64_t bytes = (collective.kind == Collective::kAllToAll ? full.numel() : collective.numel) *
+                        static_cast<int64_t>((full.defined() ? full : shard).element_size());
+  Recorder* recorder = Recorder::current();
+  Pending pending;
+  if (recorder != nullptr) {
+    RecordedCollective recorded{kOperationNames[collective.kind], collective.what, size(), bytes};
+    recorded.members = members_;
+    recorded.root = collective.root;
+    const size_t place = recorder->add_collective(std::move(recorded));
+    pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
+  }
+  count_as_sent(collective, bytes);
+  if (!Recorder::is_void(full) && !Recorder::is_void(shard)) {
+    fill(collective);
+  } else if (recorder != nullptr) {
+    for (const at::Tensor& tensor : {full, shard})
+      if (tensor.defined()) recorder->make_void(tensor);
   }
   return pending;
 }

@@ -35,6 +35,9 @@ class CountingCommunicator : public Communicator {
   CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members)
       : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)), members_(std::move(members)) {}
 
+  void count_as_sent(const Collective& collective, int64_t bytes);
+  void fill(const Collective& collective) const;
+
   const std::shared_ptr<const std::vector<int>> members_;
   std::string aborted_;
 };
