@@ -47,7 +47,7 @@ namespace {
 
 using std::chrono::steady_clock;
 
-const std::string kNone = "none";
+constexpr char kNone[] = "none";  // no destructor: a thread that was left behind may use it while the process ends
 
 // How long close() gives a peer that is copying; too short for a large message costs memory, not correctness.
 constexpr auto kCopyGrace = std::chrono::seconds(1);

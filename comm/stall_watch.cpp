@@ -29,11 +29,11 @@ constexpr size_t kRecentOperations = 64;
 // Those that an error lists: the first to fail are the cause.
 constexpr int kMostFailures = 4;
 
-const std::string kStarted = "tessera/started";  // what one rank that waits has started; every other one compares
-
-const std::string kNews = "tessera/news";          // there is something to read: failures, or that the store will go
-const std::string kInformed = "tessera/informed";  // how many ranks need the store no more
-const std::string kLeft = "tessera/left";          // which rank has let go of the group, after the fewest operations
+// Keys of the store. Threads that were left behind may use them while the process ends: they have no destructors.
+constexpr char kStarted[] = "tessera/started";    // what one rank that waits has started; every other one compares
+constexpr char kNews[] = "tessera/news";          // there is something to read: failures, or that the store will go
+constexpr char kInformed[] = "tessera/informed";  // how many ranks need the store no more
+constexpr char kLeft[] = "tessera/left";          // which rank has let go of the group, after the fewest operations
 
 // Of this process, each one's State: for when it is about to end.
 std::mutex watches_mutex;
