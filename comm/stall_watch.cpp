@@ -106,7 +106,6 @@ struct StallWatch::State {
   steady_clock::time_point wait_began;
   std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
-  uint64_t started = 0;  // how many
   std::string explanation;
 
   std::mutex awaiting_readers;   // guards the next
@@ -164,7 +163,6 @@ StallWatch::~StallWatch() {
 
 void StallWatch::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
-  state_->started = sequence + 1;
   state_->recent.push_back({sequence, std::move(description)});
   if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
@@ -256,7 +254,7 @@ void StallWatch::State::say_left() {
   {
     std::lock_guard lock(mutex);
     if (std::exchange(said_left, true)) return;
-    own = started;
+    own = recent.empty() ? 0 : recent.back().sequence + 1;
   }
   const auto started_by = [](const std::string& text) { return std::stoull(text); };
   const std::string text = c10::str(own, ' ', rank);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <string>
@@ -18,11 +19,12 @@ class OrderLog {
     fingerprint_.add(operation).add(unit).add(numel);
     add_entry({operation, &unit, numel});
   }
+  // Of the whole model.
+  void add(const char* operation) { add(operation, model(), -1); }
   // A forward through the wrapper whose backward will reduce. A rank that leaves out one backward would otherwise
   // average its gradients with those of the others' step before, from then on.
   void add_forward() {
-    static const std::string model = "the model";
-    add_entry({"forward", &model, -1});
+    add_entry({"forward", &model(), -1});
     ++doubtful_.forwards;
   }
   // One that threw: it may be one that the others have ended, or be called again on this rank alone.
@@ -30,18 +32,22 @@ class OrderLog {
   // Whether a gradient is there that backward adds to, of one parameter after the other. One of no elements need not be
   // cleared where others clear theirs: who writes an optimizer may pass over what is empty.
   void add_kept(bool is_kept, bool is_empty) {
-    guesses_.push_back(is_kept ? kKept : kNotKept);
-    doubtful_.kept.push_back(is_kept && is_empty ? kUnknown : guesses_.back());
+    doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
 
-  // What ranks that did the same may have other values of: the fingerprint has guesses, and is looked at first.
+  // What ranks that did the same may have other values of. The fingerprint, which is looked at first, takes what is
+  // unknown for kept.
   struct Doubtful {
     int64_t forwards = 0, failed_forwards = 0;
     std::string kept;
   };
   const Doubtful& doubtful() const { return doubtful_; }
-  uint64_t fingerprint() const { return Fingerprint(fingerprint_).add(doubtful_.forwards).add(guesses_).value(); }
+  uint64_t fingerprint() const {
+    std::string kept = doubtful_.kept;
+    std::ranges::replace(kept, kUnknown, kKept);
+    return Fingerprint(fingerprint_).add(doubtful_.forwards).add(kept).value();
+  }
   uint64_t certain() const { return fingerprint_.value(); }  // the fingerprint of all the rest
   std::vector<std::string> lines() const {
     std::vector<std::string> lines;
@@ -61,6 +67,10 @@ class OrderLog {
   };
   static constexpr size_t kEntries = 4096;
 
+  static const std::string& model() {
+    static const std::string name = "the model";
+    return name;
+  }
   void add_entry(Entry entry) {
     entries_.push_back(entry);
     if (entries_.size() > kEntries) entries_.pop_front(), ++dropped_;  // a long evaluation
@@ -68,7 +78,6 @@ class OrderLog {
 
   Fingerprint fingerprint_;
   Doubtful doubtful_;
-  std::string guesses_;  // of what is kept
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
 };

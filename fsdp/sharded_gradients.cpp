@@ -281,7 +281,6 @@ bool ShardedGradients::all_ranks_train() const {
 
 // What one rank does not do alone: the ranks compare it with what they have exchanged.
 void ShardedGradients::note_what_came_before() {
-  static const std::string model = "the model";
   const Communicator& comm = *model_.mesh().shard;
   bool has_changed = !all_ranks_train_;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -294,7 +293,7 @@ void ShardedGradients::note_what_came_before() {
       model_.log().add_kept(states_[i].shard.grad().defined(), states_[i].shard.numel() == 0);
   }
   if (has_changed) all_ranks_train_ = all_ranks_train();
-  if (writes_ && writes() != *writes_ && *all_ranks_train_) model_.log().add("a step", model, -1);
+  if (writes_ && writes() != *writes_ && *all_ranks_train_) model_.log().add("a step");
   writes_ = writes_if_between();
 }
 

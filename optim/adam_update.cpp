@@ -134,10 +134,7 @@ void fused_adam_update(const std::vector<AdamUpdate>& updates) {
   std::map<std::tuple<size_t, at::ScalarType, at::DeviceType, at::DeviceIndex>, Batch> batches;
   for (const AdamUpdate& update : updates) {
     const at::Tensor& parameter = update.parameter;
-    if (parameter.numel() == 0) {
-      note_write(parameter);  // as where some of it is
-      continue;
-    }
+    if (note_write_if_empty(parameter)) continue;
     if (is_on_disk(parameter)) {
       Batch alone;
       alone.add(update);

@@ -47,10 +47,7 @@ void fused_step(torch::optim::SGD& optimizer) {
     std::map<std::tuple<at::ScalarType, std::string, bool, size_t>, SgdBatch> batches;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      if (parameter.numel() == 0) {
-        note_write(parameter);  // as where some of it is
-        continue;
-      }
+      if (note_write_if_empty(parameter)) continue;
       at::Tensor momentum;
       torch::optim::SGDParamState* state = nullptr;
       if (options.momentum() != 0) {

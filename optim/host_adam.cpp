@@ -92,7 +92,7 @@ struct Pass {
   // `before`, unless it is null, gets what takes the step back.
   void add(const AdamUpdate& update, Before* before) {
     const at::Tensor& parameter = update.parameter;
-    if (parameter.numel() == 0) return note_write(parameter);  // nothing of it is on this rank
+    if (note_write_if_empty(parameter)) return;
     const bool in_pass = parameter.scalar_type() == at::kFloat;
     if (before != nullptr) before->make_room(update);
     if (before != nullptr && (!in_pass || DiskPager::of(parameter) != nullptr))

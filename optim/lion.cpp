@@ -41,10 +41,7 @@ at::Tensor Lion::step(LossClosure closure) {
     LionBatch in_memory;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      if (parameter.numel() == 0) {
-        note_write(parameter);  // as where some of it is
-        continue;
-      }
+      if (note_write_if_empty(parameter)) continue;
       LionParamState& state = state_of(parameter);
       if (!state.exp_avg().defined()) state.exp_avg(at::zeros_like(parameter));
       const at::Tensor gradient = laid_out_as(parameter.grad(), parameter);

@@ -44,10 +44,7 @@ at::Tensor ScheduleFreeAdamW::step(LossClosure closure) {
       const double weight = std::pow(k + 1, options.r()) * std::pow(state.lr_max(), options.weight_lr_power());
       state.weight_sum(state.weight_sum() + weight);
       const double share = state.weight_sum() > 0 ? weight / state.weight_sum() : 0;  // of this step in the average
-      if (y.numel() == 0) {
-        note_write(y);  // as where some of it is
-        continue;
-      }
+      if (note_write_if_empty(y)) continue;
 
       const at::Tensor gradient = laid_out_as(y.grad(), y);
       state.exp_avg_sq().mul_(options.beta2()).addcmul_(gradient, gradient, 1 - options.beta2());

@@ -310,6 +310,12 @@ void note_write(const at::Tensor& tensor) {
   if (Page* page = page_of(tensor)) page->note_write();
 }
 
+bool note_write_if_empty(const at::Tensor& parameter) {
+  if (parameter.numel() > 0) return false;
+  note_write(parameter);
+  return true;
+}
+
 Page::GradMode current_grad_mode() {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (c10::GradMode::is_enabled() || RecomputesLater::in_effect())

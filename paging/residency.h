@@ -142,6 +142,9 @@ bool is_paged(const at::Tensor& tensor);
 void before_write(const at::Tensor& tensor);
 // For one who has written to a tensor by pointer: if it is a view of a page, tells those who have a copy of that.
 void note_write(const at::Tensor& tensor);
+// For an optimizer that steps a parameter: whether nothing of it is on this rank. It then counts as written, as where
+// some of it is: ranks compare whether they have stepped.
+bool note_write_if_empty(const at::Tensor& parameter);
 // Whether it is a view of a page whose data nobody can fetch any more.
 bool has_lost_its_pager(const at::Tensor& tensor);
 // That page, or null; also while nobody keeps it filled any more.

@@ -264,11 +264,10 @@ void ReplicatedGradients::note_failed_forward() {
 // What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
 // gradients.
 void ReplicatedGradients::note_what_came_before() {
-  static const std::string model = "the model";
   bool has_changed = false;
   for (size_t i = 0; i < seen_.size(); ++i)
     has_changed = has_changed || seen_[i] != CopyWatch::value_of(binding_.tensor(i));
-  if (has_changed) log_.add("a step", model, -1);
+  if (has_changed) log_.add("a step");
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
     const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;

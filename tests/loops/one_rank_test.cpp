@@ -62,28 +62,23 @@ TEST_P(OneRank, FreezesAWeightFromTheBeginning) {
   });
 }
 
+void clear_before_a_step(Trainer& run, const std::function<void()>& clear) {
+  train_unseen(run, 0);
+  run.optimizer().zero_grad();
+  run.loss(1).backward();
+  if (is_last(run)) clear();
+  run.optimizer().step();
+  train_unseen(run, 2);
+}
+
 TEST_P(OneRank, ClearsGradientsBeforeAStep) {
   if (has_owners()) return;  // who step what they have, and tell all others
-  play(GetParam(), refused(kNoStep), [](Trainer& run) {
-    train_unseen(run, 0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    if (is_last(run)) run.zero_grad();
-    run.optimizer().step();
-    train_unseen(run, 2);
-  });
+  play(GetParam(), refused(kNoStep), [](Trainer& run) { clear_before_a_step(run, [&] { run.zero_grad(); }); });
 }
 
 TEST_P(OneRank, ClearsGradientsOfTheModuleBeforeAStep) {
-  if (has_owners()) return;  // who step what they have, and tell all others
-  play(GetParam(), refused(kNoStep), [](Trainer& run) {
-    train_unseen(run, 0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    if (is_last(run)) run.model->zero_grad();
-    run.optimizer().step();
-    train_unseen(run, 2);
-  });
+  if (has_owners()) return;  // likewise
+  play(GetParam(), refused(kNoStep), [](Trainer& run) { clear_before_a_step(run, [&] { run.model->zero_grad(); }); });
 }
 
 TEST_P(OneRank, ClearsGradientsBetweenTwoBackwards) {
