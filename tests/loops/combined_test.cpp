@@ -59,6 +59,67 @@ TEST_P(Combined, ALayerThawsBetweenTwoParts) {
   });
 }
 
+// A layer that is frozen once has no gradient from then on, not even one of zeros: momentum would go on with it.
+void train_with_a_frozen_layer(Trainer& run, const std::function<void(Mlp&)>& freeze) {
+  auto& net = mlp_of(*run.model);
+  run.train(0);
+  freeze(net);
+  for (int step = 4; step < 7; ++step) run.train(step);
+  set_frozen(*net.fc2, false);
+  run.train(7);
+}
+
+TEST_P(Combined, ALayerIsFrozenAfterAForwardThatWasForLooking) {
+  for (const bool unused : {false, true})
+    play(GetParam(), {.unused = unused}, [](Trainer& run) {
+      train_with_a_frozen_layer(run, [&](Mlp& net) {
+        run.note(run.loss(1).detach());
+        set_frozen(*net.fc2, true);
+      });
+    });
+}
+
+TEST_P(Combined, ALayerIsFrozenAfterAForwardThatThrew) {
+  play(GetParam(), {}, [](Trainer& run) {
+    train_with_a_frozen_layer(run, [&](Mlp& net) {
+      EXPECT_ANY_THROW(run(torch::ones({2, kFeatures + 1}, at::kDouble)));
+      set_frozen(*net.fc2, true);
+    });
+  });
+}
+
+TEST_P(Combined, ALayerIsFrozenAndWhatNoSyncGatheredIsCleared) {
+  play(GetParam(), {}, [](Trainer& run) {
+    train_with_a_frozen_layer(run, [&](Mlp& net) {
+      run.optimizer().zero_grad();
+      {
+        const Scope alone = run.no_sync();
+        run.loss(1).backward();
+      }
+      set_frozen(*net.fc2, true);
+      run.optimizer().zero_grad();
+    });
+  });
+}
+
+TEST_P(Combined, ALayerIsFrozenForAValidationBetweenTwoParts) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    auto& net = mlp_of(*run.model);
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      {
+        const Scope alone = run.no_sync();
+        run.loss(3 * step).backward();
+      }
+      set_frozen(*net.fc2, true);
+      run.note(run.loss(3 * step + 1).detach());
+      set_frozen(*net.fc2, false);
+      run.loss(3 * step + 2).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 // Of `rows` rows, those of this rank.
 at::Tensor own_rows(const Trainer& run, const at::Tensor& all, int64_t rows) {
   return all.slice(0, rows * run.rank / run.world, rows * (run.rank + 1) / run.world);
