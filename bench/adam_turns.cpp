@@ -6,21 +6,15 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <iostream>
 #include <string>
 
+#include "tessera/plan/processor_time.h"
 #include "tessera/tessera.h"
 
 namespace {
 
 constexpr int64_t kNumel = 16 << 20;
-
-double processor_ms() {
-  timespec time{};
-  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
-}
 
 template <class Optimizer>
 struct Stepped {
@@ -28,11 +22,11 @@ struct Stepped {
   Optimizer optimizer{std::vector<at::Tensor>{parameter}, torch::optim::AdamWOptions(1e-3).weight_decay(0.1)};
   Stepped() { parameter.mutable_grad() = torch::full({kNumel}, 0.01); }
   void step() {
-    const double cpu = processor_ms();
+    const double processor_began_s = tessera::process_processor_s();
     const auto began = std::chrono::steady_clock::now();
     optimizer.step();
     const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
-    std::printf("%.3f %.3f\n", ms, processor_ms() - cpu);
+    std::printf("%.3f %.3f\n", ms, (tessera::process_processor_s() - processor_began_s) * 1e3);
     std::fflush(stdout);
   }
 };

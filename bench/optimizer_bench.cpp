@@ -16,12 +16,12 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <map>
 #include <string>
 #include <string_view>
 
 #include "tessera/optim/optimizer_state.h"
+#include "tessera/plan/processor_time.h"
 #include "tessera/tessera.h"
 
 namespace {
@@ -54,11 +54,7 @@ struct BlocksImpl : torch::nn::Module {
 };
 TORCH_MODULE(Blocks);
 
-double thread_cpu_ms() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) * 1e3 + static_cast<double>(time.tv_nsec) * 1e-6;
-}
+double thread_cpu_ms() { return thread_processor_s() * 1e3; }
 
 // Processor time of all threads' products of matrices, of which no optimizer but Muon has any.
 std::atomic<double> products_ms = 0;

@@ -29,6 +29,7 @@
 #include "tessera/flat/deferred.h"
 #include "tessera/optim/fused_optimizers.h"
 #include "tessera/plan/calibrate.h"
+#include "tessera/plan/calibrate_operators.h"
 #include "tessera/plan/collective_flow.h"
 #include "tessera/plan/decoder.h"
 #include "tessera/plan/dry_run.h"
@@ -216,11 +217,6 @@ Options options_of(int argc, char** argv) {
     }
   }
   return options;
-}
-
-double median_of(std::vector<double> values) {
-  std::ranges::nth_element(values, values.begin() + std::ssize(values) / 2);
-  return values[values.size() / 2];
 }
 
 void print_speed(const MachineSpeed& speed) {

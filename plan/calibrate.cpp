@@ -131,8 +131,7 @@ class Bench {
       call();
       seconds.push_back(seconds_since(begin));
     }
-    std::ranges::nth_element(seconds, seconds.begin() + calls / 2);
-    return slowest(seconds[static_cast<size_t>(calls) / 2]);
+    return slowest(median_of(std::move(seconds)));
   }
 
   // Points of a class without what every operator costs. Larger work that took less time, by noise, is as slow.
@@ -239,8 +238,7 @@ class Bench {
       comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
       seconds.push_back((others.narrow(0, 1, comm_->size() - 1).min() - others[0]).item<double>());
     }
-    std::ranges::nth_element(seconds, seconds.begin() + std::ssize(seconds) / 2);
-    return std::max(seconds[seconds.size() / 2], 0.0);
+    return std::max(median_of(std::move(seconds)), 0.0);
   }
 
   // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at

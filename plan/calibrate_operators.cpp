@@ -26,6 +26,12 @@
 #include "tessera/zero/zero.h"
 
 namespace tessera {
+
+double median_of(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::ranges::nth_element(values, middle);
+  return *middle;
+}
 namespace {
 
 using StepClock = std::chrono::steady_clock;
@@ -70,12 +76,6 @@ void train_once(const TimedTraining& timed, Training& training) {
   training.optimizer().zero_grad();
   at::cross_entropy_loss(training(tokens), tokens.flatten()).backward();
   training.step();
-}
-
-double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 // Of an unrecorded step, less its waits; or of the thread's processor.

@@ -25,6 +25,9 @@ struct TimedKernel {
 // The speed of one operator that explains its calls. At least one; each with FLOP or bytes.
 OperatorSpeed speed_through(const std::vector<TimedKernel>& kernels);
 
+// Of two in the middle the larger. At least one value.
+double median_of(std::vector<double> values);
+
 // Of one step.
 using TrainedCollectives = std::vector<RecordedCollective>;
 
