@@ -72,7 +72,11 @@ class Hosts:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
 
     def ranks(self, command):
-        """Runs the command as a rank on every host; what rank 0 printed, as JSON."""
+        """Runs the command as a rank on every host; what rank 0 printed last, as JSON."""
+        return json.loads(self.start(command).splitlines()[-1])
+
+    def start(self, command):
+        """The same; all that rank 0 printed."""
         self.processes = processes = []
         for rank, name in enumerate(self.names):
             environment = dict(os.environ, TESSERA_PEER_MEMORY="0", RANK=str(rank), WORLD_SIZE=str(len(self.names)), LOCAL_RANK="0",
@@ -83,7 +87,7 @@ class Hosts:
         output = processes[0].communicate()[0]
         if any(process.wait() != 0 for process in processes):
             raise SystemExit(f"hosts.py: failed: {' '.join(command)}")
-        return json.loads(output.splitlines()[-1])
+        return output
 
 
 def command_of(program, args, hosts, is_ours):

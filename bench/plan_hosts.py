@@ -3,8 +3,9 @@
 
     plan_hosts.py [--hosts 2 4] [--mbit 100 1000 10000] [--steps 6] [--speed speed.json] [--only fsdp]
 
-The machine is calibrated once, with two ranks (or the file is taken), and the link is what the token buckets let through:
-after a pause no more than a millisecond's bytes at once, or 32 KiB. bench/plan_time then trains and predicts, those of its
+The machine is calibrated once, with two ranks (or the file is taken), and then the link between the hosts, by
+`tessera calibrate --speed`. The token buckets let no more than a millisecond's bytes, or 32 KiB, through at once after a
+pause. bench/plan_time then trains and predicts, those of its
 cases whose wrapper and model have the text of --only in them. The ratio is predicted by measured. "wait" is how much of the
 predicted step waits for messages. Needs root and iproute2.
 """
@@ -50,8 +51,10 @@ def main():
 
 def compare(count, mbit, speed, args):
     with Hosts(count, mbit, burst_kb=max(32, mbit // 8)) as hosts:
-        line = hosts.ranks([os.path.join(args.build, "bench/plan_time"), "--json", "--steps", str(args.steps), "--speed", speed,
-                            "--link", f"{mbit}Mbit", "--only", args.only])
+        of_hosts = f"{speed}.hosts"
+        hosts.start([os.path.join(args.build, "tools/tessera/tessera"), "calibrate", "--speed", speed, "-o", of_hosts])
+        line = hosts.ranks([os.path.join(args.build, "bench/plan_time"), "--json", "--steps", str(args.steps), "--speed", of_hosts,
+                            "--only", args.only])
     for case in line["cases"]:
         print(f"{count:5d} {mbit:7d} {case['measured_ms']:12.1f} {case['predicted_ms']:10.1f} {case['ratio']:6.2f} "
               f"{case['exposed_ms'] / case['predicted_ms'] * 100:7.0f}  {case['stage']}, {case['model']}", flush=True)

@@ -272,13 +272,12 @@ void run(const Options& options) {
 
 // A rank of a launcher's, alone on its host.
 void run_launched(const Options& options) {
-  if (options.speed.empty() || options.link.empty())
-    throw std::invalid_argument("ranks that a launcher has started need --speed and --link");
+  if (options.speed.empty()) throw std::invalid_argument("ranks that a launcher has started need --speed");
   const auto comm = init();
   MachineSpeed speed = read_speed(options.speed);
   speed.ranks_per_host = 1;
   speed.shares_cores_between_hosts = true;  // network namespaces of one machine
-  speed.between_hosts.bytes_per_s = bytes_per_s_of_text(options.link);
+  if (!options.link.empty()) speed.between_hosts.bytes_per_s = bytes_per_s_of_text(options.link);
   if (!options.latency.empty()) speed.between_hosts.latency_s = seconds_of_text(options.latency);
   nlohmann::json result;
   std::vector<Measured> measured;  // before the first dry run, whose allocator stays

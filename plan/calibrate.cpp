@@ -28,6 +28,7 @@
 #include "tessera/plan/calibrate_operators.h"
 #include "tessera/plan/collective_flow.h"
 #include "tessera/plan/processor_time.h"
+#include "tessera/plan/rank_timer.h"
 #include "tessera/plan/recorder.h"
 
 namespace tessera {
@@ -41,15 +42,15 @@ double seconds_since(Clock::time_point begin) { return std::chrono::duration<dou
 class Bench {
  public:
   Bench(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
-      : comm_(std::move(comm)), options_(options), budget_s_(options.quick ? 0.04 : 0.25) {}
+      : comm_(comm), options_(options), timer_(std::move(comm), options) {}
 
   MachineSpeed measure(const std::vector<TrainedCollectives>& collectives) {
     MachineSpeed speed;
-    if (by_processor()) speed.cores = available_cores();
+    if (timer_.by_processor()) speed.cores = available_cores();
     if (comm_->size() > 1) speed.within_host = link();
-    say("operators where they stand in training steps");
+    timer_.say("operators where they stand in training steps");
     OperatorSpeeds seen =
-        measure_operators(comm_, options_.quick, by_processor() ? &speed.within_host : nullptr, collectives);
+        measure_operators(comm_, options_.quick, timer_.by_processor() ? &speed.within_host : nullptr, collectives);
     speed.jitter = std::min(seen.jitter, 1.0);
     speed.operators = std::move(seen.operators);
     speed.operator_s = seen.between_s;
@@ -72,68 +73,15 @@ class Bench {
   // Between ranks that share no memory: latency by the clock, bytes a second of all the process's threads.
   LinkSpeed tcp() const {
     const auto process_s = [&](const std::function<void()>& call) {
-      return mean(processor_seconds_of(call, &process_processor_s)) / comm_->size();
+      return timer_.processor_seconds_of(call, &process_processor_s) / comm_->size();
     };
     LinkSpeed found = fit(process_s, 1 << 16);
     const at::Tensor full = at::zeros({comm_->size()}), shard = at::zeros({1});
-    found.latency_s = seconds_of([&] { comm_->all_gather(full, shard).wait(); });
+    found.latency_s = timer_.seconds_of([&] { comm_->all_gather(full, shard).wait(); });
     return found;
   }
 
  private:
-  // A thread that is one of several in a rank does not know what the others have had.
-  bool by_processor() const { return options_.threads == 1; }
-
-  void say(const std::string& what) const {
-    if (comm_->rank() == 0 && options_.progress) options_.progress(what);
-  }
-
-  // Of the slowest rank.
-  double slowest(double seconds) const {
-    const at::Tensor most = at::tensor({seconds}, at::kDouble);
-    comm_->all_reduce(most, ReduceOp::kMax, "calibration").wait();
-    return most.item<double>();
-  }
-
-  double mean(double seconds) const {
-    const at::Tensor all = at::tensor({seconds}, at::kDouble);
-    comm_->all_reduce(all, ReduceOp::kAverage, "calibration").wait();
-    return all.item<double>();
-  }
-
-  // Of this rank's thread, or of what `clock` says, for each call of many, which all ranks make as often.
-  double processor_seconds_of(const std::function<void()>& call, double (*clock)() = &thread_processor_s) const {
-    const int calls = std::clamp(static_cast<int>(budget_s_ / std::max(seconds_of(call), 1e-7)), 5, 1000);
-    comm_->barrier("calibration");
-    const double began_s = clock();
-    for (int i = 0; i < calls; ++i) call();
-    const double taken_s = clock() - began_s;
-    comm_->barrier("calibration");
-    return taken_s / calls;
-  }
-
-  // Median of calls, which all ranks make as often; of the thread's processor where that is what counts.
-  double work_seconds_of(const std::function<void()>& call) const {
-    return by_processor() ? mean(processor_seconds_of(call)) : seconds_of(call);
-  }
-
-  // Median of calls, which all ranks make as often.
-  double seconds_of(const std::function<void()>& call) const {
-    call();
-    comm_->barrier("calibration");
-    const auto probe = Clock::now();
-    call();
-    const double once = std::max(slowest(seconds_since(probe)), 1e-7);
-    const int calls = std::clamp(static_cast<int>(budget_s_ / once), 5, 1000);
-    std::vector<double> seconds;
-    for (int i = 0; i < calls; ++i) {
-      const auto begin = Clock::now();
-      call();
-      seconds.push_back(seconds_since(begin));
-    }
-    return slowest(median_of(std::move(seconds)));
-  }
-
   // Points of a class without what every operator costs. Larger work that took less time, by noise, is as slow.
   SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
     std::vector<std::pair<double, double>> points;
@@ -144,53 +92,53 @@ class Bench {
   }
 
   SpeedCurve memory(double operator_s) const {
-    say("memory");
+    timer_.say("memory");
     std::vector<std::pair<double, double>> points;
     for (int64_t numel = 1 << 10; numel <= (options_.quick ? 1 << 22 : 1 << 24); numel *= 8) {
       const at::Tensor a = at::ones({numel}), b = at::ones({numel});
-      points.emplace_back(3.0 * 4 * static_cast<double>(numel), work_seconds_of([&] { at::add(a, b); }));
+      points.emplace_back(3.0 * 4 * static_cast<double>(numel), timer_.work_seconds_of([&] { at::add(a, b); }));
     }
     return curve_of(points, operator_s);
   }
 
   SpeedCurve matmul(at::ScalarType dtype, double operator_s) const {
-    say(std::string("matrix products in ") + c10::toString(dtype));
+    timer_.say(std::string("matrix products in ") + c10::toString(dtype));
     std::vector<std::pair<double, double>> points;
     for (const int64_t n : {32, 64, 128, 256, 512, 1024}) {
       if (options_.quick && n > 512) break;
       const at::Tensor a = at::ones({n, n}, dtype), b = at::ones({n, n}, dtype);
-      points.emplace_back(2.0 * static_cast<double>(n * n * n), work_seconds_of([&] { at::mm(a, b); }));
+      points.emplace_back(2.0 * static_cast<double>(n * n * n), timer_.work_seconds_of([&] { at::mm(a, b); }));
     }
     return curve_of(points, operator_s);
   }
 
   SpeedCurve attention(double operator_s) const {
-    say("attention");
+    timer_.say("attention");
     constexpr int64_t kHeads = 6, kFeatures = 64;
     std::vector<std::pair<double, double>> points;
     for (const int64_t length : {32, 128, 512}) {
       const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
       const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // as flop.cpp counts
-      points.emplace_back(
-          flop, work_seconds_of([&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
+      points.emplace_back(flop, timer_.work_seconds_of(
+                                    [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
     }
     return curve_of(points, operator_s);
   }
 
   SpeedCurve convolution(double operator_s) const {
-    say("convolutions");
+    timer_.say("convolutions");
     constexpr int64_t kSide = 32;
     std::vector<std::pair<double, double>> points;
     for (const int64_t channels : {4, 16, 64}) {
       const at::Tensor x = at::ones({4, channels, kSide, kSide}), weight = at::ones({channels, channels, 3, 3});
       const auto flop = static_cast<double>(2 * x.numel() * channels * 3 * 3);
-      points.emplace_back(flop, work_seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
+      points.emplace_back(flop, timer_.work_seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
     }
     return curve_of(points, operator_s);
   }
 
   LinkSpeed link() const {
-    return fit([&](const std::function<void()>& call) { return work_seconds_of(call); }, 1 << 12);
+    return fit([&](const std::function<void()>& call) { return timer_.work_seconds_of(call); }, 1 << 12);
   }
 
   // Latency and the two speeds that explain what was measured of collectives of that many bytes and more best, by
@@ -198,7 +146,7 @@ class Bench {
   LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
     std::vector<double> rows, ones;
     for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
-      say("collectives of " + std::to_string(bytes) + " bytes");
+      timer_.say("collectives of " + std::to_string(bytes) + " bytes");
       const int64_t part = bytes / 4 / comm_->size();
       const at::Tensor full = at::zeros({part * comm_->size()}), shard = at::zeros({part});
       const auto add = [&](const char* operation, double seconds) {
@@ -223,7 +171,7 @@ class Bench {
 
   // From when rank 0, which comes late, has found the others' message until one of those that sleep goes on.
   double wake() const {
-    say("how long a rank takes to wake up");
+    timer_.say("how long a rank takes to wake up");
     constexpr double kLateSeconds = 5e-4;
     const at::Tensor one = at::zeros({1});
     std::vector<double> seconds;
@@ -244,17 +192,17 @@ class Bench {
   // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at
   // W + lost * C.
   double lost() const {
-    say("compute beside collectives");
+    timer_.say("compute beside collectives");
     const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});
     const at::Tensor x = at::ones({256, 256});
-    const double communication_s = seconds_of([&] { comm_->all_reduce(full).wait(); });
-    const double product_s = seconds_of([&] { at::mm(x, x); });
+    const double communication_s = timer_.seconds_of([&] { comm_->all_reduce(full).wait(); });
+    const double product_s = timer_.seconds_of([&] { at::mm(x, x); });
     const int products = static_cast<int>(std::ceil(2 * communication_s / product_s));
     const auto multiply = [&] {
       for (int i = 0; i < products; ++i) at::mm(x, x);
     };
-    const double alone_s = seconds_of(multiply);
-    const double both_s = seconds_of([&] {
+    const double alone_s = timer_.seconds_of(multiply);
+    const double both_s = timer_.seconds_of([&] {
       Pending pending = comm_->all_reduce(full);
       multiply();
       pending.wait();
@@ -264,7 +212,7 @@ class Bench {
 
   const std::shared_ptr<Communicator> comm_;
   const CalibrationOptions& options_;
-  const double budget_s_;  // of one measurement
+  const RankTimer timer_;
 };
 
 }  // namespace

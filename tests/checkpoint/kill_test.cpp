@@ -1,9 +1,6 @@
 // A program that saves over and over is killed at random moments; what is left is always whole.
-#include <arpa/inet.h>
 #include <fcntl.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,6 +15,7 @@
 #include "tessera/checkpoint/offline.h"
 #include "tessera/checkpoint/slice_reader.h"
 #include "tests/checkpoint/replicated.h"
+#include "tests/support/free_port.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
@@ -114,19 +112,6 @@ double value_of_newest(const std::filesystem::path& folder) {
     EXPECT_TRUE(reader.read(name, whole_box(tensor.shape)).eq(value).all().item<bool>()) << *latest << " " << name;
   EXPECT_EQ(saved.tensors.size(), 6U) << "two parameters, two moments of each";
   return value;
-}
-
-int free_port() {
-  const int socket = ::socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof address;
-  if (::bind(socket, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      ::getsockname(socket, reinterpret_cast<sockaddr*>(&address), &length) != 0)
-    throw std::runtime_error("no free port");
-  ::close(socket);
-  return ntohs(address.sin_port);
 }
 
 // One rank in a process of its own: goes on from the newest checkpoint and saves over and over, until another one is

@@ -3,10 +3,13 @@
 
 #include <algorithm>
 #include <fstream>
+#include <memory>
 
 #include "tests/plan/page.h"
+#include "tests/plan/script.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
+#include "tests/support/free_port.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
@@ -194,6 +197,39 @@ TEST(PlanCommand, TakesWhatCalibrateWrites) {
   EXPECT_LT(as_measured, 10);
   // What is given replaces what is in the file, single operators too.
   EXPECT_GT(step_s({"--flops", "1e7", "--memory-bandwidth", "1GB"}), 10 * as_measured);
+}
+
+// Two ranks of a launcher's on this machine, which is as good as two hosts.
+TEST(PlanCommand, CalibrateAddsTheLinkBetweenHosts) {
+  const TemporaryFolder folder;
+  const std::string command = tessera::testing_support::built(TESSERA_COMMAND);
+  const std::string machine = (folder / "machine.json").string(), file = (folder / "all.json").string();
+  MachineSpeed measured = plan_tests::plain();
+  measured.tcp = {1e-6, 2e9, 1e9};
+  write_speed(measured, machine);
+
+  tessera::testing::ChildProcess nobody({command, "calibrate", "--quick", "--speed", machine, "-o", file});
+  EXPECT_EQ(nobody.wait(), 2);
+  expect_contains(nobody.output(), "a launcher's group of one rank a host");
+
+  std::vector<std::unique_ptr<tessera::testing::ChildProcess>> hosts;
+  const std::string port = std::to_string(free_port());
+  for (const char* rank : {"0", "1"})
+    hosts.push_back(std::make_unique<tessera::testing::ChildProcess>(
+        std::vector<std::string>{command, "calibrate", "--quick", "--speed", machine, "-o", file},
+        tessera::testing::ChildProcess::Environment{{"RANK", rank},
+                                                    {"WORLD_SIZE", "2"},
+                                                    {"LOCAL_RANK", "0"},
+                                                    {"LOCAL_WORLD_SIZE", "1"},
+                                                    {"MASTER_ADDR", "127.0.0.1"},
+                                                    {"MASTER_PORT", port},
+                                                    {"TESSERA_PEER_MEMORY", "0"}}));
+  for (const auto& each : hosts) EXPECT_EQ(each->wait(), 0) << each->output();
+  expect_contains(hosts[0]->output(), "between 2 hosts");
+  const json before = json::parse(file_bytes(machine)), speed = json::parse(file_bytes(file));
+  EXPECT_GT(speed["between_hosts"]["bytes_per_s"].get<double>(), 1e6);
+  EXPECT_EQ(speed["work"], before["work"]);
+  EXPECT_NE(speed["tcp"], before["tcp"]);
 }
 
 }  // namespace

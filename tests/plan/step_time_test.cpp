@@ -8,6 +8,8 @@
 #include <set>
 #include <utility>
 
+#include "tessera/launch/launch.h"
+#include "tessera/plan/calibrate_hosts.h"
 #include "tessera/plan/calibrate_operators.h"
 #include "tessera/plan/machine_speed.h"
 #include "tessera/plan/measured_step.h"
@@ -17,6 +19,7 @@
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/plan/script.h"
+#include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_time_test {
@@ -407,6 +410,39 @@ TEST(StepTime, OfARealStepFollowsItsPrefetching) {
   EXPECT_TRUE(groups.contains({0, 2}));
   for (const RecordedCollective& collective : hybrid.collectives)
     EXPECT_TRUE(collective.wait.has_value()) << collective.what;
+}
+
+// Threads of one machine that share no memory are hosts as good as others.
+TEST(StepTime, TheLinkBetweenHostsIsMeasured) {
+  MachineSpeed machine = plain();
+  machine.cores = 1;
+  machine.tcp = {1e-6, 2e9, 1e9};
+  const InitOptions by_tcp{.peer_memory = false};
+  std::vector<MachineSpeed> found(3);
+  run_ranks(
+      3,
+      [&](const std::shared_ptr<Communicator>& comm) {
+        const auto rank = static_cast<size_t>(comm->rank());
+        found[rank] = calibrate_hosts(rank == 0 ? machine : MachineSpeed(), comm, {.quick = true});
+      },
+      by_tcp);
+  for (const MachineSpeed& each : found) {
+    EXPECT_GT(each.between_hosts.latency_s, 0);
+    EXPECT_GT(each.between_hosts.bytes_per_s, 1e6);
+    EXPECT_GT(each.tcp.bytes_per_s, 1e6);
+    EXPECT_LE(each.tcp.reduced_bytes_per_s, each.tcp.bytes_per_s);
+    EXPECT_EQ(each.between_hosts, found[0].between_hosts);
+    EXPECT_EQ(each.tcp, found[0].tcp);
+  }
+  EXPECT_EQ(found[0].tcp.latency_s, 1e-6);
+  EXPECT_EQ(found[0].cores, 1);
+
+  const auto refusal = [&](int world, const MachineSpeed& speed) {
+    return error_of<std::invalid_argument>(
+        [&] { run_ranks(world, [&](const auto& comm) { calibrate_hosts(speed, comm, {.quick = true}); }, by_tcp); });
+  };
+  expect_contains(refusal(2, MachineSpeed()), "lacks `tcp`");
+  expect_contains(refusal(1, machine), "1 rank");
 }
 
 }  // namespace

@@ -1,12 +1,44 @@
 #include "tessera/plan/calibrate.h"
 
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 #include "commands.h"
+#include "tessera/launch/launch.h"
+#include "tessera/plan/calibrate_hosts.h"
 
 using namespace tessera;
+
+namespace {
+
+// As one rank of a launcher's group, on a host of its own.
+int calibrate_between_hosts(const Arguments& arguments, const CalibrationOptions& options) {
+  if (!launched())
+    throw std::invalid_argument(
+        "--speed adds the link between hosts to a machine's speed, as a launcher's group of one rank a host: expected "
+        "torchrun's, Open MPI's or Slurm's environment");
+  const char* on_host = std::getenv("LOCAL_WORLD_SIZE");
+  if (on_host && std::string(on_host) != "1")
+    throw std::invalid_argument(std::string("LOCAL_WORLD_SIZE is ") + on_host + ", expected one rank on each host");
+  const auto comm = init();
+  MachineSpeed speed;
+  if (comm->rank() == 0) speed = read_speed(arguments.speed.file);
+  speed = calibrate_hosts(std::move(speed), comm, options);
+  if (comm->rank() != 0) return 0;
+  write_speed(speed, arguments.out);
+  std::printf(
+      "between %d hosts: %.0f us, %.3f GB/s, of which a core sends %.2f GB/s, or %.2f where numbers are added\n"
+      "written to %s\n",
+      comm->size(), (speed.between_hosts.latency_s + speed.tcp.latency_s) * 1e6, speed.between_hosts.bytes_per_s * 1e-9,
+      speed.tcp.bytes_per_s * 1e-9, speed.tcp.reduced_bytes_per_s * 1e-9, arguments.out.c_str());
+  return 0;
+}
+
+}  // namespace
 
 int calibrate(const Arguments& arguments) {
   const std::filesystem::path& file = arguments.out;
@@ -14,6 +46,7 @@ int calibrate(const Arguments& arguments) {
     throw std::invalid_argument("--output " + file.string() + " is a directory, expected a file");
   CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
+  if (!arguments.speed.file.empty()) return calibrate_between_hosts(arguments, options);
   const MachineSpeed speed = tessera::calibrate(options);
   write_speed(speed, file);
   const auto largest = [](const SpeedCurve& curve) {

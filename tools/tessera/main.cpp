@@ -58,10 +58,11 @@ const std::vector<Command>& commands() {
         "host-latency", "ranks-per-host", "host-memory",      "draw",          "measured", "search"},
        plan},
       {"calibrate",
-       "-o speed.json [--ranks N] [--threads N] [--quick]",
-       "measures this machine's CPUs and the links of its ranks, for plan --speed",
+       "-o speed.json [--ranks N] [--threads N] [--quick] [--speed machine.json]",
+       "measures this machine's CPUs and the links of its ranks, for plan --speed; with --speed, and started by a "
+       "launcher on several hosts, the link between these",
        0,
-       {"output", "ranks", "threads", "quick"},
+       {"output", "ranks", "threads", "quick", "speed"},
        calibrate},
       {"trace merge",
        "OUT IN...",
@@ -144,7 +145,10 @@ int run_command(const std::string& name, const po::variables_map& values, const 
 void add_speed_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
   SpeedArguments& speed = arguments.speed;
-  add("speed", po::value(&speed.file), "plan: the machine's speed, as calibrate wrote it; what follows replaces parts");
+  add("speed", po::value(&speed.file),
+      "plan: the machine's speed, as calibrate wrote it; what follows replaces parts; calibrate: the same, to which "
+      "the "
+      "link between hosts is added");
   add("flops", po::value(&speed.flops), "plan: FLOP a second of a rank, as 300e12 or 300TFLOP/s");
   add("flops-fp32", po::value(&speed.flops_fp32), "plan: the same in fp32; without: as --flops");
   add("memory-bandwidth", po::value(&speed.bandwidth), "plan: of a rank's memory, bytes a second, as 3e12 or 3TB/s");
