@@ -31,6 +31,15 @@ double by_clock_s(const RankTimer& timer, const Exchanged& exchanged) {
   return timer.seconds_of([&] { exchanged.start().wait(); });
 }
 
+constexpr int kCalls = 15, kQuickCalls = 5;  // of what a link's token buckets and packets make uneven
+
+// The median of several calls, in the mean of ranks.
+double median_s(const RankTimer& timer, const std::function<void()>& call) {
+  std::vector<double> seconds;
+  for (int i = 0; i < (timer.options().quick ? kQuickCalls : kCalls); ++i) seconds.push_back(timer.once_s(call));
+  return timer.mean(median_of(std::move(seconds)));
+}
+
 // Of a rank's processors, for a byte that it sends (and gets).
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
@@ -43,7 +52,7 @@ double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) 
   };
   // One right after the other: on a slow link what is looked for is a small part of either.
   std::vector<double> slower_s;
-  for (int pair = 0; pair < (timer.options().quick ? 5 : 15); ++pair) {
+  for (int pair = 0; pair < (timer.options().quick ? kQuickCalls : kCalls); ++pair) {
     const double began_s = thread_processor_s();
     const double alone_s = timer.once_s(multiply);
     // Of a core, where "hosts" are more than the cores of one machine: the others' messages take of its time, too.
@@ -91,7 +100,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   const Exchanged gathered{[&] { return comm->all_gather(full, shard); }, sent_bytes};
   const Exchanged reduced{[&] { return comm->reduce_scatter(shard, full); }, sent_bytes};
   timer.say("bytes a second between hosts");
-  const double gather_s = by_clock_s(timer, gathered);
+  const double gather_s = median_s(timer, [&] { gathered.start().wait(); });
   timer.say("compute beside messages to other hosts");
   const double copied_s = processor_s_per_byte(timer, gathered), summed_s = processor_s_per_byte(timer, reduced);
   speed.between_hosts = {std::max(least_s - within_machine_s, 0.0), sent_bytes / std::max(gather_s - least_s, 1e-9), 0};
