@@ -43,8 +43,7 @@ RanksOnHost ranks_on_host(const Communicator& comm) {
 
 static thread_local int64_t planned_bytes = 0;
 
-PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : before_(std::exchange(planned_bytes, peak_bytes)) {}
-PlannedMemoryScope::~PlannedMemoryScope() { planned_bytes = before_; }
+PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : scope_(planned_bytes, peak_bytes) {}
 int64_t PlannedMemoryScope::current() { return planned_bytes; }
 
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes) {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/memory/thread_scope.h"
 
 namespace tessera {
 
@@ -24,14 +25,11 @@ struct MemoryNeed {
 class PlannedMemoryScope {
  public:
   explicit PlannedMemoryScope(int64_t peak_bytes);  // on the device that the wrapper will be on
-  ~PlannedMemoryScope();
-  PlannedMemoryScope(const PlannedMemoryScope&) = delete;
-  PlannedMemoryScope& operator=(const PlannedMemoryScope&) = delete;
 
   static int64_t current();  // of this thread; 0: nobody has planned
 
  private:
-  const int64_t before_;
+  const ThreadScope<int64_t> scope_;
 };
 
 // What is to be said where `ranks` such ranks share `free_bytes` of memory, of which each takes what is planned or else

@@ -1,7 +1,5 @@
 #include "tessera/memory/memory_kind.h"
 
-#include <utility>
-
 namespace tessera {
 
 static thread_local MemoryKind current_kind = MemoryKind::kUnknown;
@@ -13,8 +11,7 @@ std::string_view name_of(MemoryKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-MemoryKindScope::MemoryKindScope(MemoryKind kind) : before_(std::exchange(current_kind, kind)) {}
-MemoryKindScope::~MemoryKindScope() { current_kind = before_; }
+MemoryKindScope::MemoryKindScope(MemoryKind kind) : scope_(current_kind, kind) {}
 MemoryKind MemoryKindScope::current() { return current_kind; }
 
 }  // namespace tessera

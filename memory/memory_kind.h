@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "tessera/memory/thread_scope.h"
+
 namespace tessera {
 
 // What the memory of tensors is for.
@@ -33,14 +35,11 @@ class MemoryKindScope {
  public:
   // From now on.
   explicit MemoryKindScope(MemoryKind kind);
-  ~MemoryKindScope();
-  MemoryKindScope(const MemoryKindScope&) = delete;
-  MemoryKindScope& operator=(const MemoryKindScope&) = delete;
 
   static MemoryKind current();  // of this thread; kUnknown without a scope
 
  private:
-  const MemoryKind before_;
+  const ThreadScope<MemoryKind> scope_;
 };
 
 }  // namespace tessera

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "tessera/memory/thread_scope.h"
+
 namespace tessera {
 
 // While it lives, this thread runs a training program on tensors without data (dry_run()). What moves or computes
@@ -7,12 +9,9 @@ namespace tessera {
 class WithoutDataScope {
  public:
   WithoutDataScope();
-  ~WithoutDataScope();
-  WithoutDataScope(const WithoutDataScope&) = delete;
-  WithoutDataScope& operator=(const WithoutDataScope&) = delete;
 
  private:
-  const bool before_;
+  const ThreadScope<bool> scope_;
 };
 bool is_without_data();  // of this thread
 
@@ -21,12 +20,9 @@ bool is_without_data();  // of this thread
 class WaitForTransfersScope {
  public:
   WaitForTransfersScope();
-  ~WaitForTransfersScope();
-  WaitForTransfersScope(const WaitForTransfersScope&) = delete;
-  WaitForTransfersScope& operator=(const WaitForTransfersScope&) = delete;
 
  private:
-  const bool before_;
+  const ThreadScope<bool> scope_;
 };
 bool waits_for_transfers();  // of this thread
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "tessera/memory/thread_scope.h"
 #include "tessera/offload/copy_engine.h"
 
 namespace tessera {
@@ -22,16 +23,13 @@ struct SimulatedLink {
 class SimulatedLinkScope {
  public:
   explicit SimulatedLinkScope(SimulatedLink link);
-  ~SimulatedLinkScope();
-  SimulatedLinkScope(const SimulatedLinkScope&) = delete;
-  SimulatedLinkScope& operator=(const SimulatedLinkScope&) = delete;
 
   // Null: none lives on this thread.
   static const SimulatedLink* current();
 
  private:
   const SimulatedLink link_;
-  const SimulatedLink* const before_;
+  const ThreadScope<const SimulatedLink*> scope_;
 };
 
 }  // namespace tessera

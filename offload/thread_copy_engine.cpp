@@ -78,9 +78,7 @@ class ThreadCopyEngine : public CopyEngine {
 
 }  // namespace
 
-SimulatedLinkScope::SimulatedLinkScope(SimulatedLink link)
-    : link_(std::move(link)), before_(std::exchange(current_link, &link_)) {}
-SimulatedLinkScope::~SimulatedLinkScope() { current_link = before_; }
+SimulatedLinkScope::SimulatedLinkScope(SimulatedLink link) : link_(std::move(link)), scope_(current_link, &link_) {}
 const SimulatedLink* SimulatedLinkScope::current() { return current_link; }
 
 std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <utility>
+#include "tessera/memory/thread_scope.h"
 
 namespace tessera {
 
@@ -8,15 +8,11 @@ namespace tessera {
 // backward will compute it again and then ask for its parameters' gradients.
 class RecomputesLater {
  public:
-  RecomputesLater() = default;
-  ~RecomputesLater() { in_effect_ = before_; }
-  RecomputesLater(const RecomputesLater&) = delete;
-  RecomputesLater& operator=(const RecomputesLater&) = delete;
   static bool in_effect() { return in_effect_; }
 
  private:
   static inline thread_local bool in_effect_ = false;
-  const bool before_ = std::exchange(in_effect_, true);
+  const ThreadScope<bool> scope_{in_effect_, true};
 };
 
 }  // namespace tessera
