@@ -15,6 +15,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/paging/boxed_tensors.h"
+
 namespace tessera {
 
 // libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
@@ -31,10 +33,9 @@ class Tape {
     std::vector<int64_t> sizes, strides;
     int64_t offset;
   };
-  // An argument that is such a view, or has one at this place of its list.
+  // An argument that is such a view, as its tensor number 0, or has one as this number of its list.
   struct Argument {
-    size_t argument;
-    std::optional<size_t> place;
+    size_t argument, number;
     View view;
   };
   struct Call {
@@ -96,37 +97,32 @@ at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
 
 // Moves the tape's tensors out of the call's arguments, into its views.
 void take_views(Tape& tape, Tape::Call& call) {
-  auto is_taken = [&](const at::Tensor& tensor, size_t argument, std::optional<size_t> place) {
-    const TapeStorage* known = tape_storage_of(tensor);
-    if (known == nullptr) return false;
-    call.views.push_back({argument, place, view_of(tensor, *known)});
-    tape.last_use[known->storage] = tape.calls.size();
-    return true;
-  };
   for (size_t i = 0; i < call.arguments.size(); ++i) {
-    c10::IValue& value = call.arguments[i];
-    if (value.isTensor()) {
-      if (source_of(value.toTensor()) != nullptr)
+    size_t count = 0;
+    replace_boxed_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
+      const size_t number = count++;
+      if (source_of(tensor) != nullptr)
         throw std::logic_error(
             "deferred(): " + call.op.schema().name() +
             " is given a tensor whose values will be read later: change it when the model is wrapped");
-      if (is_taken(value.toTensor(), i, std::nullopt)) value = c10::IValue();
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> others = value.toTensorList().copy();
-      for (size_t place = 0; place < others.size(); ++place)
-        if (is_taken(others.get(place), i, place)) others.set(place, at::Tensor());
-      value = std::move(others);
-    }
+      const TapeStorage* known = tape_storage_of(tensor);
+      if (known == nullptr) return tensor;
+      call.views.push_back({i, number, view_of(tensor, *known)});
+      tape.last_use[known->storage] = tape.calls.size();
+      return at::Tensor();
+    });
   }
 }
 
-// Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone.
+// Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone. But as indices they may, and
+// what a mask selects is a matter of its values.
 void substitute_meta(torch::jit::Stack& stack, size_t count) {
   for (size_t i = stack.size() - count; i < stack.size(); ++i) {
-    if (!stack[i].isTensor()) continue;
-    const at::Tensor tensor = stack[i].toTensor();
-    if (tensor.defined() && !tensor.is_meta() && tensor.dim() > 0)
-      stack[i] = at::empty_like(tensor, tensor.options().device(at::kMeta));
+    if (stack[i].isOptionalTensorList()) continue;
+    replace_boxed_tensors(stack[i], [](const at::Tensor& tensor) {
+      const bool is_ordinary = tensor.defined() && !tensor.is_meta() && tensor.dim() > 0;
+      return is_ordinary ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
+    });
   }
 }
 
@@ -200,14 +196,14 @@ class Replay {
   void step(Final final) {
     const Tape::Call& call = tape_->calls[next_];
     torch::jit::Stack stack = call.arguments;
-    for (const auto& [argument, place, view] : call.views) {
-      if (!place) {
-        stack[argument] = at(view);
-        continue;
-      }
-      c10::List<at::Tensor> list = stack[argument].toTensorList().copy();
-      list.set(*place, at(view));
-      stack[argument] = std::move(list);
+    for (auto next = call.views.begin(); next != call.views.end();) {
+      const size_t argument = next->argument;
+      size_t count = 0;
+      replace_boxed_tensors(stack[argument], [&](const at::Tensor& tensor) {
+        const size_t number = count++;
+        if (next == call.views.end() || next->argument != argument || next->number != number) return tensor;
+        return at((next++)->view);
+      });
     }
     run(call, stack);
     for (size_t i = 0; i < call.made.size(); ++i)
@@ -292,25 +288,25 @@ at::Device device_of_values(const at::Tensor& tensor) {
   return source != nullptr ? source->device : is_deferred(tensor) ? at::Device(at::kCPU) : tensor.device();
 }
 
-void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
+void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
                      const std::function<void(size_t, const std::vector<at::Tensor>&)>& ready) {
   struct Wanted {
-    size_t group, place;
+    size_t batch, number;
     Tape::View view;
   };
   using Key = std::pair<const Tape*, size_t>;  // of a storage
   at::NoGradGuard no_grad;
   std::vector<std::shared_ptr<Tape>> tapes;  // in order of first appearance
   std::multimap<Key, Wanted> wanted;
-  std::vector<std::vector<at::Tensor>> values(groups.size());
+  std::vector<std::vector<at::Tensor>> values(batches.size());
   std::vector<size_t> missing;
-  for (size_t group = 0; group < groups.size(); ++group) {
-    values[group].resize(groups[group].size());
-    missing.push_back(groups[group].size());
-    for (size_t place = 0; place < groups[group].size(); ++place) {
-      const at::Tensor& tensor = groups[group][place];
+  for (size_t batch = 0; batch < batches.size(); ++batch) {
+    values[batch].resize(batches[batch].size());
+    missing.push_back(batches[batch].size());
+    for (size_t number = 0; number < batches[batch].size(); ++number) {
+      const at::Tensor& tensor = batches[batch][number];
       if (source_of(tensor) != nullptr) {
-        --missing[group];
+        --missing[batch];
         continue;
       }
       const TapeStorage* known = tape_storage_of(tensor);
@@ -318,28 +314,28 @@ void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
         throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
                                     " is not deferred");
       if (std::ranges::find(tapes, known->tape) == tapes.end()) tapes.push_back(known->tape);
-      wanted.emplace(Key(known->tape.get(), known->storage), Wanted{group, place, view_of(tensor, *known)});
+      wanted.emplace(Key(known->tape.get(), known->storage), Wanted{batch, number, view_of(tensor, *known)});
     }
   }
-  auto hand_over = [&](size_t group) {
-    for (size_t place = 0; place < groups[group].size(); ++place)
-      if (const Source* source = source_of(groups[group][place]))
-        values[group][place] = read_all(groups[group][place], *source);
-    ready(group, std::exchange(values[group], {}));
+  auto hand_over = [&](size_t batch) {
+    for (size_t number = 0; number < batches[batch].size(); ++number)
+      if (const Source* source = source_of(batches[batch][number]))
+        values[batch][number] = read_all(batches[batch][number], *source);
+    ready(batch, std::exchange(values[batch], {}));
   };
-  for (size_t group = 0; group < groups.size(); ++group)
-    if (missing[group] == 0) hand_over(group);
+  for (size_t batch = 0; batch < batches.size(); ++batch)
+    if (missing[batch] == 0) hand_over(batch);
   for (const auto& tape : tapes) {
     for (Replay replay(tape); !replay.done();) {
       std::set<size_t> complete;
       replay.step([&](size_t storage, const at::Tensor& tensor) {
         for (auto [entry, end] = wanted.equal_range(Key(tape.get(), storage)); entry != end; ++entry) {
-          const auto& [group, place, view] = entry->second;
-          values[group][place] = view_in(tensor, view);
-          if (--missing[group] == 0) complete.insert(group);
+          const auto& [batch, number, view] = entry->second;
+          values[batch][number] = view_in(tensor, view);
+          if (--missing[batch] == 0) complete.insert(batch);
         }
       });
-      for (const size_t group : complete) hand_over(group);
+      for (const size_t batch : complete) hand_over(batch);
     }
   }
 }

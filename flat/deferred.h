@@ -78,13 +78,13 @@ const ReadElements* reader_of(const at::Tensor& tensor);
 // Where a tensor's values are or, of a deferred one, will be: what is computed by constructors, on the CPU.
 at::Device device_of_values(const at::Tensor& tensor);
 
-// Computes the values of deferred tensors, in the order in which the constructors did. `groups` says which are wanted
-// together; ready(group, values) is called once for each group, as soon as its values are final, with tensors of the
+// Computes the values of deferred tensors, in the order in which the constructors did. `batches` says which are wanted
+// together; ready(batch, values) is called once for each batch, as soon as its values are final, with tensors of the
 // given ones' shapes and strides, on the device that the constructor named. Memory is freed as soon as neither the rest
-// of the tape nor a group needs it. A group of none, or of what is read, is ready at the start. Values can be computed
+// of the tape nor a batch needs it. A batch of none, or of what is read, is ready at the start. Values can be computed
 // again.
-void replay_deferred(const std::vector<std::vector<at::Tensor>>& groups,
-                     const std::function<void(size_t group, const std::vector<at::Tensor>& values)>& ready);
+void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
+                     const std::function<void(size_t batch, const std::vector<at::Tensor>& values)>& ready);
 
 // Turns a deferred tensor into an ordinary one with the data of `values`, keeping its identity.
 void fill_deferred(const at::Tensor& tensor, const at::Tensor& values);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/paging/boxed_tensors.h"
 #include "tessera/paging/keyed_view.h"
 
 namespace tessera {
@@ -32,12 +33,9 @@ GradientPart* part_of(const at::Tensor& tensor) {
 
 template <class Function>
 void for_each_part(const c10::IValue& value, const Function& function) {
-  if (value.isTensor()) {
-    if (GradientPart* part = part_of(value.toTensor())) function(*part);
-  } else if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector())
-      if (GradientPart* part = part_of(tensor)) function(*part);
-  }
+  for_each_boxed_tensor(value, [&](const at::Tensor& tensor) {
+    if (GradientPart* part = part_of(tensor)) function(*part);
+  });
 }
 
 void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {

@@ -9,11 +9,9 @@
 #include <chrono>
 #include <cstring>
 #include <exception>
-#include <iterator>
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/memory/disk_bytes.h"
 #include "tessera/memory/without_data.h"
 
 namespace tessera {
@@ -31,18 +29,6 @@ const DiskPagerOptions& checked(const DiskPagerOptions& options) {
   return options;
 }
 
-void throw_offload_error(const FileFailure& failure) {
-  const std::string where = "offload directory '" + failure.path.string() + "'";
-  if (failure.action == FileAction::kClaim && !failure.problem.empty())
-    throw std::runtime_error(where + " " + failure.problem);
-  const char* operation = "use";
-  if (failure.action == FileAction::kCreate) operation = "cannot make a file";
-  if (failure.action == FileAction::kClaim) operation = "cannot claim space";
-  if (failure.action == FileAction::kRead) operation = failure.problem.empty() ? "read" : "read past the end";
-  if (failure.action == FileAction::kWrite) operation = "write";
-  throw std::runtime_error(where + ": " + operation + ": " + failure.reason());
-}
-
 // Direct access wants memory aligned to blocks, which a buffer's is not.
 int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
 
@@ -54,11 +40,9 @@ at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
 
 }  // namespace
 
-File offload_file(const std::string& directory) { return File::create_unnamed(directory, &throw_offload_error); }
-
 DiskPager::DiskPager(DiskPagerOptions options)
     : options_(checked(options)),
-      file_(is_without_data() ? std::nullopt : std::optional(offload_file(options.directory))),
+      space_(options.directory),
       waits_(waits_for_transfers()),
       buffers_(at::kCPU, MemoryKind::kHost),
       queue_(options.threads) {}
@@ -81,7 +65,8 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
     throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
                              " bytes in memory when it is used, and the buffers of the disk tier hold " +
                              std::to_string(options_.buffer_bytes) + " (DiskPagerOptions::buffer_bytes)");
-  entry.offset = claim(entry.bytes);
+  reclaim();
+  entry.offset = space_.claim(entry.bytes);
   if (vacant_.empty()) {
     vacant_.push_back(static_cast<int>(entries_.size()));
     entries_.emplace_back();
@@ -94,22 +79,6 @@ at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::S
   entry.storage.emplace(tensor.storage().getWeakStorageImpl());
   entries_[id] = std::move(entry);
   return tensor;
-}
-
-// The first place that is large enough, else more of the file.
-int64_t DiskPager::claim(int64_t bytes) {
-  reclaim();
-  const auto place = std::ranges::find_if(free_bytes_, [&](const auto& free) { return free.second >= bytes; });
-  if (place == free_bytes_.end()) {
-    const int64_t begin = file_ ? file_->extend(bytes) : claimed_bytes_;
-    claimed_bytes_ = begin + bytes;
-    counted_.push_back(count_disk_bytes(bytes));
-    return begin;
-  }
-  const auto [offset, free] = *place;
-  free_bytes_.erase(place);
-  if (free > bytes) free_bytes_.emplace(offset + bytes, free - bytes);
-  return offset;
 }
 
 // Forgets tensors that nobody has any more.
@@ -127,22 +96,9 @@ void DiskPager::reclaim() {
     Entry& entry = entries_[id];
     if (!is_gone(&entry)) continue;
     if (entry.transfer.valid()) entry.transfer.wait();
-    free_space(entry.offset, entry.bytes);
+    space_.give_back(entry.offset, entry.bytes);
     entry = Entry();
     vacant_.push_back(static_cast<int>(id));
-  }
-}
-
-void DiskPager::free_space(int64_t offset, int64_t bytes) {
-  auto next = free_bytes_.lower_bound(offset);
-  if (next != free_bytes_.end() && next->first == offset + bytes) {
-    bytes += next->second;
-    next = free_bytes_.erase(next);
-  }
-  if (next != free_bytes_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
-    std::prev(next)->second += bytes;
-  } else {
-    free_bytes_.emplace(offset, bytes);
   }
 }
 
@@ -203,7 +159,7 @@ bool DiskPager::evict_one() {
   entry->is_changed = entry->is_zero = false;
   entry->state = State::kWriting;
   entry->transfer = start_transfer([this, data = entry->data.const_data_ptr(), entry] {
-    file_->write(data, entry->bytes, entry->offset);
+    space_.file()->write(data, entry->bytes, entry->offset);
     written_bytes_ += entry->bytes;
   });
   writing_.push_back(entry);
@@ -212,7 +168,7 @@ bool DiskPager::evict_one() {
 
 // Reads or writes beside the caller; nothing without data.
 std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
-  if (!file_) {
+  if (space_.file() == nullptr) {
     std::promise<void> nothing;
     nothing.set_value();
     return nothing.get_future();
@@ -272,7 +228,7 @@ void DiskPager::start_read(Entry& entry) {
     if (is_zero) {
       std::memset(data, 0, entry.bytes);
     } else {
-      file_->read(data, entry.bytes, entry.offset);
+      space_.file()->read(data, entry.bytes, entry.offset);
       read_bytes_ += entry.bytes;
     }
   });
@@ -367,7 +323,7 @@ void DiskPager::read_ahead(const at::Tensor& tensor) {
 
 int64_t DiskPager::disk_bytes() const {
   std::lock_guard lock(mutex_);
-  return claimed_bytes_;
+  return space_.claimed_bytes();
 }
 
 int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }

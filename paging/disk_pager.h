@@ -18,13 +18,10 @@
 
 #include "tessera/async/task_queue.h"
 #include "tessera/memory/counted_buffers.h"
+#include "tessera/paging/disk_space.h"
 #include "tessera/paging/residency.h"
-#include "tessera/storage/file.h"
 
 namespace tessera {
-
-// A file for pages, without a name in `directory`. Its failures are std::runtime_error that names the directory.
-File offload_file(const std::string& directory);
 
 struct DiskPagerOptions {
   std::string directory;                      // an existing folder, on a local SSD
@@ -40,9 +37,8 @@ struct DiskPagerOptions {
 //
 // The tensors that were not used for longest go when room is needed, those that changed by a write that nobody waits
 // for. What is used next is foretold from what followed last time, and read ahead. Operators may use and change the
-// tensors as any others; code that takes pointers holds them first. Data exist in one file without a name, which claims
-// its space on the disk when a tensor is made, so that a full disk is found then and a crash leaves nothing. The space
-// of tensors that are gone is taken first. In a dry run there is no file, and nothing moves.
+// tensors as any others; code that takes pointers holds them first. Data exist in one file without a name (DiskSpace),
+// where a tensor has its space from when it is made until it is gone. In a dry run there is no file, and nothing moves.
 //
 // Thread-safe. Tensors that outlive the pager throw std::logic_error when they are used.
 class DiskPager : public Pager {
@@ -89,7 +85,7 @@ class DiskPager : public Pager {
   int64_t peak_buffer_bytes() const;
   int64_t read_bytes() const { return read_bytes_; }  // moved so far
   int64_t written_bytes() const { return written_bytes_; }
-  bool is_direct() const { return file_ && file_->is_direct(); }
+  bool is_direct() const { return space_.file() != nullptr && space_.file()->is_direct(); }
 
   void use(const std::vector<Page*>& pages) override;
   [[noreturn]] bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
@@ -112,10 +108,8 @@ class DiskPager : public Pager {
     Entry* next = nullptr;  // what was loaded after it the last time
   };
 
-  int64_t claim(int64_t bytes);
   std::future<void> start_transfer(std::function<void()> transfer);
   void reclaim();
-  void free_space(int64_t offset, int64_t bytes);
   Entry& entry_of(const at::Tensor& tensor);
   void require_resident(Entry& entry);
   void make_resident(Entry& entry);
@@ -133,14 +127,11 @@ class DiskPager : public Pager {
 
   const DiskPagerOptions options_;
   mutable std::mutex mutex_;
-  std::optional<File> file_;                    // none without data
-  const bool waits_;                            // for each transfer as it begins
-  int64_t claimed_bytes_ = 0;                   // of the file
-  std::vector<std::shared_ptr<void>> counted_;  // of those, by who counts them
+  DiskSpace space_;
+  const bool waits_;  // for each transfer as it begins
   CountedBuffers buffers_;
   std::deque<Entry> entries_;                                    // by their page's id; they stay where they are
   std::vector<int> vacant_;                                      // of them, those without a page
-  std::map<int64_t, int64_t> free_bytes_;                        // of the file, by offset; no two are neighbours
   std::list<Entry*> recent_;                                     // resident, the latest last
   std::list<Entry*> reading_;                                    // ahead, and not used yet; the oldest first
   std::list<Entry*> writing_;                                    // the oldest first

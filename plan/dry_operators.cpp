@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/paging/boxed_tensors.h"
 #include "tessera/paging/residency.h"
 #include "tessera/plan/processor_time.h"
 #include "tessera/plan/recorder.h"
@@ -49,15 +50,6 @@ struct Traits {
   std::vector<bool> writes;    // by argument
 };
 
-bool is_written(const c10::Argument& argument) {
-  const auto* alias = argument.alias_info();
-  if (alias == nullptr) return false;
-  if (alias->isWrite()) return true;
-  for (const c10::AliasInfo& contained : alias->containedTypes())
-    if (contained.isWrite()) return true;
-  return false;
-}
-
 // Composite by registration, but they compute by pointer.
 const std::unordered_set<std::string> kKernelsAtHeart = {
     "aten::copy_", "aten::mkldnn_convolution", "aten::convolution_backward", "aten::_nnpack_spatial_convolution"};
@@ -85,9 +77,9 @@ Traits describe(const c10::OperatorHandle& op) {
   traits.may_transpose = traits.name == "aten::_convolution";
   bool is_view = false;
   for (const c10::Argument& result : schema.returns())
-    is_view = is_view || (result.alias_info() != nullptr && !is_written(result));
+    is_view = is_view || (result.alias_info() != nullptr && !is_written_to(result));
   for (const c10::Argument& argument : schema.arguments()) {
-    traits.writes.push_back(is_written(argument));
+    traits.writes.push_back(is_written_to(argument));
     traits.is_mutable = traits.is_mutable || traits.writes.back();
   }
   if (kValues.contains(schema.name())) {
@@ -111,14 +103,8 @@ const Traits& traits_of(const c10::OperatorHandle& op) {
 // Calls visit(tensor, argument) for every tensor among values, those in lists too.
 template <class Visit>
 void for_each_tensor(at::ArrayRef<c10::IValue> values, Visit visit) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    if (values[i].isTensor()) {
-      if (values[i].toTensor().defined()) visit(values[i].toTensor(), i);
-    } else if (values[i].isTensorList() || values[i].isOptionalTensorList()) {
-      for (const c10::IValue& element : values[i].toListRef())
-        if (element.isTensor() && element.toTensor().defined()) visit(element.toTensor(), i);
-    }
-  }
+  for (size_t i = 0; i < values.size(); ++i)
+    for_each_boxed_tensor(values[i], [&](const at::Tensor& tensor) { visit(tensor, i); });
 }
 
 std::vector<at::Tensor> tensors_of(at::ArrayRef<c10::IValue> values) {
@@ -130,23 +116,8 @@ std::vector<at::Tensor> tensors_of(at::ArrayRef<c10::IValue> values) {
 // The same arguments on the meta device.
 std::vector<c10::IValue> meta_arguments(at::ArrayRef<c10::IValue> arguments) {
   std::vector<c10::IValue> result(arguments.begin(), arguments.end());
-  for (c10::IValue& value : result) {
-    if (value.isTensor() && value.toTensor().defined()) {
-      value = meta_of(value.toTensor());
-    } else if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector())
-        list.push_back(tensor.defined() ? meta_of(tensor) : tensor);
-      value = std::move(list);
-    } else if (value.isOptionalTensorList()) {
-      c10::List<std::optional<at::Tensor>> list;
-      for (const c10::IValue& element : value.toListRef()) {
-        const bool is_there = element.isTensor() && element.toTensor().defined();
-        list.push_back(is_there ? std::optional(meta_of(element.toTensor())) : std::nullopt);
-      }
-      value = std::move(list);
-    }
-  }
+  for (c10::IValue& value : result)
+    replace_boxed_tensors(value, [](const at::Tensor& tensor) { return tensor.defined() ? meta_of(tensor) : tensor; });
   return result;
 }
 
@@ -241,14 +212,9 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
         }
         stack.emplace_back(std::move(tensor));
       }
-    } else if (shapes.at(result).isTensor()) {
-      stack.emplace_back(without_values(shapes[result].toTensor(), recorder));
-    } else if (shapes[result].isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : shapes[result].toTensorVector()) list.push_back(without_values(tensor, recorder));
-      stack.emplace_back(std::move(list));
     } else {
-      stack.push_back(shapes[result]);
+      stack.push_back(shapes.at(result));
+      replace_boxed_tensors(stack.back(), [&](const at::Tensor& shape) { return without_values(shape, recorder); });
     }
   }
 }

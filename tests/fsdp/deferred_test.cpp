@@ -40,6 +40,22 @@ struct PeculiarImpl : torch::nn::Module {
 };
 TORCH_MODULE(Peculiar);
 
+// Tensors in lists, and among indices, whose lists may have gaps; with ordinary ones beside them.
+struct IndexedImpl : torch::nn::Module {
+  explicit IndexedImpl(const at::Tensor& table) {
+    const at::Tensor order = torch::arange(3).mul(2);
+    diagonal = register_parameter("diagonal", torch::randn({6, 6}).index({order, order}));
+    register_buffer("columns", torch::randn({2, 6}).index({torch::indexing::Slice(), order}));
+    register_buffer("looked_up", table.index({order}));
+    register_buffer("by_mask", torch::randn({6}).index({table > 2}));
+    register_buffer("joined", torch::cat({table, torch::rand({2}), table}));
+    torch::NoGradGuard no_grad;
+    diagonal.index_put_({torch::arange(2)}, torch::full({2}, 5.0));
+  }
+  at::Tensor diagonal;
+};
+TORCH_MODULE(Indexed);
+
 template <class Build>
 void expect_same_values(Build build) {
   auto expected = seeded(7, build);
@@ -67,6 +83,7 @@ void expect_same_values(Build build) {
 TEST(Deferred, ValuesAreThoseOfAnOrdinaryBuild) {
   expect_same_values(everything);
   expect_same_values([] { return Peculiar(); });
+  expect_same_values([table = torch::arange(6).to(at::kFloat)] { return Indexed(table); });
   for (unsigned kind = 0; kind < 10; ++kind) expect_same_values([&] { return RandomNet(kind); });
 }
 
@@ -177,6 +194,10 @@ TEST(Deferred, MistakesAreNamed) {
               });
             }),
             "");
+  auto read_later = [] { return deferred_from({2}, {1}, at::kFloat, at::kCPU, [](Range, void*) {}); };
+  const std::string says = "is given a tensor whose values will be read later";
+  expect_contains(error_of<std::logic_error>([&] { deferred([&] { return read_later().add(1); }); }), says);
+  expect_contains(error_of<std::logic_error>([&] { deferred([&] { return torch::cat({read_later()}); }); }), says);
   run_ranks(1, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model(torch::nn::Linear(2, 2));
     model->register_parameter("extra", torch::empty({2}, at::kMeta));

@@ -108,6 +108,16 @@ TEST(QuantizeLinears, ComputesWithTheValues) {
   }
 }
 
+// Indices come to an operator in a list of their own.
+TEST(QuantizeLinears, GivesItsRows) {
+  for (const WeightFormat format : {WeightFormat::kNf4, WeightFormat::kInt8}) {
+    Net net = net_of(format, /*rank=*/0);
+    const at::Tensor rows = torch::tensor({7, 0});
+    const auto state = dequantized_state(*net, net->named_parameters(), /*with_adapters=*/false);
+    EXPECT_TRUE(torch::equal(net->in->weight.index({rows}), state["in.weight"].index({rows})));
+  }
+}
+
 // Nothing of a decoded weight is kept between forward and backward, and gradients of gradients are right.
 TEST(QuantizeLinears, HasSecondDerivativesOfItsInputs) {
   Net net = net_of(WeightFormat::kNf4);

@@ -8,13 +8,11 @@ KernelArguments::KernelArguments(const c10::FunctionSchema& schema, const torch:
   const auto last = torch::jit::last(stack, schema.arguments().size());
   values_.assign(last.begin(), last.end());
   for (size_t i = 0; i < values_.size(); ++i) {
-    const bool writes = is_written(schema.arguments()[i]);
-    mapped_tensor(values_[i], [&](const at::Tensor& tensor) {
-      if (tensor.is_cuda()) {
-        accesses_.push_back(access_of(tensor, writes));
-        if (!device_) device_ = tensor.device().index();
-      }
-      return tensor;
+    const bool writes = is_written_to(schema.arguments()[i]);
+    for_each_boxed_tensor(values_[i], [&](const at::Tensor& tensor) {
+      if (!tensor.is_cuda()) return;
+      accesses_.push_back(access_of(tensor, writes));
+      if (!device_) device_ = tensor.device().index();
     });
     if (values_[i].isDevice() && !device_ && values_[i].toDevice().has_index()) device_ = values_[i].toDevice().index();
   }

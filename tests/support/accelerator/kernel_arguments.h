@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/paging/boxed_tensors.h"
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
@@ -26,34 +27,13 @@ inline at::Tensor for_kernels_or_copy(const at::Tensor& tensor) {
   return copy;
 }
 
-inline bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr &&
-         (argument.alias_info()->isWrite() ||
-          std::ranges::any_of(argument.alias_info()->containedTypes(), &c10::AliasInfo::isWrite));
-}
-
-// A value with each defined tensor in it, also in lists, replaced by of(tensor).
+// Values with each defined tensor among them, also in lists, replaced by of(tensor).
 template <class Of>
-c10::IValue mapped_tensor(const c10::IValue& value, Of&& of) {
-  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(of(value.toTensor())) : value;
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(of(tensor));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList())
-      list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(of(*tensor)) : tensor);
-    return list;
-  }
-  return value;
-}
-template <class Of>
-torch::jit::Stack mapped_tensors(const torch::jit::Stack& values, Of of) {
-  torch::jit::Stack result;
-  for (const c10::IValue& value : values) result.push_back(mapped_tensor(value, of));
-  return result;
+torch::jit::Stack mapped_tensors(torch::jit::Stack values, Of of) {
+  for (c10::IValue& value : values)
+    replace_boxed_tensors(value,
+                          [&](const at::Tensor& tensor) { return tensor.defined() ? at::Tensor(of(tensor)) : tensor; });
+  return values;
 }
 
 class KernelArguments {

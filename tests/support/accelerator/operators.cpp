@@ -216,7 +216,7 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
   torch::jit::drop(*stack, schema.arguments().size());
   const auto& returns = schema.returns();
   const bool writes =
-      std::ranges::any_of(schema.arguments(), [](const auto& argument) { return is_written(argument); });
+      std::ranges::any_of(schema.arguments(), [](const auto& argument) { return is_written_to(argument); });
   TORCH_CHECK(writes || std::ranges::none_of(returns, [](const auto& result) { return result.alias_info(); }),
               "simulated accelerator: ", schema.name(), " returns a view, and has no kernel here");
   if (writes) {

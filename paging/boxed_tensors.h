@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+// The tensors in what an operator is given and returns, as the dispatcher boxes it: alone, in lists, and in lists of
+// optional ones, which indices are. Everything that sees operators finds them here.
+namespace tessera {
+
+// Whether the operator writes to the tensors of an argument.
+inline bool is_written_to(const c10::Argument& argument) {
+  const auto* alias = argument.alias_info();
+  if (alias == nullptr) return false;
+  return alias->isWrite() || std::ranges::any_of(alias->containedTypes(), &c10::AliasInfo::isWrite);  // of lists
+}
+
+// Calls visit(const at::Tensor&) for each defined one in the value.
+template <class Visit>
+void for_each_boxed_tensor(const c10::IValue& value, Visit&& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& element : value.toListRef())
+      if (element.isTensor() && element.toTensor().defined()) visit(element.toTensor());
+  }
+}
+
+// Puts of(tensor) in the place of each, in order; also asked about undefined ones, and may return such. Lists are made
+// anew: others may hold them, too.
+template <class Of>
+void replace_boxed_tensors(c10::IValue& value, Of&& of) {
+  if (value.isTensor()) {
+    value = of(value.toTensor());
+  } else if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const c10::IValue& element : value.toListRef()) list.push_back(of(element.toTensor()));
+    value = std::move(list);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const c10::IValue& element : value.toListRef()) {
+      at::Tensor tensor = of(element.isTensor() ? element.toTensor() : at::Tensor());
+      list.push_back(tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt);
+    }
+    value = std::move(list);
+  }
+}
+
+}  // namespace tessera
