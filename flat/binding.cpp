@@ -42,8 +42,7 @@ Binding::Binding(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedP
       who_(std::move(who)),
       rank_(rank),
       accumulators_(parameters_.size()) {
-  for (const PlannedParameter& parameter : parameters_)
-    kinds_.push_back({parameter.tensor.scalar_type(), parameter.tensor.sizes().vec(), parameter.tensor.device()});
+  for (const PlannedParameter& parameter : parameters_) kinds_.push_back(WrappedKind::of(parameter.tensor));
   for (const at::Tensor& parameter : module_->parameters())
     if (parameter.defined()) known_.insert(parameter.unsafeGetTensorImpl());
 }
@@ -74,14 +73,10 @@ std::string Binding::label(size_t parameter) const {
 
 void Binding::require_same_kind(size_t parameter) const {
   const at::Tensor& tensor = parameters_[parameter].tensor;
-  const Kind& kind = kinds_[parameter];
-  if (tensor.scalar_type() == kind.dtype && tensor.sizes() == at::IntArrayRef(kind.sizes) &&
-      tensor.device() == kind.device)
-    return;
-  throw std::logic_error(c10::str(label(parameter), " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ",
-                                  tensor.device(), " now, but was ", kind.dtype, " ", at::IntArrayRef(kind.sizes),
-                                  " on ", kind.device, " when ", who_,
-                                  " wrapped the module: move and convert a module before it is wrapped"));
+  const WrappedKind& kind = kinds_[parameter];
+  if (kind.is_of(tensor)) return;
+  throw std::logic_error(label(parameter) + " " + kind.change_of(tensor) + " when " + who_ +
+                         " wrapped the module: move and convert a module before it is wrapped");
 }
 
 void Binding::note_versions() {

@@ -9,6 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "tessera/flat/as_wrapped.h"
 #include "tessera/flat/unit_plan.h"
 
 namespace tessera {
@@ -53,17 +54,12 @@ class Binding {
 
  private:
   using Accumulator = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
-  struct Kind {
-    at::ScalarType dtype;
-    std::vector<int64_t> sizes;
-    at::Device device;
-  };
 
   const std::shared_ptr<torch::nn::Module> module_;
   const std::vector<PlannedParameter> parameters_;
   const std::string who_;
   const int rank_;
-  std::vector<Kind> kinds_;
+  std::vector<WrappedKind> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
   std::vector<Accumulator> accumulators_;  // autograd itself holds them only weakly

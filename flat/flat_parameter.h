@@ -132,7 +132,7 @@ class FlatParameter {
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// Splits a unit's parameters into groups: by dtype, those of full precision from those that are
+// Splits a unit's parameters into those of each flat parameter: by dtype, those of full precision from those that are
 // cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 

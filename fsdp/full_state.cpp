@@ -17,14 +17,14 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
     if (keep) model.mesh().world->settle("full_state_dict");
   };
   for (auto& unit : model.units()) {
-    for (auto& group : unit->groups()) {
-      const at::Tensor full = unit->full_values(*group);
+    for (auto& paged : unit->flat_parameters()) {
+      const at::Tensor full = unit->full_values(*paged);
       settle();
-      for (size_t i = 0; i < group->flat.parameters().size(); ++i) {
-        const PlannedParameter& parameter = group->flat.parameters()[i];
+      for (size_t i = 0; i < paged->flat.parameters().size(); ++i) {
+        const PlannedParameter& parameter = paged->flat.parameters()[i];
         sharded.insert(parameter.fqn);
         sharded.insert(parameter.aliases.begin(), parameter.aliases.end());
-        show(parameter.fqn, group->flat.view_in(full, i), parameter.aliases);
+        show(parameter.fqn, paged->flat.view_in(full, i), parameter.aliases);
       }
     }
   }

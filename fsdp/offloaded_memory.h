@@ -23,7 +23,9 @@ class OffloadedMemory {
 
   // Memory of a unit's shards and gradients; null: on the device.
   FlatParameterOptions::Memory shards(const std::string& unit);
-  FlatParameterOptions::Memory narrow_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
+  FlatParameterOptions::Memory low_precision_shards() {
+    return options_.params ? on_host("the shards in 16 bit") : nullptr;
+  }
   FlatParameterOptions::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
   // Where units get their shards from.
   ShardSource source() { return options_.params ? ShardSource{copies_.get(), &staging_} : ShardSource{}; }

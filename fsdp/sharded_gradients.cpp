@@ -55,9 +55,9 @@ void ShardedGradients::make_buckets() {
   std::vector<GradientBucket> buckets;
   for (auto& unit : model_.units()) {
     buckets_of_.push_back(buckets.size());
-    for (auto& group : unit->groups()) {
-      FlatParameter& flat = group->flat;
-      group->first_parameter = states_.size();
+    for (auto& paged : unit->flat_parameters()) {
+      FlatParameter& flat = paged->flat;
+      paged->first_parameter = states_.size();
       const bool is_exempt = flat.parameters()[0].full_precision;
       const WireFormat wire = is_exempt ? WireFormat::kDtype : model_.options().wire.gradients;
       GradientBucket bucket{flat.name(), {},   flat.geometries(), flat.layout(), 0, flat.reduce_dtype(),
@@ -139,8 +139,8 @@ bool ShardedGradients::has_gradient_by_hand(size_t parameter) const {
 }
 
 void ShardedGradients::require_none_by_hand(const Unit& unit) const {
-  for (const auto& group : unit.groups())
-    for (size_t i = group->first_parameter; i < group->first_parameter + group->flat.parameters().size(); ++i)
+  for (const auto& paged : unit.flat_parameters())
+    for (size_t i = paged->first_parameter; i < paged->first_parameter + paged->flat.parameters().size(); ++i)
       if (has_gradient_by_hand(i) && !are_zeros(binding_.tensor(i).grad())) throw std::logic_error(by_hand(i));
 }
 
@@ -165,8 +165,8 @@ void ShardedGradients::clear(size_t parameter) {
 void ShardedGradients::show_version(const Unit& unit) {
   const uint32_t version = unit.version();
   if (std::exchange(shown_versions_[unit.index()], version) == version) return;
-  for (const auto& group : unit.groups())
-    for (const PlannedParameter& parameter : group->flat.parameters())
+  for (const auto& paged : unit.flat_parameters())
+    for (const PlannedParameter& parameter : paged->flat.parameters())
       if (!parameter.tensor.is_inference()) parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
@@ -203,8 +203,8 @@ void ShardedGradients::expect(const Unit& unit, bool backward) {
 }
 
 void ShardedGradients::inspect(const Unit& unit) {
-  for (const auto& group : unit.groups()) {
-    for (size_t i = group->first_parameter; i < group->first_parameter + group->flat.parameters().size(); ++i) {
+  for (const auto& paged : unit.flat_parameters()) {
+    for (size_t i = paged->first_parameter; i < paged->first_parameter + paged->flat.parameters().size(); ++i) {
       at::Tensor parameter = binding_.tensor(i);
       ParameterState& state = states_[i];
       if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user's freezing of a shard
@@ -251,15 +251,15 @@ void ShardedGradients::take_gradient_by_hand(size_t i) {
 uint64_t ShardedGradients::writes() const {
   uint64_t writes = 0;
   for (const auto& unit : model_.units())
-    for (const auto& group : unit->groups()) writes += group->flat.shard_page().writes();
+    for (const auto& paged : unit->flat_parameters()) writes += paged->flat.shard_page().writes();
   return writes;
 }
 
 // The ranks that have elements of a parameter: none of one without elements.
 Range ShardedGradients::ranks_with(size_t parameter) const {
-  for (const auto& group : states_[parameter].unit->groups()) {
-    const FlatLayout& layout = group->flat.layout();
-    const auto index = static_cast<int64_t>(parameter) - static_cast<int64_t>(group->first_parameter);
+  for (const auto& paged : states_[parameter].unit->flat_parameters()) {
+    const FlatLayout& layout = paged->flat.layout();
+    const auto index = static_cast<int64_t>(parameter) - static_cast<int64_t>(paged->first_parameter);
     if (index < 0 || index >= layout.parameter_count() || layout.numel(index) == 0) continue;
     const int64_t first = layout.offset(index), last = first + layout.numel(index) - 1;
     return {first / layout.shard_numel(), last / layout.shard_numel() + 1};

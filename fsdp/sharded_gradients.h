@@ -13,7 +13,7 @@
 
 namespace tessera {
 
-// The policy of gradients where parameters are in shards: a bucket for each group of a unit, cut evenly; what is in
+// The policy of gradients where parameters are in shards: a bucket for each flat parameter, cut evenly; what is in
 // the .grad of a shard, of the module's own parameter, and of both when that is not what a step may take.
 //
 //   .grad of           after a backward     under no_sync()                after a backward that failed
@@ -63,8 +63,8 @@ class ShardedGradients {
   void fail();
   void abandon();
 
-  // The gradients of all shards: of a group as one tensor where they lie in its buffer. Throws std::logic_error where
-  // they are not ready for a step.
+  // The gradients of all shards: of a flat parameter as one tensor where they lie in its buffer. Throws
+  // std::logic_error where they are not ready for a step.
   std::vector<at::Tensor> ready() const;
   Unit& unit_of(size_t parameter) const { return *states_[parameter].unit; }
 

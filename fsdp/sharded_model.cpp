@@ -76,7 +76,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   flat_options.replicas = mesh_.replicas.get();
   flat_options.pager = pager;
   flat_options.grad_memory = offload_.gradients();
-  flat_options.low_precision_memory = offload_.narrow_shards();
+  flat_options.low_precision_memory = offload_.low_precision_shards();
   units_.resize(plan.size());
   auto make = [&](size_t index) {
     FlatParameterOptions own_options = flat_options;
@@ -107,11 +107,11 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // Without deferred parameters in it, a group is ready at once: the loop over the plan, in order.
-  replay_deferred(deferred, [&](size_t group, const std::vector<at::Tensor>& values) {
-    if (group >= plan.size()) return fill_deferred(deferred[group][0], values[0].to(mesh_.world->device()));
-    for (size_t i = 0; i < values.size(); ++i) receivers[group][i]->values = values[i];
-    make(group);
+  // Without deferred parameters in it, a batch is ready at once: the loop over the plan, in order.
+  replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
+    if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
+    for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];
+    make(batch);
   });
 }
 
@@ -169,10 +169,10 @@ void ShardedModel::cast_buffers(at::ScalarType dtype) {
 }
 
 void ShardedModel::name_shards() {
-  std::map<std::string, std::pair<NamedShard, Place>> by_name;
+  std::map<std::string, std::pair<NamedShard, InLayout>> by_name;
   for (auto& unit : units_) {
-    for (auto& group : unit->groups()) {
-      FlatParameter& flat = group->flat;
+    for (auto& paged : unit->flat_parameters()) {
+      FlatParameter& flat = paged->flat;
       for (size_t i = 0; i < flat.parameters().size(); ++i) {
         const PlannedParameter& parameter = flat.parameters()[i];
         const auto index = static_cast<int64_t>(i);
@@ -187,7 +187,7 @@ void ShardedModel::name_shards() {
     const auto found = by_name.find(parameter.key());  // not there: an alias of one that is
     if (found == by_name.end()) continue;
     named_shards_.push_back(found->second.first);
-    places_.push_back(found->second.second);
+    in_layouts_.push_back(found->second.second);
   }
 }
 
@@ -195,7 +195,7 @@ void ShardedModel::name_shards() {
 std::vector<HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<HeldPart> held;
-  for (const auto& [layout, parameter] : places_)
+  for (const auto& [layout, parameter] : in_layouts_)
     held.push_back({layout->owned(parameter, rank % ranks), rank / ranks});
   return held;
 }
@@ -206,10 +206,10 @@ MemoryReport ShardedModel::memory() const {
   MemoryReport report;
   for (const auto& unit : units_) {
     report.largest_unit_bytes = std::max(report.largest_unit_bytes, unit->full_bytes());
-    for (const auto& group : unit->groups()) {
-      report.shard_bytes += group->flat.shard_bytes();
-      report.grad_bytes += group->flat.gradient().bytes();
-      report.unsharded_bytes += group->flat.unsharded_bytes();
+    for (const auto& paged : unit->flat_parameters()) {
+      report.shard_bytes += paged->flat.shard_bytes();
+      report.grad_bytes += paged->flat.gradient().bytes();
+      report.unsharded_bytes += paged->flat.unsharded_bytes();
     }
   }
   report.gathered_bytes = gathered_.lent_bytes();
@@ -226,8 +226,8 @@ MemoryReport ShardedModel::memory() const {
 std::vector<PlannedParameter> ShardedModel::parameters() const {
   std::vector<PlannedParameter> parameters;
   for (const auto& unit : units_)
-    for (const auto& group : unit->groups())
-      parameters.insert(parameters.end(), group->flat.parameters().begin(), group->flat.parameters().end());
+    for (const auto& paged : unit->flat_parameters())
+      parameters.insert(parameters.end(), paged->flat.parameters().begin(), paged->flat.parameters().end());
   return parameters;
 }
 
@@ -257,8 +257,8 @@ void ShardedModel::describe(std::ostream& text) const {
   if (mesh_.secondary) text << ", gathered again from " << mesh_.secondary->size();
   text << "\n";
   for (const auto& unit : units_) {
-    for (const auto& group : unit->groups()) {
-      const FlatParameter& flat = group->flat;
+    for (const auto& paged : unit->flat_parameters()) {
+      const FlatParameter& flat = paged->flat;
       text << "  " << flat.name() << ": " << flat.parameters().size() << " parameters, "
            << flat.layout().parameters_numel() << " elements of " << c10::toString(flat.dtype()) << ", "
            << flat.full_bytes() << " bytes gathered";

@@ -36,7 +36,7 @@ class ShardedModel {
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
-  // All parameters, unit by unit and group by group: the order in which gradients know them.
+  // All parameters, flat parameter by flat parameter, unit by unit: the order in which gradients know them.
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
@@ -46,7 +46,7 @@ class ShardedModel {
 
   MemoryReport memory() const;  // without buckets of gradients
   void reset_peak_memory();
-  void describe(std::ostream& text) const;  // a line for each group of each unit
+  void describe(std::ostream& text) const;  // a line for each flat parameter of each unit
 
  private:
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
@@ -64,11 +64,11 @@ class ShardedModel {
   OrderLog log_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<NamedShard> named_shards_;
-  struct Place {
+  struct InLayout {
     const FlatLayout* layout;
     int64_t parameter;
   };
-  std::vector<Place> places_;  // of named_shards_
+  std::vector<InLayout> in_layouts_;  // of named_shards_
   std::map<std::string, at::ScalarType> cast_buffers_;
 };
 

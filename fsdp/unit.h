@@ -8,34 +8,12 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/flat_parameter.h"
 #include "tessera/flat/order_log.h"
+#include "tessera/fsdp/paged_flat_parameter.h"
 #include "tessera/memory/counted_buffers.h"
 #include "tessera/offload/copy_engine.h"
-#include "tessera/paging/disk_pager.h"
 #include "tessera/paging/residency.h"
 
 namespace tessera {
-
-// A flat parameter that is paged: the module's parameters are views of `page`.
-struct PagedFlatParameter {
-  FlatParameter flat;
-  std::unique_ptr<Page> page;
-  // Where parameters are cast for use: what the module's parameters are views of while the unit is
-  // pinned, in their own dtype. Else null.
-  std::unique_ptr<Page> exact_page;
-  // In host memory, what the parameters are views of while a unit of a device is pinned there. Null until then.
-  std::unique_ptr<Page> host_page;
-  uint32_t writes_before = 0;  // to the page in use, when the unit was pinned
-  size_t first_parameter = 0;  // of its parameters, among the model's
-  // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
-  at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
-  Copy fetching;
-  DiskPager::Hold held;  // of a shard on the disk, while it is copied
-  Pending gathering;
-  at::Tensor wire;  // what is gathered of a flat parameter that travels in blocks; undefined else
-  // This rank's part of what was gathered last, for the ranks of a secondary copy. It is what the shards are unless
-  // `page` is stale.
-  at::Tensor secondary;
-};
 
 // Where a unit's shards come from when they lie in host memory.
 struct ShardSource {
@@ -75,13 +53,13 @@ class Unit {
   const std::string& name() const { return name_; }            // "unit 'blocks.3'"
   const std::string& plan_name() const { return plan_name_; }  // "blocks.3"
   State state() const { return state_; }
-  std::vector<std::unique_ptr<PagedFlatParameter>>& groups() { return groups_; }
-  const std::vector<std::unique_ptr<PagedFlatParameter>>& groups() const { return groups_; }
+  using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;
+  FlatParameters& flat_parameters() { return flat_parameters_; }
+  const FlatParameters& flat_parameters() const { return flat_parameters_; }
   // For errors: "parameter 'fc.weight'", of which `view` is a view of `page`; and whether a page is that of a shard.
   std::string parameter_at(const Page& page, const at::Tensor& view) const;
   bool is_shard_page(const Page& page) const;
   int64_t full_bytes() const;
-  int64_t trainable_count() const;  // parameters that require a gradient now
 
   void read_ahead();                // starts reading what lies on a disk; not collective
   void start_fetch();               // kSharded -> kFetching with offload, else nothing; not collective
@@ -114,9 +92,9 @@ class Unit {
   void write_back();
   bool is_pinned() const { return is_pinned_; }
 
-  // The group's full parameters in their own dtype: the unit's own while it is pinned, else gathered, in memory of the
-  // caller's. Collective.
-  at::Tensor full_values(const PagedFlatParameter& group);
+  // Full parameters in their own dtype: the unit's own while it is pinned, else gathered, in memory of the caller's.
+  // Collective.
+  at::Tensor full_values(const PagedFlatParameter& paged);
 
   // Finds parameters that the user has given other data (torch::load(), set_data(), vector_to_parameters()) since the
   // last look: takes their values, this rank's part of them, and points them back. Throws std::logic_error, naming the
@@ -128,19 +106,10 @@ class Unit {
   bool has_secondary() const;
   void gather_secondary();
   void cut_secondary();
-  void bring_home(PagedFlatParameter& group, size_t parameter);
-  bool is_at_home(const PagedFlatParameter& group, size_t parameter) const;
-  void require_unheld(const PagedFlatParameter& group, size_t parameter) const;
-  void point_parameters(PagedFlatParameter& group, const Page& page, at::ScalarType dtype);
-  static Page& page_in_use(const PagedFlatParameter& group) {
-    if (group.host_page && group.host_page->is_lent()) return *group.host_page;
-    return group.exact_page && group.exact_page->is_lent() ? *group.exact_page : *group.page;
-  }
-
   // Of a pinned unit: whether what its parameters are views of is the shard; and its part of what they are.
-  void copy_own_part(const PagedFlatParameter& group, const at::Tensor& shard) const;
-  bool is_shard_itself(const Page& page, const PagedFlatParameter& group) const {
-    return is_whole_ && &page != group.host_page.get();
+  void copy_own_part(const PagedFlatParameter& paged, const at::Tensor& shard) const;
+  bool is_shard_itself(const Page& page, const PagedFlatParameter& paged) const {
+    return is_whole_ && &page != paged.host_page.get();
   }
 
   const int index_;
@@ -156,10 +125,10 @@ class Unit {
   State state_ = State::kSharded;
   bool is_pinned_ = false;
   bool loses_writes_ = false;  // when it is unpinned
-  std::vector<std::unique_ptr<PagedFlatParameter>> groups_;
-  std::vector<at::Tensor> buffers_;  // one a group, while gathering or resident
+  FlatParameters flat_parameters_;
+  std::vector<at::Tensor> buffers_;  // one a flat parameter, while gathering or resident
   StreamUses uses_;                  // of the buffers
-  std::vector<at::Tensor> saved_;    // one a group, of a pinned unit that is whole and whose changes will be lost
+  std::vector<at::Tensor> saved_;    // one each, of a pinned unit that is whole and whose changes will be lost
 };
 
 }  // namespace tessera

@@ -49,15 +49,17 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
   std::vector<int64_t> numels;
   std::vector<int> owners;
   std::vector<ParameterGeometry> geometries;
+  std::vector<WrappedKind> kinds;
   for (size_t member : members) {
     numels.push_back(parameters_[member].numel());
     owners.push_back(owners_[member]);
     geometries.push_back(geometry_of(parameters_[member]));
+    kinds.push_back(WrappedKind::of(parameters_[member]));
   }
   Bucket bucket{std::move(name), std::move(members), std::move(geometries),
                 FlatLayout::by_owner(std::move(numels), owners, comm_.size(),
                                      FlatLayout::alignment_numel(static_cast<int64_t>(first.element_size()))),
-                first.scalar_type()};
+                std::move(kinds)};
   if (bucket.members.size() > 1 || !first.is_non_overlapping_and_dense()) {
     const MemoryKindScope kind(MemoryKind::kParameters);
     bucket.flat = at::zeros({bucket.layout.full_numel()}, first.options().requires_grad(false));
@@ -68,7 +70,7 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
 bool ParameterBuckets::is_in_place(const Bucket& bucket, size_t member) const {
   const at::Tensor& parameter = parameters_[bucket.members[member]];
   return parameter.storage().is_alias_of(bucket.flat.storage()) &&
-         parameter.storage_offset() == bucket.layout.offset(static_cast<int64_t>(member));
+         is_view_at(parameter, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
 }
 
 // Whether others than these parameters have its memory, too.
@@ -89,9 +91,9 @@ void ParameterBuckets::adopt(Bucket& bucket) {
       continue;
     }
     const at::Tensor& parameter = parameters_[bucket.members[member]];
-    const at::Tensor place = place_of(bucket, member);
-    place.copy_(parameter.detach());
-    parameter.set_data(place);
+    const at::Tensor view = view_of(bucket, member);
+    view.copy_(parameter.detach());
+    parameter.set_data(view);
   }
 }
 
@@ -128,12 +130,9 @@ void ParameterBuckets::require_unconverted() const {
     if (!bucket.has_trained) continue;
     for (size_t member = 0; member < bucket.members.size(); ++member) {
       const at::Tensor& parameter = parameters_[bucket.members[member]];
-      const at::IntArrayRef sizes = bucket.geometries[member].sizes;
-      if (parameter.scalar_type() == bucket.dtype && parameter.sizes() == sizes && parameter.device() == comm_.device())
-        continue;
-      throw std::logic_error("OSS: parameter number " + std::to_string(bucket.members[member]) + " is " +
-                             c10::str(parameter.scalar_type(), " ", parameter.sizes(), " on ", parameter.device()) +
-                             " now, but was " + c10::str(bucket.dtype, " ", sizes, " on ", comm_.device()) +
+      if (bucket.kinds[member].is_of(parameter)) continue;
+      throw std::logic_error("OSS: parameter number " + std::to_string(bucket.members[member]) + " " +
+                             bucket.kinds[member].change_of(parameter) +
                              " when the optimizer was built: convert a module before that");
     }
   }
@@ -145,7 +144,7 @@ ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
   if (flight.values.defined()) {
     for (size_t member = 0; member < bucket.members.size(); ++member)
       if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] == comm_.rank())
-        place_of(bucket, member).copy_(parameters_[index].detach());
+        view_of(bucket, member).copy_(parameters_[index].detach());
   } else {
     const at::Tensor parameter = parameters_[bucket.members[0]].detach();
     flight.values = parameter.as_strided({parameter.numel()}, {1}, parameter.storage_offset());
@@ -174,7 +173,7 @@ void ParameterBuckets::finish(Flight& flight) {
   }
   for (size_t member = 0; member < bucket.stays.size(); ++member)
     if (const size_t index = bucket.members[member]; bucket.stays[member] && owners_[index] != comm_.rank())
-      parameters_[index].data().copy_(place_of(bucket, member));
+      parameters_[index].data().copy_(view_of(bucket, member));
   // The exchange wrote behind autograd's back: whoever saved the old values shall notice.
   for (size_t index : bucket.members)
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();

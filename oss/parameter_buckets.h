@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/flat/as_wrapped.h"
 #include "tessera/flat/flat_layout.h"
 #include "tessera/flat/geometry.h"
 #include "tessera/flat/order_log.h"
@@ -46,7 +47,7 @@ class ParameterBuckets {
     std::vector<size_t> members;  // indices of parameters, by owner
     std::vector<ParameterGeometry> geometries;
     FlatLayout layout;
-    at::ScalarType dtype;
+    std::vector<WrappedKind> kinds;
     at::Tensor flat;          // undefined: the only member's own memory
     std::vector<bool> stays;  // by member: it is no view of `flat`, and will be none
     // A member has required a gradient, at construction or in a step: it is published. Also where it is frozen now,
@@ -59,7 +60,7 @@ class ParameterBuckets {
   void settle(Bucket& bucket);  // the same again, where the user has given some of them other data
   bool is_in_place(const Bucket& bucket, size_t member) const;
   bool is_shared(const Bucket& bucket, size_t member) const;
-  at::Tensor place_of(const Bucket& bucket, size_t member) const {
+  at::Tensor view_of(const Bucket& bucket, size_t member) const {
     return view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
   }
   void note_trained();

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "tessera/comm/communicator.h"
+#include "tessera/flat/flat_parameter.h"
+#include "tessera/offload/copy_engine.h"
+#include "tessera/paging/disk_pager.h"
+#include "tessera/paging/residency.h"
+
+namespace tessera {
+
+// A flat parameter that is paged: the module's parameters are views of a page, mostly of `page`. What is on its way to
+// the page, or from it, lies here as well. Its unit says what happens when.
+struct PagedFlatParameter {
+  FlatParameter flat;
+  std::unique_ptr<Page> page;
+  // Where parameters are cast for use: what the module's parameters are views of while the unit is
+  // pinned, in their own dtype. Else null.
+  std::unique_ptr<Page> exact_page;
+  // In host memory, what the parameters are views of while a unit of a device is pinned there. Null until then.
+  std::unique_ptr<Page> host_page;
+  uint32_t writes_before = 0;  // to the page in use, when the unit was pinned
+  size_t first_parameter = 0;  // of its parameters, among the model's
+  // Of a shard in host memory: the part of it on the device, while it comes there and is gathered.
+  at::Tensor staging;  // [layout().shard_numel()] of gather_dtype()
+  Copy fetching;
+  DiskPager::Hold held;  // of a shard on the disk, while it is copied
+  Pending gathering;
+  at::Tensor wire;  // what is gathered of a flat parameter that travels in blocks; undefined else
+  // This rank's part of what was gathered last, for the ranks of a secondary copy. It is what the shards are unless
+  // `page` is stale.
+  at::Tensor secondary;
+
+  // What the module's parameters are views of now.
+  Page& page_in_use() const {
+    if (host_page && host_page->is_lent()) return *host_page;
+    return exact_page && exact_page->is_lent() ? *exact_page : *page;
+  }
+  // Makes them views of another one. The module's members, ties and requires_grad stay.
+  void point_parameters(const Page& to, at::ScalarType dtype) const;
+  // "parameter 'fc.weight'", of which `view` is a view of `page`; "" if it is of none.
+  std::string parameter_at(const at::Tensor& view) const;
+
+  // Whether a parameter is the view that it was made.
+  bool is_at_home(size_t parameter) const;
+  // Whether the data that it was given instead can be its values.
+  bool can_take(size_t parameter) const;
+  // They become its values, this rank's part of them, or those of the page in use while the unit `is_pinned`; and it
+  // the view that it was. Throws std::logic_error where somebody else still shares the data that it had, and would see
+  // the new ones, too: a target network that swapped with it, a view. `unit` is for errors.
+  void bring_home(size_t parameter, bool is_pinned, const std::string& unit, int rank);
+};
+
+}  // namespace tessera
