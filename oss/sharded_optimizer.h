@@ -16,28 +16,13 @@
 #include "tessera/flat/partition.h"
 #include "tessera/optim/averages.h"
 #include "tessera/optim/optimizer_state_dict.h"
-#include "tessera/oss/oss_offload.h"
+#include "tessera/oss/oss_options.h"
 #include "tessera/oss/parameter_buckets.h"
 
 namespace tessera {
 
 class HostStep;
 class Lbfgs;
-
-// How OSS exchanges parameters after a step. The same on all ranks.
-struct OssOptions {
-  // What updated parameters travel in, kHalf or kBFloat16 say: half the bytes for fp32 parameters.
-  // The owner's values stay exact, as its master copy; the other ranks get them rounded, as
-  // FairScale's broadcast_fp16. Empty: the parameters' own dtype, and all ranks have the same bits.
-  std::optional<at::ScalarType> broadcast_dtype;
-
-  // Parameters of less than 1 MiB travel together, up to this many bytes at a time.
-  int64_t broadcast_bucket_bytes = int64_t{16} << 20;
-
-  // Where the step happens. In host memory gradients travel there and new values back, parameter by parameter
-  // while others are stepped if the optimizer is HostAdam or HostAdamW, else all before and all after the step.
-  OssOffload offload;
-};
 
 // All of OSS that does not depend on the optimizer's class. It is a torch::optim::Optimizer over all parameters, with
 // all groups and options, but its step() updates only those that this rank owns; then each rank sends its parameters to

@@ -5,10 +5,9 @@
 #include <string>
 #include <type_traits>
 #include <utility>
-#include <variant>
 #include <vector>
 
-#include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "tessera/zero/stage_wrapper.h"
 #include "tessera/zero/zero_options.h"
 
 namespace tessera {
@@ -26,22 +25,22 @@ class Zero : public ModelShards {
     refuse_line_searches_of_one_rank<Optimizer>();
     switch (stage_) {
       case 0:
-        wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
+        wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = make_optimizer(zero.groups_of(named_parameters()), options);
         break;
       case 1:
-        wrapper_.template emplace<Ddp>(module_, comm, zero.ddp);
+        wrapper_.make(module_, comm, zero.ddp);
         optimizer_ = std::make_unique<OSS<Optimizer>>(zero.groups_of(named_parameters()), options, comm, zero.oss);
         break;
       case 2: {  // the optimizer first: the wrapper wants to know the owners
         auto groups = zero.groups_of(ZeroOptions::parameters_of(*module_));
         auto sharded = std::make_unique<OSS<Optimizer>>(std::move(groups), options, comm, zero.oss);
-        wrapper_.template emplace<Sdp>(module_, *sharded, comm, zero.sdp);
+        wrapper_.make(module_, *sharded, comm, zero.sdp);
         optimizer_ = std::move(sharded);
         break;
       }
       case 3:
-        wrapper_.template emplace<Fsdp>(module_, comm, zero.fsdp);
+        wrapper_.make(module_, comm, zero.fsdp);
         optimizer_ = make_optimizer(zero.groups_of(named_parameters()), options);
         break;
       default:
@@ -55,7 +54,7 @@ class Zero : public ModelShards {
   template <class... Args>
   auto forward(Args&&... args) {
     using Output = std::decay_t<decltype(module_->forward(std::forward<Args>(args)...))>;
-    return with_wrapper([&](auto& wrapper) -> Output { return wrapper.forward(std::forward<Args>(args)...); });
+    return wrapper_.with([&](auto& wrapper) -> Output { return wrapper.forward(std::forward<Args>(args)...); });
   }
   template <class... Args>
   auto operator()(Args&&... args) {
@@ -71,61 +70,46 @@ class Zero : public ModelShards {
   double clip_grad_norm_(double max_norm, double norm_type = 2.0, bool error_if_nonfinite = false) {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()); sharded != nullptr && stage_ == 1)
       return sharded->clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
-    return wrapper().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
+    return wrapper_.any().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite);
   }
   // What sums of gradients over ranks are divided by from the next backward on, instead of the number of ranks.
-  void set_gradient_divide_factor(double factor) { wrapper().set_gradient_divide_factor(factor); }
+  void set_gradient_divide_factor(double factor) { wrapper_.any().set_gradient_divide_factor(factor); }
   // The same by the sum of `own` over the ranks: see DataParallel.
-  int64_t divide_gradients_by_sum(int64_t own) { return wrapper().divide_gradients_by_sum(own); }
+  int64_t divide_gradients_by_sum(int64_t own) { return wrapper_.any().divide_gradients_by_sum(own); }
   // While the scope lives, backward adds up gradients without reducing them.
-  Scope no_sync() { return wrapper().no_sync(); }
+  Scope no_sync() { return wrapper_.any().no_sync(); }
 
   // Whole, by the module's names, as copies. Collective.
   ZeroOptions::Parameters full_state_dict() {
-    return with_wrapper([](auto& wrapper) { return wrapper.full_state_dict(); });
+    return wrapper_.with([](auto& wrapper) { return wrapper.full_state_dict(); });
   }
   // Bytes that the wrapper holds on this rank.
-  MemoryReport memory() const { return wrapper().memory(); }
+  MemoryReport memory() const { return wrapper_.any().memory(); }
 
   // For learning rates and schedulers, and beside this object for save_checkpoint().
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
   // The module that was given.
   const Holder& module() const { return module_; }
 
-  const std::shared_ptr<Communicator>& comm() const override { return wrapper().comm(); }
-  std::vector<NamedShard> named_shards() const override { return wrapper().named_shards(); }
-  std::vector<NamedShard> shards_to_save() const override { return wrapper().shards_to_save(); }
-  std::vector<HeldPart> held_by(int rank) const override { return wrapper().held_by(rank); }
-  ZeroOptions::Parameters named_buffers() const override { return wrapper().named_buffers(); }
+  const std::shared_ptr<Communicator>& comm() const override { return wrapper_.any().comm(); }
+  std::vector<NamedShard> named_shards() const override { return wrapper_.any().named_shards(); }
+  std::vector<NamedShard> shards_to_save() const override { return wrapper_.any().shards_to_save(); }
+  std::vector<HeldPart> held_by(int rank) const override { return wrapper_.any().held_by(rank); }
+  ZeroOptions::Parameters named_buffers() const override { return wrapper_.any().named_buffers(); }
 
  private:
-  using Ddp = DistributedDataParallel<Holder>;
-  using Sdp = ShardedDataParallel<Holder>;
-  using Fsdp = FullyShardedDataParallel<Holder>;
-
-  template <class Act>
-  auto with_wrapper(Act act) {
-    if (auto* ddp = std::get_if<Ddp>(&wrapper_)) return act(*ddp);
-    if (auto* sdp = std::get_if<Sdp>(&wrapper_)) return act(*sdp);
-    return act(std::get<Fsdp>(wrapper_));
-  }
-  DataParallel& wrapper() {
-    return *with_wrapper([](auto& wrapper) -> DataParallel* { return &wrapper; });
-  }
-  const DataParallel& wrapper() const { return const_cast<Zero*>(this)->wrapper(); }
-
   // Optimizers that look at whole parameters are told of the wrapper.
   template <class Options>
   std::unique_ptr<Optimizer> make_optimizer(ZeroOptions::Groups groups, const Options& options) const {
     if constexpr (std::is_constructible_v<Optimizer, const ModelShards&, ZeroOptions::Groups, Options>)
-      return std::make_unique<Optimizer>(wrapper(), std::move(groups), options);
+      return std::make_unique<Optimizer>(wrapper_.any(), std::move(groups), options);
     else
       return std::make_unique<Optimizer>(std::move(groups), options);
   }
 
   const int stage_;
   Holder module_;
-  std::variant<std::monostate, Ddp, Sdp, Fsdp> wrapper_;
+  StageWrapper<Holder> wrapper_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
 
