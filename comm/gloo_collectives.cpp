@@ -1,4 +1,4 @@
-// The collectives of the gloo backend, as messages of an operation or as a meeting.
+// The collectives of the gloo backend, as messages of an operation or as one round in shared memory.
 #include <bit>
 #include <functional>
 #include <string>
@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "tessera/comm/gloo_communicator.h"
-#include "tessera/comm/meeting.h"
 #include "tessera/comm/rank_order_sum.h"
+#include "tessera/comm/shared_rounds.h"
 
 namespace tessera {
 namespace {
@@ -36,8 +36,8 @@ Pending GlooCommunicator::start(Collective collective) {
   description += " (" + std::to_string(numel) + " elements)";
   if (!label().empty()) description += " in the group of " + label();
   auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
-  if (is_met(collective)) {
-    kind == Collective::kAllGather ? meet_to_gather(*op, collective) : meet_to_reduce(*op, collective);
+  if (fits_in_a_round(collective)) {
+    kind == Collective::kAllGather ? gather_in_a_round(*op, collective) : reduce_in_a_round(*op, collective);
     return Pending(std::move(op));
   }
   switch (kind) {
@@ -75,21 +75,21 @@ Pending GlooCommunicator::start(Collective collective) {
   return Pending(std::move(op));
 }
 
-bool GlooCommunicator::is_met(const Collective& collective) const {
-  if (!meeting_ || collective.numel == 0) return false;
+bool GlooCommunicator::fits_in_a_round(const Collective& collective) const {
+  if (!rounds_ || collective.numel == 0) return false;
   switch (collective.kind) {
     case Collective::kAllGather:
     case Collective::kReduceScatter:
-      return collective.numel <= meeting_->plan().most_numel();
+      return collective.numel <= rounds_->plan().most_numel();
     case Collective::kAllReduce:
     case Collective::kReduce:
-      return collective.numel <= meeting_->plan().most_reduced_numel();
+      return collective.numel <= rounds_->plan().most_reduced_numel();
     default:
       return false;
   }
 }
 
-void GlooCommunicator::meet_to_gather(GlooOperation& op, const Collective& collective) {
+void GlooCommunicator::gather_in_a_round(GlooOperation& op, const Collective& collective) {
   const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
   std::vector<uint64_t> bytes;
@@ -99,15 +99,16 @@ void GlooCommunicator::meet_to_gather(GlooOperation& op, const Collective& colle
   if (shard.nbytes() > 0 && all + own_begin != shard.const_data_ptr())
     std::memcpy(all + own_begin, shard.const_data_ptr(), shard.nbytes());
   count_sent(static_cast<int64_t>(shard.nbytes()) * (size() - 1));
-  op.meet({shard.const_data_ptr(), shard.nbytes()}, bytes, [full, all, bytes](const Meeting::Contributions& shards) {
-    std::byte* place = all;
-    for (size_t peer = 0; peer < shards.size(); place += bytes[peer++])
-      if (shards[peer] != nullptr && bytes[peer] > 0) std::memcpy(place, shards[peer], bytes[peer]);
-  });
+  op.begin_round({shard.const_data_ptr(), shard.nbytes()}, bytes,
+                 [full, all, bytes](const SharedRounds::Contributions& shards) {
+                   std::byte* place = all;
+                   for (size_t peer = 0; peer < shards.size(); place += bytes[peer++])
+                     if (shards[peer] != nullptr && bytes[peer] > 0) std::memcpy(place, shards[peer], bytes[peer]);
+                 });
 }
 
 // Of all that a rank has each other rank reads its part, or all of it.
-void GlooCommunicator::meet_to_reduce(GlooOperation& op, const Collective& collective) {
+void GlooCommunicator::reduce_in_a_round(GlooOperation& op, const Collective& collective) {
   const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
   const bool has_parts = kind == Collective::kReduceScatter;
   const at::Tensor& out = has_parts ? shard : full;
@@ -118,19 +119,19 @@ void GlooCommunicator::meet_to_reduce(GlooOperation& op, const Collective& colle
           : 0;
   const bool gives = kind != Collective::kReduce || rank() != root;
   const bool gets = (kind != Collective::kReduce || rank() == root) && out.numel() > 0;
-  Meeting::Contribution own{full.const_data_ptr(), gives ? full.nbytes() : 0};
+  SharedRounds::Contribution own{full.const_data_ptr(), gives ? full.nbytes() : 0};
   if (has_parts) own.unread_begin = begin, own.unread_bytes = out.nbytes();
   count_sent(bytes_sent_to_reduce(collective));
-  std::function<void(const Meeting::Contributions&)> read;
+  std::function<void(const SharedRounds::Contributions&)> read;
   if (gets)
-    read = [full, out, begin, reduce](const Meeting::Contributions& contributions) {
+    read = [full, out, begin, reduce](const SharedRounds::Contributions& contributions) {
       const auto* const mine = static_cast<const std::byte*>(full.const_data_ptr());
       std::vector<const void*> parts;
       for (const std::byte* contribution : contributions)
         parts.push_back((contribution == nullptr ? mine : contribution) + begin);
       reduce_in_rank_order(out.mutable_data_ptr(), parts, out.numel(), out.scalar_type(), reduce);
     };
-  op.meet(own, std::vector<uint64_t>(static_cast<size_t>(size()), full.nbytes()), std::move(read));
+  op.begin_round(own, std::vector<uint64_t>(static_cast<size_t>(size()), full.nbytes()), std::move(read));
 }
 
 // Who gives in a reduction sends it to all others, or to those who get a part of it or, where the largest or smallest

@@ -34,7 +34,7 @@ GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std:
       store_(std::move(store)),
       options_(std::move(options)),
       memory_(std::move(memory)),
-      meeting_(memory_ && memory_->reaches_all() ? std::make_unique<Meeting>(*memory_) : nullptr),
+      rounds_(memory_ && memory_->reaches_all() ? std::make_unique<SharedRounds>(*memory_) : nullptr),
       group_(std::move(group)),
       watch_(store_, rank, size,
              {.interrupt =

@@ -15,10 +15,10 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/gloo_operation.h"
 #include "tessera/comm/group_process.h"
-#include "tessera/comm/meeting.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/reduction_pipeline.h"
+#include "tessera/comm/shared_rounds.h"
 #include "tessera/comm/stall_watch.h"
 
 namespace tessera {
@@ -27,7 +27,7 @@ namespace tessera {
 // copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
 // into the caller's tensors; sums are taken in rank order: when the operation is waited for where ranks of one host
 // read and write each other's memory (PeerMemory), else chunk by chunk as gloo's TCP brings them (ReductionPipeline).
-// What is small, where all ranks share memory, is no messages but one Meeting.
+// What is small, where all ranks share memory, is no messages but one SharedRounds.
 // Each message carries a tag made of the operation's number and a hash of what it is for, so that ranks which have
 // diverged never mix up data: they stall, and StallWatch says why.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
@@ -48,9 +48,9 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  bool is_met(const Collective& collective) const;
-  void meet_to_gather(GlooOperation& op, const Collective& collective);
-  void meet_to_reduce(GlooOperation& op, const Collective& collective);
+  bool fits_in_a_round(const Collective& collective) const;
+  void gather_in_a_round(GlooOperation& op, const Collective& collective);
+  void reduce_in_a_round(GlooOperation& op, const Collective& collective);
   int64_t bytes_sent_to_reduce(const Collective& collective) const;
   bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const;
   void reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
@@ -84,10 +84,10 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const GroupProcess process_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const GlooOptions options_;
-  const std::unique_ptr<PeerMemory> memory_;  // null: no other rank on this host, or none that can be reached
-  const std::unique_ptr<Meeting> meeting_;    // null: not all ranks
-  std::mutex mutex_;                          // guards the next nine
-  c10::intrusive_ptr<c10d::Backend> group_;   // null until it is needed, and once this is closed
+  const std::unique_ptr<PeerMemory> memory_;    // null: no other rank on this host, or none that can be reached
+  const std::unique_ptr<SharedRounds> rounds_;  // null: not all ranks
+  std::mutex mutex_;                            // guards the next nine
+  c10::intrusive_ptr<c10d::Backend> group_;     // null until it is needed, and once this is closed
   bool is_closed_ = false;
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;

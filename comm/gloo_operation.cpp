@@ -40,7 +40,7 @@ GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string
 GlooOperation::~GlooOperation() {
   if (round_) {  // nobody counts on anything: what this rank contributes lies in its slot
     messages_.clear();
-    if (comm_->process_.is_this()) comm_->meeting_->drop(*round_);
+    if (comm_->process_.is_this()) comm_->rounds_->drop(*round_);
   }
   std::lock_guard lock(comm_->mutex_);
   comm_->operations_.erase(this);
@@ -105,11 +105,11 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   comm_->count_sent(2 * static_cast<int64_t>(tensor.nbytes()) * (comm_->size() - 1) / comm_->size());
 }
 
-void GlooOperation::meet(const Meeting::Contribution& own, std::vector<uint64_t> expected,
-                         std::function<void(const Meeting::Contributions&)> read) {
-  if (!comm_->meeting_->has_room()) wait_for_room();
+void GlooOperation::begin_round(const SharedRounds::Contribution& own, std::vector<uint64_t> expected,
+                                std::function<void(const SharedRounds::Contributions&)> read) {
+  if (!comm_->rounds_->has_room()) wait_for_room();
   const bool is_read = read != nullptr;
-  round_ = comm_->meeting_->begin(memory_tag(), own, std::move(expected), std::move(read));
+  round_ = comm_->rounds_->begin(memory_tag(), own, std::move(expected), std::move(read));
   if (is_read) messages_.push_back({nullptr, nullptr, {}, -1, /*is_send=*/false});
 }
 
@@ -119,7 +119,7 @@ void GlooOperation::wait_for_room() {
   const auto began = steady_clock::now();
   comm_->watch_.begin_wait();
   auto outcome = PeerMemory::Outcome::kInterrupted;
-  if (comm_->begin_wait_for(room)) outcome = comm_->meeting_->make_room(began + comm_->timeout(), room.peer);
+  if (comm_->begin_wait_for(room)) outcome = comm_->rounds_->make_room(began + comm_->timeout(), room.peer);
   if (outcome == PeerMemory::Outcome::kDone) comm_->end_waits();
   comm_->watch_.end_wait();
   if (outcome != PeerMemory::Outcome::kDone)
@@ -178,7 +178,7 @@ void GlooOperation::wait_for_messages() {
 
 bool GlooOperation::wait_for(GlooMessage& message, std::string* cause) const {
   if (!message.work) {
-    const auto outcome = round_ ? comm_->meeting_->wait(*round_, deadline_, message.peer)
+    const auto outcome = round_ ? comm_->rounds_->wait(*round_, deadline_, message.peer)
                                 : comm_->memory_->wait(message.announced, deadline_);
     *cause = kCauses[static_cast<size_t>(outcome)];
     return outcome == PeerMemory::Outcome::kDone;

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "tessera/comm/communicator.h"
-#include "tessera/comm/meeting.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/reduction_pipeline.h"
+#include "tessera/comm/shared_rounds.h"
 
 namespace tessera {
 
@@ -23,7 +23,8 @@ struct GlooMessage {
   c10::intrusive_ptr<c10d::Work> work;  // over TCP: holds the tensor
   PeerMemory::Announced announced;      // in memory: of
   at::Tensor tensor;
-  int peer;  // -1: gloo's own collective, with all of them; of a meeting who it waits for, once that is known
+  int peer;  // -1: gloo's own collective, with all of them; of a round in shared memory who it waits for, once that is
+             // known
   bool is_send;
 };
 
@@ -41,9 +42,9 @@ class GlooOperation : public Pending::Operation {
   // Into a tensor [numel] that is kept until the operation is over.
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer);
   void all_reduce_by_gloo(const at::Tensor& tensor);
-  // All of the operation, as a round of the group's Meeting: see there.
-  void meet(const Meeting::Contribution& own, std::vector<uint64_t> expected,
-            std::function<void(const Meeting::Contributions&)> read);
+  // All of the operation, as a round of the group's SharedRounds: see there.
+  void begin_round(const SharedRounds::Contribution& own, std::vector<uint64_t> expected,
+                   std::function<void(const SharedRounds::Contributions&)> read);
   // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own` and what the
   // others send in this step, into `out`. `publish`: and to all others, in the next step.
   void reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish);
@@ -73,7 +74,7 @@ class GlooOperation : public Pending::Operation {
   std::vector<GlooMessage> messages_;
   std::vector<at::Tensor> staging_;
   std::shared_ptr<ReductionPipeline> pipeline_;
-  std::shared_ptr<Meeting::Round> round_;
+  std::shared_ptr<SharedRounds::Round> round_;
   std::atomic<bool> is_cut_ = false;  // the group was closed before its messages were through
 };
 

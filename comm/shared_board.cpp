@@ -22,20 +22,20 @@
 #include <system_error>
 #include <utility>
 
-#include "tessera/comm/meeting_plan.h"
+#include "tessera/comm/shared_rounds_plan.h"
 
 namespace tessera {
 namespace {
 
-size_t bytes_before_meeting(size_t header_bytes, int ranks) {
+size_t bytes_before_rounds(size_t header_bytes, int ranks) {
   const auto count = static_cast<size_t>(ranks);
   const size_t bytes =
       header_bytes + count * sizeof(SharedBoard::Member) + count * count * sizeof(SharedBoard::Channel);
-  return (bytes + MeetingPlan::kPageBytes - 1) / MeetingPlan::kPageBytes * MeetingPlan::kPageBytes;
+  return (bytes + SharedRoundsPlan::kPageBytes - 1) / SharedRoundsPlan::kPageBytes * SharedRoundsPlan::kPageBytes;
 }
 
 size_t bytes_for(size_t header_bytes, int ranks) {
-  return bytes_before_meeting(header_bytes, ranks) + MeetingPlan(ranks).bytes();
+  return bytes_before_rounds(header_bytes, ranks) + SharedRoundsPlan(ranks).bytes();
 }
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -186,7 +186,7 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
   return channels[from * ranks_ + to];
 }
 
-std::byte* SharedBoard::meeting() const { return base_ + bytes_before_meeting(sizeof(Header), ranks_); }
+std::byte* SharedBoard::rounds_area() const { return base_ + bytes_before_rounds(sizeof(Header), ranks_); }
 
 // None is lost: this counts before it looks whether the member sleeps and for whom, and the member says for whom before
 // it reads the count, and that it sleeps before the system compares the count with `seen`.

@@ -67,8 +67,8 @@ class SharedBoard {
   int ranks() const { return ranks_; }
   Member& member(int rank) const;
   Channel& channel(int from, int to) const;
-  // Where they meet: MeetingPlan(ranks()).bytes(), on a page of its own.
-  std::byte* meeting() const;
+  // For their SharedRounds: SharedRoundsPlan(ranks()).bytes(), on a page of its own.
+  std::byte* rounds_area() const;
 
   // The slot that the peer announced with this tag and the opposite kind, which the caller then has to fulfil
   // (kCopying; kOtherBytes if it has another number of bytes, and all is said); else the caller's own, newly announced;

@@ -83,7 +83,7 @@ Arrival parse_arrival(const std::vector<uint8_t>& bytes) {
 
 // What rank 0, who alone reads what each rank has said, tells the others once all have come: nobody reads more than
 // that, however many they are. As text "<rank> <address>", or '!' and why it refuses the group.
-struct Meeting {
+struct ReachableRank {
   int rank = -1;  // the first whose address is not loopback; -1: there is none, all are on one host
   std::string address;
 };
@@ -97,18 +97,18 @@ class Joining {
   Rendezvous join(const std::string& fixed_address) {
     StorePtr store = open_store();
     const std::string address = fixed_address.empty() ? first_address() : fixed_address;
-    Meeting meeting;
+    ReachableRank reachable;
     std::optional<Trace::Run> run;
     try {
       check_token(store);
       store = store_of_token(store, environment_.token);
       check_in(store, address);
-      meeting = await_all(store);
+      reachable = await_all(store);
       run = compare_clocks(store);
     } catch (const c10::Error& error) {
       fail("the store was lost, perhaps since rank 0 ended: ", reason_of(error));
     }
-    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, meeting),
+    return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, reachable),
             std::move(run)};
   }
 
@@ -206,7 +206,7 @@ class Joining {
 
   // Rank 0 sees everybody in and then lets everybody on: the others ask for one key again and
   // again, not for one per rank. Asking, since c10d logs every wait that ends without success.
-  Meeting await_all(const StorePtr& store) {
+  ReachableRank await_all(const StorePtr& store) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment_.world_size; ++rank) keys.push_back(rank_key(rank));
     auto delay = kShortestPoll;
@@ -227,14 +227,14 @@ class Joining {
     }
     const std::string text = store->get_to_str(kComplete);
     if (text[0] == kRefused) fail(text.substr(1));
-    Meeting meeting;
-    std::istringstream(text) >> meeting.rank >> meeting.address;
-    return meeting;
+    ReachableRank reachable;
+    std::istringstream(text) >> reachable.rank >> reachable.address;
+    return reachable;
   }
 
   // Rank 0: reads them all, for the others, too.
   std::string all_have_come(const StorePtr& store, const std::vector<std::string>& keys) const {
-    Meeting meeting;
+    ReachableRank reachable;
     std::string clocks;
     const auto arrivals = store->multiGet(keys);
     for (size_t rank = 0; rank < arrivals.size(); ++rank) {
@@ -242,12 +242,12 @@ class Joining {
       if (arrival.world_size != environment_.world_size)
         return c10::str(kRefused, "the world size of rank ", rank, " is ", arrival.world_size, "; expected ",
                         environment_.world_size);
-      if (meeting.rank < 0 && !is_loopback_address(arrival.address))
-        meeting = {static_cast<int>(rank), arrival.address};
+      if (reachable.rank < 0 && !is_loopback_address(arrival.address))
+        reachable = {static_cast<int>(rank), arrival.address};
       clocks += arrival.clock + '\n';
     }
     store->set(kClocks, clocks);
-    return c10::str(meeting.rank, " ", meeting.address);
+    return c10::str(reachable.rank, " ", reachable.address);
   }
 
   // Only those that are traced read whose clocks there are.
@@ -280,11 +280,11 @@ class Joining {
 
   // A rank on the host of rank 0 may have found loopback only (address_towards says when): it then takes the address
   // that faces a rank of another host. If all ranks have found loopback, all are on one host.
-  std::string reachable_address(const std::string& address, const Meeting& meeting) const {
-    if (!is_loopback_address(address) || meeting.rank < 0) return address;
-    const std::string facing = address_facing(meeting.address);
+  std::string reachable_address(const std::string& address, const ReachableRank& reachable) const {
+    if (!is_loopback_address(address) || reachable.rank < 0) return address;
+    const std::string facing = address_facing(reachable.address);
     if (is_loopback_address(facing))
-      fail("its own address is ", address, ", which rank ", meeting.rank, " at ", meeting.address,
+      fail("its own address is ", address, ", which rank ", reachable.rank, " at ", reachable.address,
            " cannot reach; set GLOO_SOCKET_IFNAME on both");
     return facing;
   }

@@ -1,4 +1,4 @@
-#include "tessera/comm/meeting_plan.h"
+#include "tessera/comm/shared_rounds_plan.h"
 
 #include <algorithm>
 
@@ -14,22 +14,22 @@ constexpr int64_t kMostReducedNumel = 1 << 14;
 
 }  // namespace
 
-MeetingPlan::MeetingPlan(int ranks)
+SharedRoundsPlan::SharedRoundsPlan(int ranks)
     : ranks_(ranks),
       most_numel_(std::min(kMostNumel, kMostNumelOfAll / ranks)),
       most_reduced_numel_(ranks == 2 ? most_numel_ : std::min(most_numel_, kMostReducedNumel)) {}
 
-size_t MeetingPlan::entry(uint64_t round, int rank) const {
-  return attendee(ranks_) +
+size_t SharedRoundsPlan::entry(uint64_t round, int rank) const {
+  return participant(ranks_) +
          (round % kRounds * static_cast<uint64_t>(ranks_) + static_cast<uint64_t>(rank)) * sizeof(Entry);
 }
 
-size_t MeetingPlan::slot(int rank, uint64_t slot) const {
+size_t SharedRoundsPlan::slot(int rank, uint64_t slot) const {
   const size_t first = (entry(kRounds - 1, ranks_) + kPageBytes - 1) / kPageBytes * kPageBytes;
   return first + (static_cast<size_t>(rank) * kRounds + slot) * slot_bytes();
 }
 
-uint64_t MeetingSlots::take(uint64_t round, const std::function<uint64_t()>& ask) {
+uint64_t RoundSlots::take(uint64_t round, const std::function<uint64_t()>& ask) {
   const auto find = [this] {
     return std::find_if(rounds_.begin(), rounds_.end(), [this](uint64_t last) { return last < left_; });
   };

@@ -1,6 +1,6 @@
-// Small operations as meetings in shared memory: programs drawn at random, beside messages, among threads and
+// Small operations as rounds in shared memory: programs drawn at random, beside messages, among threads and
 // processes.
-#include "tessera/comm/meeting.h"
+#include "tessera/comm/shared_rounds.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -18,7 +18,7 @@
 #include "tests/support/matrix.h"
 #include "tests/support/reference.h"
 
-namespace tessera::meeting_test {
+namespace tessera::shared_rounds_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -26,19 +26,19 @@ using namespace testing_support;
 
 // ---- the plan -----------------------------------------------------------------------------------
 
-TEST(MeetingPlan, NothingOverlapsAndLinesAreApart) {
+TEST(SharedRoundsPlan, NothingOverlapsAndLinesAreApart) {
   for (const int ranks : {2, 3, 8, 64, 256}) {
-    const MeetingPlan plan(ranks);
+    const SharedRoundsPlan plan(ranks);
     std::map<size_t, size_t> begins;  // and ends
     const auto add = [&](size_t begin, size_t bytes) { EXPECT_TRUE(begins.emplace(begin, begin + bytes).second); };
-    for (uint64_t round = 0; round < MeetingPlan::kRounds; ++round) {
-      add(plan.arrivals(round), MeetingPlan::kLineBytes);
-      EXPECT_EQ(plan.arrivals(round), plan.arrivals(round + MeetingPlan::kRounds));
-      for (int rank = 0; rank < ranks; ++rank) add(plan.entry(round, rank), sizeof(MeetingPlan::Entry));
+    for (uint64_t round = 0; round < SharedRoundsPlan::kRounds; ++round) {
+      add(plan.arrivals(round), SharedRoundsPlan::kLineBytes);
+      EXPECT_EQ(plan.arrivals(round), plan.arrivals(round + SharedRoundsPlan::kRounds));
+      for (int rank = 0; rank < ranks; ++rank) add(plan.entry(round, rank), sizeof(SharedRoundsPlan::Entry));
     }
     for (int rank = 0; rank < ranks; ++rank) {
-      add(plan.attendee(rank), MeetingPlan::kLineBytes);
-      for (uint64_t slot = 0; slot < MeetingPlan::kRounds; ++slot) {
+      add(plan.participant(rank), SharedRoundsPlan::kLineBytes);
+      for (uint64_t slot = 0; slot < SharedRoundsPlan::kRounds; ++slot) {
         add(plan.slot(rank, slot), plan.slot_bytes());
         EXPECT_EQ(plan.slot(rank, slot) % 64, 0U);
       }
@@ -57,13 +57,13 @@ TEST(MeetingPlan, NothingOverlapsAndLinesAreApart) {
 
 // Against the rule itself: a slot is taken again only where its last round was left, and no more are used than rounds
 // were ever under way at once.
-TEST(MeetingPlan, SlotsAreTakenAgainOnceTheirRoundIsLeft) {
+TEST(SharedRoundsPlan, SlotsAreTakenAgainOnceTheirRoundIsLeft) {
   std::mt19937 random(1);
   for (int program = 0; program < 200; ++program) {
-    MeetingSlots slots;
+    RoundSlots slots;
     std::map<uint64_t, uint64_t> last;
     uint64_t left = 0, most = 0;
-    const uint64_t window = 1 + random() % MeetingPlan::kRounds;
+    const uint64_t window = 1 + random() % SharedRoundsPlan::kRounds;
     for (uint64_t round = 0; round < 300; ++round) {
       while (round - left >= window || (left < round && random() % 2 == 0)) ++left;
       most = std::max(most, round - left + 1);
@@ -256,9 +256,9 @@ class Program {
   std::string wrong_;
 };
 
-// TESSERA_MEETING_SEED, for a longer search: the first seed.
+// TESSERA_ROUNDS_SEED, for a longer search: the first seed.
 int first_seed() {
-  const char* text = std::getenv("TESSERA_MEETING_SEED");
+  const char* text = std::getenv("TESSERA_ROUNDS_SEED");
   return text == nullptr ? 1 : std::stoi(text);
 }
 
@@ -281,7 +281,7 @@ Program::Options drawn_options(int seed) {
   return options;
 }
 
-TEST(Meeting, ProgramsOfThreadsGiveWhatTheDefinitionsSay) {
+TEST(SharedRounds, ProgramsOfThreadsGiveWhatTheDefinitionsSay) {
   for (const int seed : seeds(25, 1000))
     for (const int world : {2, 3, 4, 5}) {
       if (!has_full_matrix() && seed % 4 != world % 4) continue;
@@ -294,7 +294,7 @@ TEST(Meeting, ProgramsOfThreadsGiveWhatTheDefinitionsSay) {
     }
 }
 
-TEST(MeetingProcesses, ProgramsGiveWhatTheDefinitionsSay) {
+TEST(SharedRoundsProcesses, ProgramsGiveWhatTheDefinitionsSay) {
   for (const int seed : seeds(9, 600)) {
     const int world = 2 + seed % 3;
     const auto codes = on_processes(world, [&](c10::intrusive_ptr<c10d::Store> store, int rank) {
@@ -309,7 +309,7 @@ TEST(MeetingProcesses, ProgramsGiveWhatTheDefinitionsSay) {
 }
 
 // Whoever is left is told who is gone, wherever that was.
-TEST(MeetingProcesses, ARankThatIsKilledEndsTheOthersByName) {
+TEST(SharedRoundsProcesses, ARankThatIsKilledEndsTheOthersByName) {
   for (const int seed : seeds(6, 200)) {
     const int world = 2 + seed % 3;
     Program::Options options = drawn_options(seed);
@@ -340,7 +340,7 @@ TEST(MeetingProcesses, ARankThatIsKilledEndsTheOthersByName) {
 
 // ---- one at a time ------------------------------------------------------------------------------
 
-TEST(Meeting, ARankMayBeginManyRoundsBeforeItWaits) {
+TEST(SharedRounds, ARankMayBeginManyRoundsBeforeItWaits) {
   for (const int ahead : {0, 1, 2})
     run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
       if (comm->rank() != ahead) std::this_thread::sleep_for(100ms);
@@ -355,7 +355,7 @@ TEST(Meeting, ARankMayBeginManyRoundsBeforeItWaits) {
     });
 }
 
-TEST(Meeting, WhoWaitsForRoomIsToldOfARankThatIsStuck) {
+TEST(SharedRounds, WhoWaitsForRoomIsToldOfARankThatIsStuck) {
   const std::string thrown = error_beside_a_stuck_rank(in_time(1500ms), [](Communicator& comm) {
     std::vector<Pending> pending;
     for (int i = 0; i < 100; ++i) pending.push_back(comm.all_reduce(torch::ones({3}), ReduceOp::kSum, "unit 'a'"));
@@ -364,7 +364,7 @@ TEST(Meeting, WhoWaitsForRoomIsToldOfARankThatIsStuck) {
   expect_contains(thrown, "timed out after 1.5 s waiting for rank 1");
 }
 
-TEST(Meeting, OtherNumbersOfBytesAreAnErrorByName) {
+TEST(SharedRounds, OtherNumbersOfBytesAreAnErrorByName) {
   const std::string uneven = error_of<CommError>([] {
     run_ranks(2, [](std::shared_ptr<Communicator> comm) {
       const bool first = comm->rank() == 0;
@@ -384,7 +384,7 @@ TEST(Meeting, OtherNumbersOfBytesAreAnErrorByName) {
 }
 
 // What was under way when the group ended has no result, and says so.
-TEST(Meeting, WhatWasUnderWayWhenTheGroupEndedIsAnError) {
+TEST(SharedRounds, WhatWasUnderWayWhenTheGroupEndedIsAnError) {
   run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     for (const int64_t numel : {10, 1 << 20}) {
       auto part = comm->split_by([](int) { return 0; });
@@ -399,7 +399,7 @@ TEST(Meeting, WhatWasUnderWayWhenTheGroupEndedIsAnError) {
 }
 
 // A rank that has contributed may be gone before others read it.
-TEST(Meeting, WhatARankHasGivenOutlivesIt) {
+TEST(SharedRounds, WhatARankHasGivenOutlivesIt) {
   run_ranks(3, [](std::shared_ptr<Communicator> comm) {
     auto part = comm->split_by([](int) { return 0; });
     at::Tensor sum = torch::ones({5}), all = torch::zeros({3});
@@ -419,7 +419,7 @@ TEST(Meeting, WhatARankHasGivenOutlivesIt) {
   });
 }
 
-TEST(Meeting, TrafficIsThatOfMessages) {
+TEST(SharedRounds, TrafficIsThatOfMessages) {
   for (const int world : {2, 5, 11}) {
     std::vector<int64_t> sent[2];
     for (const bool in_memory : {false, true}) {
@@ -450,4 +450,4 @@ TEST(Meeting, TrafficIsThatOfMessages) {
 }
 
 }  // namespace
-}  // namespace tessera::meeting_test
+}  // namespace tessera::shared_rounds_test

@@ -7,10 +7,10 @@
 
 namespace tessera {
 
-// Where things lie in the memory in which the ranks of one host meet (meeting.h), and what is small enough to be
+// Where things lie in the memory of a SharedRounds, and what is small enough to be
 // exchanged there. Integers alone, the same on all ranks: counts of elements decide, which are part of what an
 // operation says it is, so that ranks which would decide differently have diverged anyway.
-class MeetingPlan {
+class SharedRoundsPlan {
  public:
   // So many rounds may be under way; also a rank's slots.
   static constexpr uint64_t kRounds = 32;
@@ -25,7 +25,7 @@ class MeetingPlan {
     uint64_t unused;
   };
 
-  explicit MeetingPlan(int ranks);
+  explicit SharedRoundsPlan(int ranks);
 
   // Elements of the full tensor, at most, of an all-gather or a reduce-scatter: what a rank gives or gets.
   int64_t most_numel() const { return most_numel_; }
@@ -33,7 +33,7 @@ class MeetingPlan {
   int64_t most_reduced_numel() const { return most_reduced_numel_; }
 
   size_t arrivals(uint64_t round) const { return kLineBytes * (round % kRounds); }
-  size_t attendee(int rank) const { return kLineBytes * (kRounds + static_cast<size_t>(rank)); }
+  size_t participant(int rank) const { return kLineBytes * (kRounds + static_cast<size_t>(rank)); }
   size_t entry(uint64_t round, int rank) const;
   size_t slot(int rank, uint64_t slot) const;
   size_t slot_bytes() const { return static_cast<size_t>(most_numel_ * kMostElementBytes); }
@@ -46,7 +46,7 @@ class MeetingPlan {
 
 // Which of a rank's slots a round uses: the lowest that nobody may read any more, so that of the memory little is ever
 // touched where few rounds are under way.
-class MeetingSlots {
+class RoundSlots {
  public:
   // A free one for this round, the last to begin. Slots are free whose rounds all other ranks have left, that is those
   // before `left`; if there is none among those that were ever used, `ask` says anew what they have left.

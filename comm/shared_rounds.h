@@ -6,12 +6,12 @@
 #include <memory>
 #include <vector>
 
-#include "tessera/comm/meeting_plan.h"
 #include "tessera/comm/peer_memory.h"
+#include "tessera/comm/shared_rounds_plan.h"
 
 namespace tessera {
 
-// Small operations among ranks that all share memory, each of them one meeting: a rank puts what it contributes into a
+// Small operations among ranks that all share memory, each of them one round: a rank puts what it contributes into a
 // slot of the memory and counts itself in, and when it is waited for reads what the others have put there. One copy in
 // and one out, and one wait for all ranks, where messages are announced, matched and waited for one by one: what a rank
 // pays for an operation does not grow with the messages. (As Open MPI's and MPICH's collectives in shared memory do.)
@@ -32,7 +32,7 @@ namespace tessera {
 // wait in different orders, that has never been promised.
 //
 // A peer that dies has contributed or not, and its contribution stays readable. Used by one thread.
-class Meeting {
+class SharedRounds {
  public:
   using Outcome = PeerMemory::Outcome;
   using Deadline = PeerMemory::Deadline;
@@ -41,8 +41,8 @@ class Meeting {
   struct Round;
 
   // The memory reaches all ranks, and outlives this.
-  explicit Meeting(PeerMemory& memory);
-  const MeetingPlan& plan() const { return plan_; }
+  explicit SharedRounds(PeerMemory& memory);
+  const SharedRoundsPlan& plan() const { return plan_; }
 
   // Makes room for one more round; returns at once if there is. After anything but kDone, `peer` is who is to blame, or
   // -1: the group is then of no use.
@@ -68,7 +68,7 @@ class Meeting {
   void drop(Round& round);
 
  private:
-  struct Attendee;
+  struct Participant;
 
   template <class IsOver, class IsAwaited>
   Outcome watch(Deadline until, int& peer, IsOver is_over, IsAwaited is_awaited) const;
@@ -85,11 +85,11 @@ class Meeting {
   const std::shared_ptr<SharedBoard> board_;
   std::byte* const base_;
   const int rank_, ranks_;
-  const MeetingPlan plan_;
+  const SharedRoundsPlan plan_;
   std::vector<std::shared_ptr<Round>> rounds_;  // under way, by their numbers modulo kRounds
   uint64_t begun_ = 0, left_ = 0;               // rounds before these
   uint64_t left_by_others_ = 0;                 // when it was last looked at
-  MeetingSlots slots_;
+  RoundSlots slots_;
   Contributions contributions_;
 };
 
