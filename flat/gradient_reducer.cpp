@@ -331,6 +331,11 @@ bool GradientReducer::is_busy(size_t bucket) const {
                      [&](const auto& stage) { return std::any_of(stage.begin(), stage.end(), same); });
 }
 
+void GradientReducer::report(MemoryReport& report) const {
+  report.bucket_bytes = bucket_bytes();
+  report.peak_bucket_bytes = peak_bytes_;
+}
+
 void GradientReducer::note_bytes() { peak_bytes_ = std::max(peak_bytes_, bucket_bytes()); }
 
 // ---- the end of a pass --------------------------------------------------------------------------

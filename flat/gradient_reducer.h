@@ -13,6 +13,7 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/bucket_content.h"
 #include "tessera/flat/gradient_bucket.h"
+#include "tessera/flat/memory_report.h"
 #include "tessera/flat/mesh.h"
 #include "tessera/flat/order_log.h"
 #include "tessera/flat/pass_reports.h"
@@ -77,7 +78,7 @@ class GradientReducer {
   bool has_observer() const { return observer_ != nullptr; }
 
   int64_t bucket_bytes() const { return buffers_.lent_bytes() + borrowed_bytes_; }
-  int64_t peak_bucket_bytes() const { return peak_bytes_; }
+  void report(MemoryReport& report) const;
   void reset_peak() { peak_bytes_ = bucket_bytes(); }
 
  private:
@@ -143,8 +144,7 @@ class GradientReducer {
   std::vector<bool> reduced_;                        // by bucket: in this pass
   std::vector<size_t> arrivals_;
   Observer observer_;
-  int64_t borrowed_bytes_ = 0;  // of gradients that travel without being copied
-  int64_t peak_bytes_ = 0;
+  int64_t borrowed_bytes_ = 0, peak_bytes_ = 0;  // of gradients that travel without being copied; the most of all
 };
 
 }  // namespace tessera

@@ -41,11 +41,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   const Page::GradMode mode = current_grad_mode();
   Quiet quiet;
   resident_.computing_ends();
-  std::vector<Unit*> needed;
-  for (Page* page : pages) {
-    Unit* unit = model_.units()[page->id()].get();
-    if (std::find(needed.begin(), needed.end(), unit) == needed.end()) needed.push_back(unit);
-  }
+  const std::vector<Unit*> needed = model_.units_of(pages);
   if (summoned_elsewhere_)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
@@ -282,8 +278,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
 MemoryReport Scheduler::memory() const {
   std::lock_guard lock(mutex_);
   MemoryReport report = model_.memory();
-  report.bucket_bytes = gradients_.reducer().bucket_bytes();
-  report.peak_bucket_bytes = gradients_.reducer().peak_bucket_bytes();
+  gradients_.reducer().report(report);
   report.device_bytes += report.bucket_bytes;
   return report;
 }

@@ -377,8 +377,7 @@ void ReplicatedGradients::require_averages() const {
 
 void ReplicatedGradients::report(MemoryReport& report) const {
   std::lock_guard lock(mutex_);
-  report.bucket_bytes = reducer_.bucket_bytes();
-  report.peak_bucket_bytes = reducer_.peak_bucket_bytes();
+  reducer_.report(report);
 }
 
 void ReplicatedGradients::reset_peak() {
