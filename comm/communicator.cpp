@@ -89,12 +89,40 @@ std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
 
+namespace {
+
+// Throws std::invalid_argument, with the operation and the rank, unless something holds.
+struct Require {
+  const Collective& collective;
+  const int rank;
+  void operator()(bool holds, const auto&... otherwise) const {
+    if (!holds) throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank, ": ", otherwise...));
+  }
+};
+
+void check_all_to_all(const Collective& collective, int rank, int size, const Require& require) {
+  const at::Tensor &received = collective.full, &sent = collective.shard;
+  const auto require_counts = [&](const std::vector<int64_t>& counts, const at::Tensor& tensor, const char* name) {
+    require(static_cast<int>(counts.size()) == size, counts.size(), " counts of what is ", name,
+            ", expected one per rank: ", size);
+    for (int64_t count : counts) require(count >= 0, "a count of ", count);
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
+  };
+  require_counts(collective.counts, received, "received");
+  require_counts(collective.send_counts, sent, "sent");
+  require(collective.counts[rank] == collective.send_counts[rank], "sends itself ", collective.send_counts[rank],
+          " elements, receives ", collective.counts[rank]);
+  require(received.scalar_type() == sent.scalar_type(), "receives ", received.scalar_type(), " and sends ",
+          sent.scalar_type(), ", expected one dtype");
+}
+
+}  // namespace
+
 void Communicator::check(Collective& collective) const {
   const KindTraits& traits = kTraits[collective.kind];
   auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
-  const auto require = [&](bool holds, const auto&... otherwise) {
-    if (!holds) throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank_, ": ", otherwise...));
-  };
+  const Require require{collective, rank_};
   const auto flatten = [&](at::Tensor& tensor, const char* name) {
     require(tensor.defined(), name, " is undefined");
     require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
@@ -123,19 +151,7 @@ void Communicator::check(Collective& collective) const {
   }
   if (kind == Collective::kAllToAll) {
     flatten(shard, "the tensor to send");
-    const auto require_counts = [&](const std::vector<int64_t>& own, const at::Tensor& tensor, const char* name) {
-      require(static_cast<int>(own.size()) == size_, own.size(), " counts of what is ", name,
-              ", expected one per rank: ", size_);
-      for (int64_t count : own) require(count >= 0, "a count of ", count);
-      const int64_t sum = std::accumulate(own.begin(), own.end(), int64_t{0});
-      require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
-    };
-    require_counts(counts, full, "received");
-    require_counts(send_counts, shard, "sent");
-    require(counts[rank_] == send_counts[rank_], "sends itself ", send_counts[rank_], " elements, receives ",
-            counts[rank_]);
-    require(full.scalar_type() == shard.scalar_type(), "receives ", full.scalar_type(), " and sends ",
-            shard.scalar_type(), ", expected one dtype");
+    check_all_to_all(collective, rank_, size_, require);
     numel = 0;  // ranks differ in it
   }
   const bool is_average = op == ReduceOp::kAverage;

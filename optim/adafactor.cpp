@@ -91,6 +91,19 @@ struct Adafactor::Work {
     const double least = eps1();
     return average.clamp_min_(least * least).rsqrt_().mul_(gradient.narrow(0, range.begin, range.numel()));
   }
+  // Given the sums of squares over the whole of it: the last part of a step.
+  void change(double parameter_squares, double direction_squares) const {
+    const auto numel = static_cast<double>(whole_numel);
+    const double step_size = std::min(options->lr(), 1 / std::sqrt(static_cast<double>(state->step())));
+    const double alpha = step_size * std::max(options->eps2(), std::sqrt(parameter_squares / numel));
+    const double direction_size = std::sqrt(direction_squares / numel);
+    const double divisor = std::max(1.0, direction_size / options->clip_threshold());
+    in_chunks([&](Range range) {
+      const at::Tensor own = parameter.narrow(0, range.begin, range.numel());
+      if (options->weight_decay() != 0) own.mul_(1 - options->lr() * options->weight_decay());
+      own.add_(direction(range).to(own.scalar_type()), -alpha / divisor);
+    });
+  }
   double eps1() const { return options->eps1() > 0 ? options->eps1() : epsilon_of(parameter.scalar_type()); }
 };
 
@@ -181,19 +194,8 @@ at::Tensor Adafactor::step(LossClosure closure) {
     direction_squares[static_cast<int64_t>(i)].fill_(sum);
   }
   sum_over_ranks(direction_squares, "norms of directions for Adafactor");
-  for (size_t i = 0; i < all.size(); ++i) {
-    const Work& work = all[i];
-    const auto numel = static_cast<double>(work.whole_numel);
-    const double step_size = std::min(work.options->lr(), 1 / std::sqrt(static_cast<double>(work.state->step())));
-    const double alpha = step_size * std::max(work.options->eps2(), std::sqrt(parameter_squares[i] / numel));
-    const double direction_size = std::sqrt(direction_squares[static_cast<int64_t>(i)].item<double>() / numel);
-    const double divisor = std::max(1.0, direction_size / work.options->clip_threshold());
-    work.in_chunks([&](Range range) {
-      const at::Tensor own = work.parameter.narrow(0, range.begin, range.numel());
-      if (work.options->weight_decay() != 0) own.mul_(1 - work.options->lr() * work.options->weight_decay());
-      own.add_(work.direction(range).to(own.scalar_type()), -alpha / divisor);
-    });
-  }
+  for (size_t i = 0; i < all.size(); ++i)
+    all[i].change(parameter_squares[i], direction_squares[static_cast<int64_t>(i)].item<double>());
   return loss;
 }
 

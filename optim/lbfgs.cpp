@@ -239,43 +239,52 @@ struct Lbfgs::Run {
   }
 
   // -- the line search ---------------------------------------------------------------------------
-  // A point that meets the strong Wolfe conditions, or the best of 25 (minFunc's, as torch has it).
-  Point search(const at::Tensor& x, double t, const Point& start) {
-    constexpr double kArmijo = 1e-4, kCurvature = 0.9;
-    constexpr int kMost = 25;
-    auto rises = [&](const Point& p) { return p.loss > start.loss + kArmijo * p.t * start.slope; };
-    auto is_flat = [&](const Point& p) { return std::abs(p.slope) <= -kCurvature * start.slope; };
-    Point before = start, now = evaluate(x, t);
+  static constexpr int kMostEvaluations = 25;
+
+  // The strong Wolfe conditions, as seen from where a search starts.
+  struct WolfeConditions {
+    const Point& start;
+    bool is_too_high(const Point& p) const { return p.loss > start.loss + 1e-4 * p.t * start.slope; }
+    bool is_flat(const Point& p) const { return std::abs(p.slope) <= -0.9 * start.slope; }
+  };
+
+  // Two points, between which one meets the conditions; or the last one, twice, which does.
+  struct Bracket {
+    std::array<Point, 2> ends;
+    bool is_met = false;
+    int evaluations = 0;
+    double direction_max = 0;
+    int low() const { return ends[0].loss <= ends[1].loss ? 0 : 1; }
+  };
+
+  // Goes on from `t` until there are such.
+  Bracket bracket(const at::Tensor& x, double t, const WolfeConditions& wolfe) {
+    Point before = wolfe.start, now = evaluate(x, t);
     const double direction_max = now.direction_max;
-    std::array<Point, 2> bracket;
-    bool done = false;
-    int count = 0;
-    for (;; ++count) {
-      if (count == kMost) {
-        bracket = {start, now};
-        break;
-      }
-      if (rises(now) || (count > 1 && now.loss >= before.loss) || (now.slope >= 0 && !is_flat(now))) {
-        bracket = {before, now};
-        break;
-      }
-      if (is_flat(now)) {
-        done = true;
-        bracket = {now, now};
-        break;
-      }
+    for (int count = 0; count < kMostEvaluations; ++count) {
+      if (wolfe.is_too_high(now) || (count > 1 && now.loss >= before.loss) || (now.slope >= 0 && !wolfe.is_flat(now)))
+        return {{before, now}, false, count, direction_max};
+      if (wolfe.is_flat(now)) return {{now, now}, true, count, direction_max};
       const double next = cubic_minimum(before.t, before.loss, before.slope, now.t, now.loss, now.slope,
                                         now.t + 0.01 * (now.t - before.t), now.t * 10);
       before = std::move(now);
       now = evaluate(x, next);
     }
+    return {{wolfe.start, now}, false, kMostEvaluations, direction_max};
+  }
+
+  // A point that meets the conditions, or the best of 25 (minFunc's, as torch has it).
+  Point search(const at::Tensor& x, double t, const Point& start) {
+    const WolfeConditions wolfe{start};
+    Bracket found = bracket(x, t, wolfe);
+    auto& ends = found.ends;
     bool stalls = false;
-    int low = bracket[0].loss <= bracket[1].loss ? 0 : 1;
-    for (; !done && count < kMost; ++count) {
-      const auto [least, most] = std::minmax(bracket[0].t, bracket[1].t);
-      if ((most - least) * direction_max < options.tolerance_change()) break;
-      double next = cubic_minimum(bracket[0].t, bracket[0].loss, bracket[0].slope, bracket[1].t, bracket[1].loss,
-                                  bracket[1].slope, least, most);
+    int low = found.low();
+    for (int count = found.evaluations; !found.is_met && count < kMostEvaluations; ++count) {
+      const auto [least, most] = std::minmax(ends[0].t, ends[1].t);
+      if ((most - least) * found.direction_max < options.tolerance_change()) break;
+      double next =
+          cubic_minimum(ends[0].t, ends[0].loss, ends[0].slope, ends[1].t, ends[1].loss, ends[1].slope, least, most);
       const double margin = 0.1 * (most - least);
       const bool is_close = std::min(most - next, next - least) < margin;
       if (is_close && (stalls || next >= most || next <= least)) {
@@ -284,20 +293,20 @@ struct Lbfgs::Run {
       } else {
         stalls = is_close;
       }
-      now = evaluate(x, next);
-      if (rises(now) || now.loss >= bracket[low].loss) {
-        bracket[1 - low] = std::move(now);
-        low = bracket[0].loss <= bracket[1].loss ? 0 : 1;
+      Point now = evaluate(x, next);
+      if (wolfe.is_too_high(now) || now.loss >= ends[low].loss) {
+        ends[1 - low] = std::move(now);
+        low = found.low();
         continue;
       }
-      if (is_flat(now)) {
-        done = true;
-      } else if (now.slope * (bracket[1 - low].t - bracket[low].t) >= 0) {
-        bracket[1 - low] = bracket[low];
+      if (wolfe.is_flat(now)) {
+        found.is_met = true;
+      } else if (now.slope * (ends[1 - low].t - ends[low].t) >= 0) {
+        ends[1 - low] = ends[low];
       }
-      bracket[low] = std::move(now);
+      ends[low] = std::move(now);
     }
-    return bracket[low];
+    return ends[low];
   }
 
   // -- states ------------------------------------------------------------------------------------

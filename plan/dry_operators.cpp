@@ -300,6 +300,21 @@ void add_results(Touched& touched, const c10::FunctionSchema& schema, const Trai
   touched.bytes += bytes + std::min(bytes, touched.selected_from);
 }
 
+struct Given {
+  bool any_void = false, all_cpu = true;
+};
+// Looks at what an operator is given, and tells the recorder whose that is.
+Given look_at(at::ArrayRef<c10::IValue> values, Recorder& recorder) {
+  Given given;
+  for_each_tensor(values, [&](const at::Tensor& tensor, size_t i) {
+    given.all_cpu = given.all_cpu && tensor.device().is_cpu();
+    given.any_void = given.any_void || (!recorder.has_data() && Recorder::is_void(tensor));
+    if (Page* page = page_of(tensor)) recorder.set_unit(page->name());
+    if (values[i].isTensor()) recorder.set_module_of(tensor);  // not of all of an optimizer's
+  });
+  return given;
+}
+
 thread_local bool is_called = false;
 
 void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -312,14 +327,7 @@ void record_operator(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   }
   const Traits& traits = traits_of(op);
   const size_t count = op.schema().arguments().size();
-  bool any_void = false, all_cpu = true;
-  const auto given = torch::jit::last(*stack, count);
-  for_each_tensor(given, [&](const at::Tensor& tensor, size_t i) {
-    all_cpu = all_cpu && tensor.device().is_cpu();
-    any_void = any_void || (!recorder->has_data() && Recorder::is_void(tensor));
-    if (Page* page = page_of(tensor)) recorder->set_unit(page->name());
-    if (given[i].isTensor()) recorder->set_module_of(tensor);  // not of all of an optimizer's
-  });
+  const auto [any_void, all_cpu] = look_at(torch::jit::last(*stack, count), *recorder);
   constexpr size_t kTransposed = 6;  // argument of aten::_convolution
   const bool computes =
       traits.how != How::kThrough || (traits.may_transpose && torch::jit::peek(*stack, kTransposed, count).toBool());

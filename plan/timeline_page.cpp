@@ -362,27 +362,34 @@ json collectives_of(const RunRecord& record) {
   return collectives;
 }
 
-}  // namespace
-
-std::string timeline_page(const RunRecord& record, const TimelinePageText& text) {
-  const std::vector<size_t> kinds = kinds_of(record);
-  std::map<std::string, size_t> names;
-  json points = json::array(), kind_names = json::array();
-  for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
-  const std::vector<size_t> drawn = points_of(record);
+// What is said of each of these operators, the names of them by number: all names are put into `names`.
+json described(const RunRecord& record, const std::vector<size_t>& drawn, const std::vector<size_t>& kinds,
+               json& names) {
+  std::map<std::string, size_t> numbers;
+  json points = json::array();
   for (const size_t at : drawn) {
     const RecordedOperator& one = record.operators[at];
     json bytes = json::array();
     for (const size_t kind : kinds) bytes.push_back(live_at(record, at).bytes[kind]);
     points.push_back({{"at", at},
-                      {"name", names.emplace(one.name, names.size()).first->second},
+                      {"name", numbers.emplace(one.name, numbers.size()).first->second},
                       {"unit", one.unit},
                       {"module", one.module},
                       {"backward", one.in_backward},
                       {"bytes", std::move(bytes)}});
   }
-  json all_names = std::vector<std::string>(names.size());
-  for (const auto& [name, index] : names) all_names[index] = name;
+  names = std::vector<std::string>(numbers.size());
+  for (const auto& [name, number] : numbers) names[number] = name;
+  return points;
+}
+
+}  // namespace
+
+std::string timeline_page(const RunRecord& record, const TimelinePageText& text) {
+  const std::vector<size_t> kinds = kinds_of(record), drawn = points_of(record);
+  json names, kind_names = json::array();
+  const json points = described(record, drawn, kinds, names);
+  for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
   json time;  // null: not known
@@ -407,7 +414,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"tflop", tflop},
                      {"units", record.units},
                      {"modules", record.modules},
-                     {"names", all_names},
+                     {"names", names},
                      {"kinds", kind_names},
                      {"peak", peak_of(record, kinds)},
                      {"steps", steps_of(record)},

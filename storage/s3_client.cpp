@@ -211,22 +211,26 @@ std::string S3Client::url(const S3Request& request) const {
   return url;
 }
 
-// One attempt. `fault`: what went wrong, where it may pass.
-S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
-  CURL* handle = connections_->take();
-  struct Cleanup {
-    const S3Client* client;
-    CURL* handle;
-    curl_slist* headers = nullptr;
-    void add(const std::string& header) { headers = curl_slist_append(headers, header.c_str()); }
-    ~Cleanup() {
-      curl_slist_free_all(headers);
-      client->connections_->put_back(handle);
-    }
-  } own{this, handle};
-  Answer answer{handle, &request, {}};
+// One that an attempt uses.
+struct S3Client::Connection {
+  explicit Connection(Connections& connections) : all(connections), handle(connections.take()) {}
+  ~Connection() {
+    curl_slist_free_all(headers);
+    all.put_back(handle);
+  }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+  void add(const std::string& header) { headers = curl_slist_append(headers, header.c_str()); }
+
+  Connections& all;
+  CURL* const handle;
+  curl_slist* headers = nullptr;
+};
+
+// What is sent, to whom, how it is signed, and how long that may take.
+void S3Client::set_request(Connection& own, const S3Request& request) const {
+  CURL* const handle = own.handle;
   const std::string where = url(request);
-  const bool sends = request.method == "PUT" || request.method == "POST";
   curl_easy_setopt(handle, CURLOPT_URL, where.c_str());
   curl_easy_setopt(handle, CURLOPT_NOSIGNAL, 1L);
   curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT, 15L);
@@ -237,7 +241,7 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   curl_easy_setopt(handle, CURLOPT_AWS_SIGV4, ("aws:amz:" + region_ + ":s3").c_str());
   curl_easy_setopt(handle, CURLOPT_USERNAME, key_id_.c_str());
   curl_easy_setopt(handle, CURLOPT_PASSWORD, secret_.c_str());
-  if (sends) {
+  if (request.method == "PUT" || request.method == "POST") {
     curl_easy_setopt(handle, CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(request.body.size()));
     curl_easy_setopt(handle, CURLOPT_POSTFIELDS, request.body.empty() ? "" : request.body.data());
     own.add("Content-Type: application/octet-stream");
@@ -251,6 +255,14 @@ S3Response S3Client::send_once(const S3Request& request, std::string& fault) con
   own.add(std::string("x-amz-content-sha256: ") + (request.body.empty() ? kEmptySha256 : "UNSIGNED-PAYLOAD"));
   if (!token_.empty()) own.add("x-amz-security-token: " + token_);
   curl_easy_setopt(handle, CURLOPT_HTTPHEADER, own.headers);
+}
+
+// One attempt. `fault`: what went wrong, where it may pass.
+S3Response S3Client::send_once(const S3Request& request, std::string& fault) const {
+  Connection own(*connections_);
+  CURL* const handle = own.handle;
+  set_request(own, request);
+  Answer answer{handle, &request, {}};
   curl_easy_setopt(handle, CURLOPT_WRITEFUNCTION, &take_body);
   curl_easy_setopt(handle, CURLOPT_WRITEDATA, &answer);
   curl_easy_setopt(handle, CURLOPT_HEADERFUNCTION, &take_header);

@@ -69,7 +69,9 @@ class S3Client {
 
  private:
   struct Connections;
+  struct Connection;
   std::string url(const S3Request& request) const;
+  void set_request(Connection& own, const S3Request& request) const;
   S3Response send_once(const S3Request& request, std::string& fault) const;
 
   std::string endpoint_;  // "" for Amazon's own

@@ -163,20 +163,8 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
   add("quick", po::bool_switch(&arguments.quick), "calibrate: fewer sizes and repetitions");
 }
 
-int run(int argc, char** argv) {
-  Arguments arguments;
-  std::vector<std::string> words;  // the command and its paths
-  po::options_description options;
+void add_plan_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
-  add("help,h", "this text; after a command, what it takes");
-  add("version", "the version of Tessera");
-  add("json", po::bool_switch(&arguments.json), "print JSON");
-  add("slices", po::bool_switch(&arguments.slices), "inspect: every slice");
-  add("state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too");
-  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks; calibrate: how many at once, without: 2");
-  add("max-file-bytes", po::value(&arguments.max_file_bytes),
-      "consolidate: several files of at most N bytes, with an index");
-  add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
   add("model", po::value(&arguments.model),
       "plan: gpt: or llama: with layers, width, heads, kv_heads, mlp, vocab, sequence, batch, tie; or Hugging Face's "
       "config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3; or an archive of torch.export");
@@ -195,6 +183,23 @@ int run(int argc, char** argv) {
       "plan: the line of the table that the page is of, from 1; without: the recommended");
   add("measured", po::value(&arguments.measured),
       "plan: a file of TESSERA_TRACE of a run of that line, drawn beside it");
+}
+
+int run(int argc, char** argv) {
+  Arguments arguments;
+  std::vector<std::string> words;  // the command and its paths
+  po::options_description options;
+  auto add = options.add_options();
+  add("help,h", "this text; after a command, what it takes");
+  add("version", "the version of Tessera");
+  add("json", po::bool_switch(&arguments.json), "print JSON");
+  add("slices", po::bool_switch(&arguments.slices), "inspect: every slice");
+  add("state", po::bool_switch(&arguments.state), "consolidate: the optimizer's tensors too");
+  add("ranks", po::value(&arguments.ranks), "reshard: by how many ranks; calibrate: how many at once, without: 2");
+  add("max-file-bytes", po::value(&arguments.max_file_bytes),
+      "consolidate: several files of at most N bytes, with an index");
+  add("tolerance", po::value(&arguments.tolerance), "diff: values that are as close do not differ");
+  add_plan_options(options, arguments);
   add_speed_options(options, arguments);
   add("parameters", po::bool_switch(&arguments.parameters), "diff: parameters alone, no optimizer nor extra");
   po::options_description all;
