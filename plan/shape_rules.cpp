@@ -227,7 +227,6 @@ const std::unordered_map<std::string, ShapeRule> kShapeRules = {
     {"aten::floor_divide", both(0, 1)},
     {"aten::mse_loss_backward", both(1, 2)},
     {"aten::binary_cross_entropy_backward", like(1)},
-    {"aten::binary_cross_entropy", loss(3)},
     {"aten::huber_loss", loss(2)},
     {"aten::max", scalar},
     {"aten::min", scalar},

@@ -271,6 +271,31 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
   }
 }
 
+// Some losses keep the memory of what they are the mean of, and are seen while backward goes on.
+TEST(DryRun, TakesWhatLossesTake) {
+  using Loss = at::Tensor (*)(const at::Tensor& output, const at::Tensor& target);
+  const std::pair<const char*, Loss> losses[] = {
+      {"mse_loss", [](const at::Tensor& a, const at::Tensor& b) { return torch::mse_loss(a, b); }},
+      {"huber_loss", [](const at::Tensor& a, const at::Tensor& b) { return torch::huber_loss(a, b); }},
+      {"smooth_l1_loss", [](const at::Tensor& a, const at::Tensor& b) { return torch::smooth_l1_loss(a, b); }},
+      {"soft_margin_loss", [](const at::Tensor& a, const at::Tensor& b) { return torch::soft_margin_loss(a, b); }},
+      {"binary_cross_entropy",
+       [](const at::Tensor& a, const at::Tensor& b) { return torch::binary_cross_entropy(a, b); }}};
+  for (const auto& [name, loss] : losses) {
+    const auto make = [](std::shared_ptr<Communicator> comm) {
+      auto model = seeded(1, [] { return torch::nn::Sequential(torch::nn::Linear(97, 11), torch::nn::Sigmoid()); });
+      return zero(model, torch::optim::AdamWOptions(1e-3), std::move(comm), {.stage = 0});
+    };
+    const auto train = [&, loss = loss](auto& model) {
+      loss(model(torch::randn({kBatch, 97})), torch::full({kBatch, 11}, 0.5)).backward();
+      model.step();
+    };
+    RunRecord real;
+    on_ranks(1, [&](std::shared_ptr<Communicator> comm) { real = record_run(make, train, comm); });
+    expect_same(dry_run(make, train, {.world_size = 1}), real, name);
+  }
+}
+
 // As torch.utils.flop_counter counts them: each input element with what a row of weights has.
 TEST(DryRun, CountsTransposedConvolutions) {
   for (const int groups : {1, 2}) {
