@@ -1,0 +1,198 @@
+// The state machine of a backward, without a wrapper: which calls a policy gets, in which order.
+#include "tessera/flat/backward_pass.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/errors.h"
+
+namespace tessera::backward_pass_test {
+namespace {
+
+using Events = std::vector<std::string>;
+
+// Writes down what it is called for.
+class Recorded : public BackwardPass {
+ public:
+  explicit Recorded(std::shared_ptr<Events> recorded) : recorded_(std::move(recorded)) {}
+  void set_divisor(double) override {}
+  void take(const std::string& name) {
+    enter();
+    note(name);
+  }
+  using BackwardPass::is_running;
+  using BackwardPass::recover;
+  std::function<void()> at_end = [] {};
+
+ protected:
+  void begin() override { note_quietly("begin"); }
+  void end() override {
+    note_quietly("end");
+    EXPECT_FALSE(is_running());
+    at_end();
+  }
+  void fail() override { note_quietly("fail"); }
+  void abandon() override { note_quietly("abandon"); }
+  void after_failure() override { note("after failure"); }
+
+ private:
+  void note(const std::string& event) { recorded_->push_back(event); }
+  void note_quietly(const std::string& event) {
+    EXPECT_FALSE(c10::GradMode::is_enabled()) << event;
+    note(event);
+  }
+  const std::shared_ptr<Events> recorded_;
+};
+
+using Hook = std::function<void()>;
+
+// The loss of a chain x -> "first" -> "second" -> loss: backward comes to the hook at "second" first.
+at::Tensor chain(const Hook& first, const Hook& second) {
+  auto hooked = [](const at::Tensor& tensor, const Hook& hook) {
+    if (hook) tensor.register_hook([hook](const at::Tensor&) { hook(); });
+    return tensor;
+  };
+  const at::Tensor x = torch::ones({2}, at::TensorOptions().requires_grad(true));
+  return hooked(hooked(x * 2, first) * 3, second).sum();
+}
+
+class BackwardPasses : public testing::Test {
+ protected:
+  Hook take(const std::string& name) {
+    return while_alive(
+        std::weak_ptr(pass), [name](Recorded& self) { self.take(name); }, [this] { events->push_back("gone"); });
+  }
+  // The events since the last call.
+  Events seen() { return std::exchange(*events, {}); }
+  // What backward() throws, "" if nothing; and sees what has happened when its caller catches it.
+  template <class Error>
+  std::string error_of(const at::Tensor& loss) {
+    try {
+      loss.backward();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  }
+
+  std::shared_ptr<Events> events = std::make_shared<Events>();
+  std::shared_ptr<Recorded> pass = std::make_shared<Recorded>(events);
+};
+
+const Hook kThrows = [] { throw std::runtime_error("the user's hook"); };
+
+TEST_F(BackwardPasses, BeginAtTheFirstGradientAndEndOnceAtTheLast) {
+  for (int round = 0; round < 2; ++round) {
+    chain(take("first"), take("second")).backward();
+    EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
+    EXPECT_FALSE(pass->is_running());
+  }
+  chain(nullptr, nullptr).backward();  // reaches none of ours
+  EXPECT_EQ(seen(), Events{});
+  chain(take("first"), take("second")).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+  EXPECT_EQ(seen(), (Events{"begin", "second", "first", "end"}));
+}
+
+TEST_F(BackwardPasses, RunWhileTheEngineWorksAsOtherThreadsSee) {
+  bool before = true, during = false, inside = true;
+  chain(nullptr, [&] {
+    before = pass->is_running();
+    take("second")();
+    std::thread([&] { during = pass->is_running(), inside = inside_backward(); }).join();
+    EXPECT_TRUE(inside_backward());
+  }).backward();
+  EXPECT_FALSE(before);
+  EXPECT_TRUE(during);
+  EXPECT_FALSE(inside);
+  EXPECT_FALSE(inside_backward());
+  EXPECT_FALSE(pass->is_running());
+}
+
+TEST_F(BackwardPasses, ThatFailAreKnownToHaveFailedBeforeTheCallerIsTold) {
+  EXPECT_EQ(error_of<std::runtime_error>(chain(kThrows, take("second"))), "the user's hook");
+  EXPECT_EQ(seen(), (Events{"begin", "second", "after failure", "fail"}));
+  EXPECT_FALSE(pass->is_running());
+  chain(take("first"), take("second")).backward();  // waits for what was under way, then begins
+  EXPECT_EQ(seen(), (Events{"abandon", "begin", "second", "first", "end"}));
+}
+
+TEST_F(BackwardPasses, AreRecoveredFromOnce) {
+  pass->recover();
+  EXPECT_EQ(seen(), Events{});  // from nothing
+  EXPECT_EQ(error_of<std::runtime_error>(chain(kThrows, take("second"))), "the user's hook");
+  seen();
+  torch::NoGradGuard no_grad;
+  pass->recover();
+  pass->recover();
+  EXPECT_EQ(seen(), Events{"abandon"});
+  torch::AutoGradMode recording(true);
+  chain(nullptr, take("second")).backward();
+  EXPECT_EQ(seen(), (Events{"begin", "second", "end"}));
+}
+
+// As a policy's own check at the end does, of parameters that got no gradient: nothing is left to wait for.
+TEST_F(BackwardPasses, WhoseEndThrowsAreAbandonedAtOnce) {
+  pass->at_end = [] { throw std::logic_error("unused"); };
+  EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, take("second"))), "unused");
+  EXPECT_EQ(seen(), (Events{"begin", "second", "end", "fail", "abandon", "after failure"}));
+  pass->at_end = [] {};
+  chain(nullptr, take("second")).backward();
+  EXPECT_EQ(seen(), (Events{"begin", "second", "end"}));
+}
+
+TEST_F(BackwardPasses, WaitForNothingAfterACommError) {
+  pass->at_end = [] { throw CommError("a rank is gone"); };
+  EXPECT_EQ(error_of<CommError>(chain(nullptr, take("second"))), "a rank is gone");
+  EXPECT_EQ(seen(), (Events{"begin", "second", "end", "after failure"}));
+  pass->recover();
+  EXPECT_EQ(seen(), Events{});
+}
+
+// A backward inside one, as a checkpointed part has: what is under way ends with the outermost.
+TEST_F(BackwardPasses, InsideOneAreThatOne) {
+  const at::Tensor inner = chain(take("inner first"), take("inner second"));
+  const Hook outer = take("outer");
+  chain(take("first"), [&] {
+    outer();
+    inner.backward();
+  }).backward();
+  EXPECT_EQ(seen(), (Events{"begin", "outer", "inner second", "inner first", "first", "end"}));
+}
+
+TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
+  EXPECT_TRUE(pass->reduces());
+  {
+    const Scope outer = pass->no_sync();
+    EXPECT_FALSE(pass->reduces());
+    {
+      const Scope inner = pass->no_sync();
+      EXPECT_FALSE(pass->reduces());
+    }
+    EXPECT_FALSE(pass->reduces());
+  }
+  EXPECT_TRUE(pass->reduces());
+  EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { pass->no_sync().leave(); })),
+            "no_sync inside a backward pass");
+  Scope scope = pass->no_sync();
+  EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { scope.leave(); })), "no_sync inside a backward pass");
+}
+
+// The engine holds on to hooks and callbacks as long as graphs live.
+TEST_F(BackwardPasses, OfAnObjectThatIsGoneEndWithIt) {
+  const at::Tensor loss = chain(take("first"), [this, take = take("second")] {
+    take();
+    pass.reset();
+  });
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_EQ(seen(), (Events{"begin", "second", "gone"}));
+}
+
+}  // namespace
+}  // namespace tessera::backward_pass_test
