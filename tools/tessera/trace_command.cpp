@@ -36,7 +36,7 @@ int merge_trace_files(const Arguments& arguments) {
   std::printf("%s: %lld events\n", out.c_str(), static_cast<long long>(merged.events));
   for (const auto& clock : merged.clocks)
     std::printf("  %s, run %lld, rank%s %s on %s: clock moved by %.1f us, right within %.1f us\n", clock.file.c_str(),
-                static_cast<long long>(clock.run + 1), clock.ranks.size() == 1 ? "" : "s",
+                static_cast<long long>(clock.run) + 1, clock.ranks.size() == 1 ? "" : "s",
                 c10::Join(" ", clock.ranks).c_str(), clock.host.c_str(), microseconds(clock.offset_ns),
                 microseconds(clock.error_ns));
   return 0;
