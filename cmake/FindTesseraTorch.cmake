@@ -1,4 +1,4 @@
-# Finds libtorch and defines tessera::torch (CPU) and, with TESSERA_CUDA, tessera::torch_cuda.
+# Finds libtorch and defines tessera::torch (CPU) and, with TESSERA_CUDA or TESSERA_TEST_GPU, tessera::torch_cuda.
 #
 # find_package(Torch) is not used: for a libtorch that was built with CUDA it enables the CUDA
 # language and demands the whole toolkit, also of a program that never touches a GPU.
@@ -75,7 +75,7 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
     "LINKER:--unresolved-symbols=ignore-in-shared-libs")
 endif()
 
-if(TesseraTorch_FOUND AND TESSERA_CUDA AND NOT TARGET tessera::torch_cuda)
+if(TesseraTorch_FOUND AND (TESSERA_CUDA OR TESSERA_TEST_GPU) AND NOT TARGET tessera::torch_cuda)
   find_library(TESSERA_TORCH_CUDA_LIBRARY torch_cuda HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH REQUIRED)
   find_library(TESSERA_C10_CUDA_LIBRARY c10_cuda HINTS "${TESSERA_TORCH_INCLUDE_DIR}/../lib" NO_DEFAULT_PATH REQUIRED)
   find_path(TESSERA_CUDA_INCLUDE_DIR cuda_runtime_api.h

@@ -65,7 +65,7 @@ function(tessera_add_test name)
 endfunction()
 
 # tessera_test_on_accelerator(<program> TESTS <pattern>... [EXCEPT <pattern>...]): tests of a program once more, as
-# <program>_on_accelerator, whose on_ranks() gives ranks devices of the simulated accelerator. The same objects in another
+# <program>_on_accelerator, whose on_ranks() gives ranks devices of the accelerator. The same objects in another
 # executable, since a process that has a device is another one for libtorch. EXCEPT has those that are of CPUs alone.
 function(tessera_test_on_accelerator program)
   if(NOT TESSERA_SIMULATES)
@@ -77,6 +77,7 @@ function(tessera_test_on_accelerator program)
   get_target_property(_links ${program} LINK_LIBRARIES)
   target_link_libraries(${_name} PRIVATE ${_links} tessera_accelerator tessera_tests_on_devices)
   add_dependencies(tessera_tests ${_name})
+  add_dependencies(accelerator_programs ${_name})
   list(JOIN arg_TESTS ":" _filter)
   list(JOIN arg_EXCEPT ":" _except)
   add_test(NAME ${_name} COMMAND ${_name} --gtest_brief=1 --gtest_filter=${_filter}-${_except})

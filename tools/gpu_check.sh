@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds for CUDA, tests on the GPUs that there are, and prints figures: what a machine with GPUs is asked first.
+# Builds, tests on the GPUs that there are, and prints figures: what a machine with GPUs is asked first. The tests are the
+# programs that have the simulated accelerator (ctest's label `accelerator`), with GPUs in its place.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -7,11 +8,22 @@ nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv || {
   echo "gpu_check: no GPU answers (nvidia-smi)" >&2
   exit 1
 }
+jobs=${JOBS:-$(nproc)}
+cmake --preset release --log-level=WARNING -DTESSERA_BUILD_TESTS=ON -DTESSERA_TEST_GPU=ON
+cmake --build --preset release -j "$jobs" --target accelerator_programs tessera_gpu
 cmake --preset cuda --log-level=WARNING -DTESSERA_BUILD_BENCH=ON
-cmake --build --preset cuda -j "${JOBS:-$(nproc)}" --target gpu_tests gpu_step
+cmake --build --preset cuda -j "$jobs" --target gpu_step
 
 echo "==== tests"
-build/cuda/tests/accelerator/gpu_tests --gtest_brief=1
+log=build/release/gpu_tests.log
+status=0
+TESSERA_TEST_GPU=$PWD/build/release/tests/support/gpu/libtessera_gpu.so \
+  ctest --preset release -L accelerator --verbose >"$log" 2>&1 || status=$?
+grep -hoE '(skipped: .*|\[  FAILED  \] [A-Za-z].*|[0-9]+% tests passed.*)' "$log" | sort -u
+if [ "$status" -ne 0 ]; then
+  echo "gpu_check: tests failed, see $log" >&2
+  exit 1
+fi
 
 echo "==== figures"
 devices=$(nvidia-smi --list-gpus | wc -l)

@@ -1,4 +1,4 @@
-// The NCCL communicator's own logic on simulated devices: order, failures, ends.
+// The NCCL communicator's own logic on devices: order, failures, ends.
 #include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -79,15 +79,17 @@ TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
 TEST(NcclCommunicator, InitMakesItsDeviceTheThreadsOwn) {
   const Simulation simulation;
   const c10::DeviceGuard guard(at::Device(at::kCUDA, 0));
-  set_nccl_backends(accelerator::simulated_groups());
-  const auto comm = init({.device = at::Device(at::kCUDA, 2), .cache_memory = false});
-  EXPECT_EQ(comm->device(), at::Device(at::kCUDA, 2));
+  set_nccl_backends(accelerator::device_groups());
+  const int devices = accelerator::device_count();
+  const at::Device last(at::kCUDA, static_cast<c10::DeviceIndex>(devices - 1));
+  const at::Device none(at::kCUDA, static_cast<c10::DeviceIndex>(devices));
+  const auto comm = init({.device = last, .cache_memory = false});
+  EXPECT_EQ(comm->device(), last);
   EXPECT_EQ(torch::empty({1}, at::kCUDA).device(), comm->device());
   EXPECT_EQ(init({.device = at::kCUDA, .cache_memory = false})->device(), at::Device(at::kCUDA, 0))
       << "LOCAL_RANK is 0";
-  expect_contains(
-      error_of<std::invalid_argument>([] { init({.device = at::Device(at::kCUDA, 9), .cache_memory = false}); }),
-      "but this process sees 5 CUDA devices");
+  expect_contains(error_of<std::invalid_argument>([&] { init({.device = none, .cache_memory = false}); }),
+                  "but this process sees " + std::to_string(devices) + " CUDA devices");
 }
 
 TEST(NcclCommunicator, RanksThatDivergeAreNamed) {
@@ -212,6 +214,7 @@ class RemoteStore : public c10d::HashStore {
 // What ranks 0 and 2 of three say when rank 1 comes to no second all-reduce, and the store of the ranks in `cut` is so
 // from then on.
 std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, RemoteStore::State state) {
+  accelerator::needs_devices(3);
   const auto shared = std::make_shared<std::atomic<RemoteStore::State>>(RemoteStore::kServes);
   auto store = c10::make_intrusive<c10d::HashStore>();
   std::mutex mutex;
@@ -222,7 +225,7 @@ std::map<int, std::string> errors_without_rank_1(const std::set<int>& cut, Remot
     const c10::DeviceGuard guard(device);
     c10::intrusive_ptr<c10d::Store> own = store;
     if (cut.contains(rank)) own = c10::make_intrusive<RemoteStore>(store, shared);
-    auto comm = make_nccl_communicator(accelerator::simulated_groups(), own, rank, 3, device,
+    auto comm = make_nccl_communicator(accelerator::device_groups(), own, rank, 3, device,
                                        {.timeout = seconds(60), .beat_every = StallWatch::kLookEvery});
     at::Tensor x = ones(*comm);
     comm->all_reduce(x).wait();

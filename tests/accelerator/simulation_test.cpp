@@ -37,7 +37,14 @@ void expect_found(const std::string& one, const std::string& other) {
   expect_contains(findings[0], other);
 }
 
-TEST(Simulation, OperatorsGiveTheNumbersOfTheCpu) {
+// By which no test of it runs on a GPU.
+class SimulatedAccelerator : public testing::Test {
+ protected:
+  void SetUp() override { accelerator::needs_simulation("it is of the simulation itself"); }
+};
+class SimulatedNccl : public SimulatedAccelerator {};
+
+TEST_F(SimulatedAccelerator, OperatorsGiveTheNumbersOfTheCpu) {
   const Simulation simulation;
   torch::manual_seed(3);
   const at::Tensor x = torch::randn({6, 5}), w = torch::randn({4, 5});
@@ -51,7 +58,7 @@ TEST(Simulation, OperatorsGiveTheNumbersOfTheCpu) {
   EXPECT_TRUE(Simulation::findings().empty()) << Simulation::findings()[0];
 }
 
-TEST(Simulation, KernelsRunBehindTheHost) {
+TEST_F(SimulatedAccelerator, KernelsRunBehindTheHost) {
   const Simulation simulation;
   const c10::Stream side = new_stream();
   at::Tensor x = torch::zeros({1}, kDevice);
@@ -67,7 +74,7 @@ TEST(Simulation, KernelsRunBehindTheHost) {
   EXPECT_EQ(x.item<float>(), 20);
 }
 
-TEST(Simulation, FindsWhatNothingOrders) {
+TEST_F(SimulatedAccelerator, FindsWhatNothingOrders) {
   const Simulation simulation;
   const c10::Stream side = new_stream();
   at::Tensor x = torch::zeros({8}, kDevice);
@@ -78,7 +85,7 @@ TEST(Simulation, FindsWhatNothingOrders) {
   expect_found("write by aten::add_", "write by aten::zero_");
 }
 
-TEST(Simulation, AcceptsWhatAnEventOrders) {
+TEST_F(SimulatedAccelerator, AcceptsWhatAnEventOrders) {
   const Simulation simulation;
   const c10::Stream side = new_stream();
   at::Tensor x = torch::zeros({8}, kDevice);
@@ -94,7 +101,7 @@ TEST(Simulation, AcceptsWhatAnEventOrders) {
 }
 
 // The caching allocator gives memory to the next one on its stream, at once, unless told who else uses it.
-TEST(Simulation, FindsMemoryThatIsFreedTooSoon) {
+TEST_F(SimulatedAccelerator, FindsMemoryThatIsFreedTooSoon) {
   for (bool is_recorded : {false, true}) {
     const Simulation simulation;
     const c10::Stream side = new_stream();
@@ -111,7 +118,7 @@ TEST(Simulation, FindsMemoryThatIsFreedTooSoon) {
   }
 }
 
-TEST(Simulation, FindsAHostThatDoesNotWait) {
+TEST_F(SimulatedAccelerator, FindsAHostThatDoesNotWait) {
   const Simulation simulation({.longest_delay_us = 20000});
   const at::Tensor x = torch::ones({8}, kDevice);
   at::Tensor host = torch::empty({8}, at::TensorOptions().pinned_memory(true));
@@ -120,7 +127,7 @@ TEST(Simulation, FindsAHostThatDoesNotWait) {
   expect_found("the host touches page-locked memory", "write by copy_");
 }
 
-TEST(Simulation, CountsHostSynchronisations) {
+TEST_F(SimulatedAccelerator, CountsHostSynchronisations) {
   const Simulation simulation;
   at::Tensor host = torch::ones({8}, at::TensorOptions().pinned_memory(true));
   at::Tensor x = torch::empty({8}, kDevice);
@@ -137,7 +144,7 @@ TEST(Simulation, CountsHostSynchronisations) {
   EXPECT_EQ(Simulation::counts(0).host_waits, 4);
 }
 
-TEST(Simulation, DevicesHaveGeneratorsOfTheirOwn) {
+TEST_F(SimulatedAccelerator, DevicesHaveGeneratorsOfTheirOwn) {
   const Simulation simulation;
   torch::manual_seed(5);
   const at::Tensor first = torch::rand({4}, kDevice), other = torch::rand({4}, at::Device(at::kCUDA, 1));
@@ -148,7 +155,7 @@ TEST(Simulation, DevicesHaveGeneratorsOfTheirOwn) {
 
 // ---- groups -------------------------------------------------------------------------------------
 
-TEST(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
+TEST_F(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
   for (int world : {2, 3, 4}) {
     const Simulation simulation;
     accelerator::on_devices(world, [&](std::shared_ptr<Communicator> comm) {
@@ -189,7 +196,7 @@ TEST(SimulatedNccl, GivesWhatTheCommunicatorPromises) {
 }
 
 // As on a GPU, whose host waits for sizes and numbers, and for nothing else.
-TEST(SimulatedAccelerator, CountsWhatStopsTheHost) {
+TEST_F(SimulatedAccelerator, CountsWhatStopsTheHost) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
   const at::Tensor x = torch::arange(6, at::TensorOptions(device).dtype(at::kFloat));
@@ -210,7 +217,7 @@ TEST(SimulatedAccelerator, CountsWhatStopsTheHost) {
   EXPECT_EQ(waits([&] { x.masked_fill(mask, 0).where(mask, x).index_select(0, positions); }), 0);
 }
 
-TEST(SimulatedNccl, DoesNotStopTheHost) {
+TEST_F(SimulatedNccl, DoesNotStopTheHost) {
   const Simulation simulation;
   accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
     at::Tensor x = torch::ones({4}, comm->device());
@@ -221,7 +228,7 @@ TEST(SimulatedNccl, DoesNotStopTheHost) {
   });
 }
 
-TEST(SimulatedNccl, FindsAResultThatIsReadTooSoon) {
+TEST_F(SimulatedNccl, FindsAResultThatIsReadTooSoon) {
   const Simulation simulation;
   accelerator::on_devices(2, [&](std::shared_ptr<Communicator> comm) {
     at::Tensor x = torch::ones({4}, comm->device());
@@ -232,7 +239,7 @@ TEST(SimulatedNccl, FindsAResultThatIsReadTooSoon) {
   expect_found("read by aten::mul", "all-reduce of 4 elements");
 }
 
-TEST(SimulatedNccl, FindsUnequalSizes) {
+TEST_F(SimulatedNccl, FindsUnequalSizes) {
   const Simulation simulation;
   EXPECT_NE(error_of<CommError>([] {
               accelerator::on_devices(

@@ -2,6 +2,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_step_test {
@@ -61,7 +63,7 @@ void expect_no_wait(const accelerator::Counts& cost) {
 
 TEST(AcceleratorStep, DoesNotStopTheHost) {
   const Simulation simulation;
-  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
     const torch::optim::AdamWOptions adam(1e-2);
     {
       auto net = chain(3);
@@ -90,7 +92,7 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
 // The copies of shards are waited for by streams, and those of gradients by the host, once each.
 TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   const Simulation simulation;
-  accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
+  accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
     for (const int layers : {3, 5}) {
       auto net = chain(layers);
       net->to(comm->device());
@@ -108,6 +110,7 @@ TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
 
 // All gradients make one flag: launches are the same for however many there are.
 TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
+  accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {
     std::vector<int64_t> launches;
@@ -138,6 +141,7 @@ struct Plain {
 // One more unit costs its two gathers, its reduction, and kernels of the model's own; no more than these around them,
 // however many parameters it has.
 TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
+  accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
   std::map<int, int64_t> launches, all, plain;
   for (const int layers : {3, 4}) {
@@ -194,6 +198,7 @@ TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
 // What a checkpointed part draws on a device it draws again.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   const Simulation simulation;
+  accelerator::needs_devices(2);
   const at::Device device(at::kCUDA, 1);
   torch::manual_seed(1);
   at::Tensor x = torch::ones({64}, device).requires_grad_();
@@ -205,6 +210,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
 // Whatever device its inputs are on: of indices on the CPU, say.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   const Simulation simulation;
+  accelerator::needs_devices(2);
   const at::Device device(at::kCUDA, 1);
   const c10::DeviceGuard guard(device);
   torch::manual_seed(1);
@@ -219,6 +225,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
 // Or its outputs: a part of a model that lies on another device than the part before.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   const Simulation simulation;
+  accelerator::needs_devices(3);
   torch::manual_seed(1);
   at::Tensor x = torch::ones({64}, at::Device(at::kCUDA, 0)).requires_grad_();
   const at::Tensor y =

@@ -222,13 +222,14 @@ State train_on_gloo(const Case& of) {
   return state;
 }
 
-std::string difference(const State& expected, const State& got) {
+std::string difference(const State& expected, const State& got, double tolerance) {
   std::string text;
   for (const auto& [name, value] : expected) {
     const auto other = got.find(name);
     if (other == got.end()) {
       text += " " + name + " is missing;";
-    } else if (!torch::equal(value, other->second)) {
+    } else if (tolerance > 0 ? !torch::allclose(other->second, value, tolerance, tolerance)
+                             : !torch::equal(value, other->second)) {
       text += c10::str(" ", name, " by ", (value - other->second).abs().max().item<double>(), ";");
     }
   }

@@ -1,4 +1,4 @@
-// One small training run under every wrapper, on gloo's CPUs or on the simulated accelerator.
+// One small training run under every wrapper, on gloo's CPUs or on the accelerator.
 #pragma once
 
 #include <map>
@@ -36,8 +36,8 @@ State train(const Case& of, std::shared_ptr<Communicator> comm);
 // The same on gloo, from rank 0.
 State train_on_gloo(const Case& of);
 
-// The tensors that differ in any bit.
-std::string difference(const State& expected, const State& got);
+// The tensors that differ: in any bit, or by more than the tolerance, relative or absolute.
+std::string difference(const State& expected, const State& got, double tolerance = 0);
 
 inline void PrintTo(const Case& of, std::ostream* out) { *out << of.name; }  // for GoogleTest
 const std::vector<Case>& cases();

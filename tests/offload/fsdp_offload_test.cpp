@@ -129,7 +129,7 @@ TEST(Offload, AccumulationClippingScalingAndFreezingStayExact) {
         offloaded.offload = {.params = true, .grads = true};
         auto compare = [&](const auto& expected, const auto& own, const char* optimizer) {
           for (const auto& entry : expected)
-            EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()]))
+            EXPECT_TRUE(same_values(entry.value(), own[entry.key()]))
                 << optimizer << " " << entry.key() << (mixed ? " mixed, world " : " world ") << world << ": differs by "
                 << (entry.value() - own[entry.key()]).abs().max().template item<float>();
         };
@@ -155,7 +155,7 @@ TEST(Offload, GradientsReducedIn16BitAreTheSame) {
     const auto expected = is_host ? train<HostAdam>(comm, plain, adam) : train<torch::optim::Adam>(comm, plain, adam);
     const auto own =
         is_host ? train<HostAdam>(comm, offloaded, adam) : train<torch::optim::Adam>(comm, offloaded, adam);
-    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+    for (const auto& entry : expected) EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << entry.key();
   });
 }
 
@@ -168,7 +168,7 @@ TEST(Offload, CopiesOfTheModelAverageBeforeGradientsLeave) {
     const auto adam = torch::optim::AdamOptions(1e-2);
     const auto expected = train<torch::optim::Adam>(comm, plain, adam),
                own = train<torch::optim::Adam>(comm, offloaded, adam);
-    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+    for (const auto& entry : expected) EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << entry.key();
   });
 }
 
@@ -430,7 +430,7 @@ TEST(Offload, AFailedCopyIsAnErrorAndTheNextStepIsClean) {
       fsdp.zero_grad();
       fsdp(x).sum().backward();
       const auto shards = fsdp.parameters();
-      for (size_t i = 0; i < shards.size(); ++i) EXPECT_TRUE(torch::equal(shards[i].grad(), expected[i])) << i;
+      for (size_t i = 0; i < shards.size(); ++i) EXPECT_TRUE(same_values(shards[i].grad(), expected[i])) << i;
       EXPECT_EQ(fsdp.memory().staging_bytes + fsdp.memory().gathered_bytes + fsdp.memory().bucket_bytes, 0);
     }
   });
@@ -444,7 +444,7 @@ TEST(Offload, SlowLinksChangeNothing) {
     const auto expected = train<torch::optim::Adam>(comm, options, adam);
     const SimulatedLinkScope slow({.bytes_per_s = 1e6});
     const auto own = train<torch::optim::Adam>(comm, options, adam);
-    for (const auto& entry : expected) EXPECT_TRUE(torch::equal(entry.value(), own[entry.key()])) << entry.key();
+    for (const auto& entry : expected) EXPECT_TRUE(same_values(entry.value(), own[entry.key()])) << entry.key();
   });
 }
 

@@ -34,7 +34,7 @@ void set_gradients(std::vector<at::Tensor>& parameters, int step) {
 
 void expect_equal(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i].detach(), b[i].detach())) << "parameter " << i;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(same_values(a[i].detach(), b[i].detach())) << "parameter " << i;
 }
 
 template <class Optimizer, class Options>

@@ -29,6 +29,14 @@ T fewer_on_devices(T all, T fewer) {
   return run_ranks_on_devices != nullptr && !has_full_matrix() ? std::move(fewer) : std::move(all);
 }
 
+// On GPUs (TESSERA_TEST_GPU) NCCL adds in an order of its own, and kernels in theirs: ranks and a reference then agree
+// to rounding, and elsewhere to the bit.
+inline bool adds_in_other_orders = false;
+inline bool same_values(const at::Tensor& own, const at::Tensor& expected) {
+  return adds_in_other_orders ? own.sizes() == expected.sizes() && torch::allclose(own, expected, 1e-4, 1e-4)
+                              : torch::equal(own, expected);
+}
+
 // A tensor, a list of them or a module of this holder, moved there. Others stay.
 template <class What>
 What on_rank_device(What what) {
@@ -123,7 +131,7 @@ void expect_same_parameters(Wrapped& fsdp, const torch::nn::Module& reference, c
   for (const auto& parameter : reference.named_parameters()) {
     ASSERT_TRUE(state.contains(parameter.key())) << where << " " << parameter.key();
     const at::Tensor expected = parameter.value().detach(), own = state[parameter.key()].to(expected.device());
-    EXPECT_TRUE(torch::equal(own, expected))
+    EXPECT_TRUE(same_values(own, expected))
         << where << " " << parameter.key() << " differs by " << (own - expected).abs().max();
   }
 }
@@ -144,6 +152,8 @@ template <class Error, class Call>
 std::string error_of(Call call) {
   try {
     call();
+  } catch (const testing::AssertionException&) {  // GoogleTest's own: the test is skipped, say
+    throw;
   } catch (const Error& error) {
     return error.what();
   }

@@ -1,10 +1,15 @@
-// A simulated accelerator, for tests: at::kCUDA in a process without libtorch_cuda.
+// An accelerator for tests: at::kCUDA, simulated in a process without libtorch_cuda; or the GPUs of this machine, where
+// TESSERA_TEST_GPU names the library tessera_gpu (tests/support/gpu), which the same programs then load.
 //
 // Streams are threads that are late at random; device memory is memory that faults when the host touches it; operators
 // run asynchronously on CPU kernels. What no event orders is found whatever the threads happened to do: each access of
 // device memory and of page-locked memory is compared, by vector clocks, with those that are not known to be over
 // (races.h). Host synchronisations are counted with their places. A program that links tessera_accelerator has the
 // device; a test begins with a Simulation.
+//
+// On GPUs groups are NCCL's, and a Simulation is a part of a test like any other: there are no delays, nothing is
+// found, host synchronisations are counted without places, and nothing else is. A test that needs more, or more devices
+// than there are, is skipped, and says so by name.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +21,14 @@
 
 namespace tessera::accelerator {
 
-// The seeds to try: `count` of them, or the one that TESSERA_ACCELERATOR_SEED names.
+bool on_gpus();
+int device_count();  // of the simulation's devices, or of GPUs
+// End the test as skipped, by an exception that GoogleTest knows: where there are fewer devices; on GPUs.
+[[noreturn]] void skip(const std::string& why);
+void needs_devices(int count);
+void needs_simulation(const std::string& why);
+
+// The seeds to try: `count` of them, or the one that TESSERA_ACCELERATOR_SEED names. On GPUs one.
 std::vector<uint64_t> seeds(int count);
 
 // What the program asks of streams, which a planted fault leaves out.
@@ -68,7 +80,7 @@ class Simulation {
   Simulation& operator=(const Simulation&) = delete;
 
   static bool is_running();
-  // Pairs of accesses that nothing orders, and other misuse, each once, as text.
+  // Pairs of accesses that nothing orders, and other misuse, each once, as text. None on GPUs.
   static std::vector<std::string> findings();
   static Counts counts(int device);
   static void reset_counts();

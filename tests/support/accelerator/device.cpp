@@ -10,6 +10,7 @@
 
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/accelerator/backend.h"
+#include "tests/support/accelerator/gpus.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/races.h"
 #include "tests/support/accelerator/streams.h"
@@ -120,12 +121,14 @@ std::atomic<bool> has_faults = false, running = false;
 
 }  // namespace
 
-// libtorch's macros, which want names in the open.
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-using at::CUDAHooksArgs;
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// What libtorch's macros for it do, where no GPU's are loaded: a process has one of either.
+static const bool is_registered = [] {
+  if (on_gpus()) return false;
+  static const c10::impl::DeviceGuardImplRegistrar guard(c10::kCUDA, new Guard);
+  at::CUDAHooksRegistry()->Register("CUDAHooks",
+                                    [](at::CUDAHooksArgs arguments) { return std::make_unique<CUDAHooks>(arguments); });
+  return true;
+}();
 
 const Settings& settings() { return chosen; }
 
@@ -135,7 +138,22 @@ static void wait_for_all() {
   for (int stream = 0; stream < kStreams; ++stream) wait_in_secret(stream);
 }
 
+static void begin_on_gpus(const Settings& settings) {
+  needs_devices(1);
+  if (settings.leave_out || settings.fails || settings.collectives_in_order || settings.groups_end_together)
+    needs_simulation("its groups and streams behave as the test says");
+  prepare_gpus();
+  synchronize_gpus();
+  reset_host_waits_of_gpus();
+}
+
 Simulation::Simulation(Settings settings) {
+  if (on_gpus()) {
+    begin_on_gpus(settings);
+    running = true;
+    chosen = std::move(settings);
+    return;
+  }
   static const bool installed = [] {
     c10::SetAllocator(c10::kCUDA, device_allocator());
     at::setHostAllocator(c10::kCUDA, pinned_allocator());
@@ -152,6 +170,10 @@ Simulation::Simulation(Settings settings) {
 }
 
 Simulation::~Simulation() {
+  if (on_gpus()) {
+    running = false;
+    return;
+  }
   wait_for_all();
   has_faults = running = false;
   release_collectives_tensors();
@@ -162,14 +184,19 @@ Simulation::~Simulation() {
 
 bool Simulation::is_running() { return running; }
 std::vector<std::string> Simulation::findings() { return Races::get().findings(); }
-Counts Simulation::counts(int device) { return Races::get().counts(device); }
-void Simulation::reset_counts() { Races::get().reset_counts(); }
+Counts Simulation::counts(int device) {
+  if (!on_gpus()) return Races::get().counts(device);
+  Counts counts;
+  counts.host_waits = host_waits_of_gpu(device);
+  return counts;
+}
+void Simulation::reset_counts() { on_gpus() ? reset_host_waits_of_gpus() : Races::get().reset_counts(); }
 
 std::vector<uint64_t> seeds(int count) {
   if (const char* chosen_seed = std::getenv("TESSERA_ACCELERATOR_SEED"))
     return {std::strtoull(chosen_seed, nullptr, 10)};
   std::vector<uint64_t> all;
-  for (int seed = 1; seed <= count; ++seed) all.push_back(seed);
+  for (int seed = 1; seed <= (on_gpus() ? 1 : count); ++seed) all.push_back(seed);
   return all;
 }
 

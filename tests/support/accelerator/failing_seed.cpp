@@ -10,7 +10,7 @@ namespace {
 
 class FailingSeed : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
-    if (result.failed() && Simulation::is_running())
+    if (result.failed() && Simulation::is_running() && !on_gpus())
       std::cout << "to repeat it: TESSERA_ACCELERATOR_SEED=" << settings().seed << std::endl;
   }
 };

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/support/accelerator/gpus.h"
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
@@ -300,6 +301,7 @@ PageLockedAllocator* page_locked_memory() {
 }
 
 int64_t page_locked_bytes() {
+  if (on_gpus()) return page_locked_bytes_of_gpus();
   std::lock_guard lock(mutex);
   return bytes_page_locked;
 }

@@ -23,6 +23,7 @@
 #include <set>
 #include <string>
 
+#include "tests/support/accelerator/accelerator.h"
 #include "tests/support/accelerator/kernel_arguments.h"
 #include "tests/support/accelerator/memory.h"
 #include "tests/support/accelerator/streams.h"
@@ -291,9 +292,7 @@ void say_no(const c10::OperatorHandle& op, Stack* stack) {
   stack->emplace_back(false);
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
-
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+void register_kernels(torch::Library& library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
   library.impl("as_strided", &as_strided);
@@ -335,6 +334,16 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
                    torch::CppFunction::makeFromBoxedFunction<&run>());
   }
 }
+
+// What TORCH_LIBRARY_IMPL does, where no GPU's kernels are loaded.
+const bool are_registered = [] {
+  if (on_gpus()) return false;
+  static torch::Library all(torch::Library::IMPL, "_", c10::DispatchKey::CUDA, __FILE__, __LINE__),
+      aten(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  all.fallback(torch::CppFunction::makeFromBoxedFunction<&run>());
+  register_kernels(aten);
+  return true;
+}();
 
 }  // namespace
 }  // namespace tessera::accelerator

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "tests/support/accelerator/backend.h"
+#include "tests/support/accelerator/gpus.h"
 
 namespace tessera::accelerator {
 namespace {
@@ -23,10 +24,13 @@ class SimulatedGroups : public NcclBackends {
 
 }  // namespace
 
-std::shared_ptr<NcclBackends> simulated_groups() { return std::make_shared<SimulatedGroups>(); }
+std::shared_ptr<NcclBackends> device_groups() {
+  return on_gpus() ? gpus()->groups : std::make_shared<SimulatedGroups>();
+}
 
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body, InitOptions options) {
-  set_nccl_backends(simulated_groups());
+  needs_devices(world);
+  set_nccl_backends(device_groups());
   options.device = at::kCUDA;
   options.cache_memory = false;
   run_ranks(

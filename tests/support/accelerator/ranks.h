@@ -1,4 +1,4 @@
-// Ranks as threads, each with a device of the simulated accelerator, joined by the NCCL communicator.
+// Ranks as threads, each with a device of the accelerator, joined by the NCCL communicator.
 #pragma once
 
 #include <functional>
@@ -10,11 +10,11 @@
 
 namespace tessera::accelerator {
 
-// What an NCCL communicator's groups are made with.
-std::shared_ptr<NcclBackends> simulated_groups();
+// What an NCCL communicator's groups are made with: NCCL's on GPUs, else simulated ones.
+std::shared_ptr<NcclBackends> device_groups();
 
-// run_ranks() on devices, with simulated groups in the place of NCCL's: rank r is a thread with device r, at most
-// kDevices of them.
+// run_ranks() on devices, with such groups: rank r is a thread with device r. Skips the test where there are fewer
+// GPUs.
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,
                 InitOptions options = {.timeout = std::chrono::seconds(60)});
 void on_devices(int world, const std::function<void(std::shared_ptr<Communicator>)>& body,

@@ -1,5 +1,6 @@
 // Tests that were written for CPUs, on devices: on_ranks() of a program that links this has them, each test being a
-// Simulation of its own. What a test makes by seeded() and on_rank_device() is there.
+// Simulation of its own. What a test makes by seeded() and on_rank_device() is there. On fewer GPUs than a test has
+// ranks it is skipped from there on.
 #include <chrono>
 #include <optional>
 
@@ -20,6 +21,7 @@ void run(int world, const testing_support::RankBody& body) {
 
 const bool is_set = [] {
   testing_support::run_ranks_on_devices = &run;
+  testing_support::adds_in_other_orders = on_gpus();
   return true;
 }();
 

@@ -1,0 +1,20 @@
+// What a program of accelerator tests needs of Tessera on GPUs, which it is built without: see
+// tests/support/accelerator.
+#pragma once
+
+#include <memory>
+
+#include "tessera/comm/nccl_communicator.h"
+#include "tessera/memory/page_locked.h"
+
+namespace tessera::accelerator {
+
+struct GpuSupport {
+  std::shared_ptr<NcclBackends> groups;  // NCCL's
+  PageLockedAllocator* page_locked;      // CUDA's
+};
+
+}  // namespace tessera::accelerator
+
+// Of the library that TESSERA_TEST_GPU names.
+extern "C" __attribute__((visibility("default"))) void tessera_gpu_support(tessera::accelerator::GpuSupport* support);
