@@ -1,9 +1,12 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/fingerprint.h"
@@ -35,6 +38,9 @@ class OrderLog {
     doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
+  // What only the device knows of what was done, as ReducedReport's `alike`.
+  void set_alike(at::Tensor numbers) { alike_ = std::move(numbers); }
+  const at::Tensor& alike() const { return alike_; }
 
   // What ranks that did the same may have other values of. The fingerprint, which is looked at first, takes what is
   // unknown for kept.
@@ -80,6 +86,7 @@ class OrderLog {
   Doubtful doubtful_;
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
+  at::Tensor alike_;
 };
 
 }  // namespace tessera

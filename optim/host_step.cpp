@@ -1,11 +1,15 @@
 #include "tessera/optim/host_step.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "tessera/async/stream_uses.h"
 #include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
@@ -17,6 +21,18 @@ constexpr size_t kUnderWay = 2;
 // The elements in the order of memory, where that order is the only one.
 at::Tensor flat(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.detach().as_strided({tensor.numel()}, {1}) : at::Tensor();
+}
+
+// [kSums] kLong on the parameter's device, of the bits of its values: the sums of each kColumns-th, and that of the
+// rest. A value that has changed, or changed places with others, is in other sums.
+constexpr int64_t kColumns = 61, kSums = kColumns + 1;
+at::Tensor value_sums(const at::Tensor& parameter) {
+  at::Tensor values = flat(parameter).defined() ? flat(parameter) : parameter.detach().reshape({-1});
+  if (values.is_complex()) values = at::view_as_real(values).view({-1});
+  const int64_t bytes = values.element_size(), rows = values.numel() / kColumns, in_rows = rows * kColumns;
+  values = values.view(bytes == 1 ? at::kByte : bytes == 2 ? at::kShort : bytes == 4 ? at::kInt : at::kLong);
+  return at::cat({values.narrow(0, 0, in_rows).view({rows, kColumns}).sum(0, /*keepdim=*/false, at::kLong),
+                  values.narrow(0, in_rows, values.numel() - in_rows).sum(at::kLong).view({1})});
 }
 
 // From a checkpoint or a dictionary states may come on the parameter's device.
@@ -86,7 +102,11 @@ HostStep::HostCopy HostStep::copy_of(const at::Tensor& parameter) {
                                                              : memory.view(parameter.sizes());
   host.copy_(parameter.detach());
   parameters_.push_back(parameter);
-  return {parameter, host.detach(), static_cast<uint32_t>(parameter._version()), parameter.const_data_ptr(),
+  return {parameter,
+          host.detach(),
+          static_cast<uint32_t>(parameter._version()),
+          parameter.const_data_ptr(),
+          parameter.is_cpu() ? at::Tensor() : value_sums(parameter),
           parameters_.size() - 1};
 }
 
@@ -97,6 +117,27 @@ void HostStep::renew(HostCopy& copy) {
     return;
   copy.host.copy_(parameter.detach());
   copy.seen_memory = parameter.const_data_ptr();
+}
+
+// The host is to know by the time that it has the first gradient, which leaves after this.
+void HostStep::look_for_writes(const std::vector<HostCopy*>& work) {
+  written_ = at::Tensor();
+  if (work.empty() || work[0]->parameter.is_cpu()) return;
+  const auto stream = current_stream(work[0]->parameter.device());
+  std::vector<at::Tensor> now, seen;
+  for (HostCopy* copy : work) {
+    copy->place = now.size();
+    now.push_back(value_sums(copy->parameter));
+    seen.push_back(copy->seen_sums);
+    copy->seen_sums.record_stream(stream);
+  }
+  const auto count = static_cast<int64_t>(work.size());
+  written_ = at::empty({count}, at::TensorOptions(at::kCPU).dtype(at::kBool).pinned_memory(true));
+  written_.copy_(at::cat(now).ne(at::cat(seen)).view({count, kSums}).any(1), /*non_blocking=*/true);
+}
+
+void HostStep::renew_if_written(HostCopy& copy) {
+  if (written_.defined() && written_.const_data_ptr<bool>()[copy.place]) copy.host.copy_(copy.parameter.detach());
 }
 
 void HostStep::start_gradient(HostCopy& copy) {
@@ -114,6 +155,7 @@ void HostStep::start_gradient(HostCopy& copy) {
 
 void HostStep::finish_gradient(HostCopy& copy) {
   copy.arriving.wait_on_host();
+  renew_if_written(copy);
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
@@ -132,6 +174,7 @@ void HostStep::finish_return(HostCopy& copy) {
   copy.leaving.wait_on_host();
   copy.parameter.unsafeGetTensorImpl()->bump_version();
   copy.seen_version = static_cast<uint32_t>(copy.parameter._version());
+  if (!copy.parameter.is_cpu()) copy.seen_sums = value_sums(copy.parameter);
 }
 
 void HostStep::step_all(const std::vector<HostCopy*>& work) {
@@ -167,6 +210,8 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
     if (dropped_ && dropped_->is_in(copy.number, copy.parameter)) dropped_->refuse_step(copy.number);
     work.push_back(&copy);
   }
+
+  look_for_writes(work);
 
   // Gives each parameter's state, or its copy's, to the other of the two.
   auto hand_states = [&](torch::optim::Optimizer& from, torch::optim::Optimizer& to, bool to_host) {

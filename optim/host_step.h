@@ -23,9 +23,9 @@ struct HostStepOptions {
 };
 
 // Takes an optimizer's step in host memory for parameters that stay on their device. Each has a copy in host memory,
-// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter (past
-// its version, through .data(), that is seen on CPUs alone). That one has the states for the time of a step: between
-// steps they are where state dictionaries and checkpoints look.
+// which a second optimizer of the same class steps, and which is renewed if somebody else wrote to the parameter. (Past
+// its version, through .data(), a device sees that by sums of its values before the step and after the one before.)
+// That one has the states for the time of a step: between steps they are where state dictionaries and checkpoints look.
 class HostStep {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -46,7 +46,9 @@ class HostStep {
     at::Tensor host;                    // of its sizes and strides
     uint32_t seen_version = 0;          // of the parameter, when both were the same
     const void* seen_memory = nullptr;  // the same
+    at::Tensor seen_sums;               // the same, on a device: sums of its values
     size_t number = 0;                  // of the parameter, in the guard
+    size_t place = 0;                   // in a step's work
     Copy arriving;                      // the gradient
     Copy leaving;                       // the new values
   };
@@ -54,6 +56,8 @@ class HostStep {
   void rebuild(torch::optim::Optimizer& optimizer);
   HostCopy copy_of(const at::Tensor& parameter);
   void renew(HostCopy& copy);
+  void look_for_writes(const std::vector<HostCopy*>& work);
+  void renew_if_written(HostCopy& copy);
   void start_gradient(HostCopy& copy);
   void finish_gradient(HostCopy& copy);
   void start_return(HostCopy& copy);
@@ -68,6 +72,9 @@ class HostStep {
   PinnedPool pool_;
   const std::unique_ptr<CopyEngine> engine_;
   std::vector<HostCopy> host_copies_;
+  // On a device, by place in a step's work, whether somebody wrote past the version: [work] kBool on the host, there
+  // before the step's first gradient is.
+  at::Tensor written_;
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };
 

@@ -1,9 +1,9 @@
 #include "tessera/sdp/copy_watch.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "tessera/comm/agreement.h"
 #include "tessera/comm/fingerprint.h"
@@ -23,14 +23,10 @@ constexpr const char* kAfter[] = {
     "a backward, by something else than the optimizer's step(): an average is at its owner alone, and only the "
     "optimizer that the wrapper was given tells the others"};
 
-uint64_t sample_of(const at::Tensor& tensor) {
-  uint64_t sample = 0;
-  if (!tensor.is_cpu() || tensor.numel() == 0) return sample;
-  const int64_t place = tensor.is_non_overlapping_and_dense() ? tensor.numel() / 2 : 0;
-  const auto* values = static_cast<const char*>(tensor.const_data_ptr());
-  std::memcpy(&sample, values + place * tensor.element_size(), std::min<size_t>(sizeof(sample), tensor.element_size()));
-  return sample;
-}
+constexpr char kSubject[] = "what the values are that have changed past the wrapper";
+
+// More would mean that the device is many forwards behind: the host then waits for the oldest.
+constexpr size_t kMaxLate = 4;
 
 uint64_t fingerprint_of(const at::Tensor& tensor) {
   const at::Tensor bytes = tensor.detach().cpu().contiguous();
@@ -39,13 +35,9 @@ uint64_t fingerprint_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-CopyWatch::Value CopyWatch::value_of(const at::Tensor& tensor) {
-  return tensor.is_cpu() ? sample_of(tensor) : static_cast<Value>(tensor._version());
-}
-
 CopyWatch::Seen CopyWatch::look(size_t parameter) const {
   const at::Tensor& tensor = binding_.tensor(parameter);
-  Seen seen{tensor._version(), sample_of(tensor), nullptr, 0};
+  Seen seen{tensor._version(), nullptr, 0};
   if (const at::Tensor& gradient = tensor.grad(); gradient.defined()) {
     seen.gradient = gradient.unsafeGetTensorImpl();
     seen.gradient_version = gradient._version();
@@ -53,15 +45,11 @@ CopyWatch::Seen CopyWatch::look(size_t parameter) const {
   return seen;
 }
 
-bool CopyWatch::has_changed(size_t parameter) const {
-  const Seen now = look(parameter);
-  return now.version != seen_[parameter].version || now.sample != seen_[parameter].sample;
-}
-
 void CopyWatch::note(Since since) {
   since_ = since;
   seen_.clear();
   for (size_t i = 0; i < binding_.parameters().size(); ++i) seen_.push_back(look(i));
+  samples_ = copies_are_equal_ ? ValueSamples::of(binding_.parameters()) : ValueSamples();
 }
 
 void CopyWatch::require_no_gradient_by_hand() const {
@@ -77,26 +65,59 @@ void CopyWatch::require_no_gradient_by_hand() const {
 }
 
 void CopyWatch::require_alike(Communicator& comm) {
-  size_t first = 0;
-  while (first < seen_.size() && !has_changed(first)) ++first;
-  if (first == seen_.size() || !copies_are_equal_) return;
+  look_at_late();
+  if (seen_.empty() || !copies_are_equal_) return;
+  bool has_changed = false;
+  for (size_t i = 0; i < seen_.size(); ++i) has_changed = has_changed || look(i).version != seen_[i].version;
+  if (!samples_.is_on_device()) has_changed = has_changed || ValueSamples::of(binding_.parameters()) != samples_;
+  if (has_changed)
+    compare_now(comm);
+  else if (samples_.is_on_device())
+    compare_later(comm);
+}
+
+// Gradients stay as they were noted.
+void CopyWatch::look_again() {
+  for (size_t i = 0; i < seen_.size(); ++i) seen_[i].version = look(i).version;
+  samples_ = ValueSamples::of(binding_.parameters());
+}
+
+void CopyWatch::compare_now(Communicator& comm) {
   std::string own;
   for (size_t i = 0; i < seen_.size(); ++i) {
     const uint64_t value = fingerprint_of(binding_.tensor(i));
     own.append(reinterpret_cast<const char*>(&value), sizeof(value));
-    const Seen now = look(i);
-    seen_[i].version = now.version;
-    seen_[i].sample = now.sample;
   }
-  const auto all = gather_texts(comm, own, "what the values are that have changed past the wrapper");
+  look_again();
+  const auto all = gather_texts(comm, own, kSubject);
   for (size_t i = 0; i < seen_.size(); ++i) {
     const auto differs = [&](const std::string& rank) { return rank.compare(i * 8, 8, all[0], i * 8, 8) != 0; };
     const auto found = std::find_if(all.begin(), all.end(), differs);
-    if (found != all.end())
-      throw std::logic_error(binding_.label(i) + " has other values on rank 0 than on rank " +
-                             std::to_string(found - all.begin()) + ": it was changed after " +
-                             kAfter[static_cast<size_t>(since_)]);
+    if (found != all.end()) refuse(i, {0, static_cast<int>(found - all.begin())}, since_);
   }
+}
+
+// A step of SGD on a device raises no version, and the host is not to wait for values. So the device compares them, and
+// the host looks at what came of it in one of the next forwards.
+void CopyWatch::compare_later(Communicator& comm) {
+  const at::Tensor changed = ValueSamples::of(binding_.parameters()).where_other_than(samples_);
+  late_.push_back({since_, ReducedReport(comm, 0, {}, kSubject, changed)});
+}
+
+void CopyWatch::look_at_late() {
+  for (Late& late : late_)
+    if (!std::exchange(late.has_ended, true)) late.report.finish();
+  while (!late_.empty() && (late_.front().report.has_arrived() || late_.size() > kMaxLate)) {
+    Late late = std::move(late_.front());
+    late_.pop_front();
+    if (const auto unlike = late.report.first_unlike()) refuse(unlike->number, unlike->ranks, late.since);
+  }
+}
+
+void CopyWatch::refuse(size_t parameter, std::pair<int, int> ranks, Since since) const {
+  throw std::logic_error(binding_.label(parameter) + " has other values on rank " + std::to_string(ranks.first) +
+                         " than on rank " + std::to_string(ranks.second) + ": it was changed after " +
+                         kAfter[static_cast<size_t>(since)]);
 }
 
 }  // namespace tessera

@@ -1,10 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <utility>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/reduced_report.h"
 #include "tessera/flat/binding.h"
+#include "tessera/sdp/value_samples.h"
 
 namespace tessera {
 
@@ -24,11 +28,6 @@ class CopyWatch {
   // `copies_are_equal`: all ranks have the same bits, as long as nobody does this; else nothing is compared.
   CopyWatch(const Binding& binding, bool copies_are_equal) : binding_(binding), copies_are_equal_(copies_are_equal) {}
 
-  // By which a change of a tensor is noticed: one of its values, on CPUs, where libtorch's SGD and whoever writes
-  // through .data() leave the version as it is; elsewhere its version.
-  using Value = uint64_t;
-  static Value value_of(const at::Tensor& tensor);
-
   // The same on all ranks. Parameters and gradients are remembered as they are.
   void note(Since since);
   // The same, unless that is what was noted last.
@@ -36,7 +35,10 @@ class CopyWatch {
     if (seen_.empty() || since_ != since) note(since);
   }
   // Every rank has the average.
-  void forget() { seen_.clear(); }
+  void forget() {
+    seen_.clear();
+    samples_ = {};
+  }
   // Of an optimizer that knows who owns a parameter: its owner's values will be everybody's.
   void step_begins() {
     if (since_ == Since::kOwnersAverage) forget();
@@ -47,24 +49,35 @@ class CopyWatch {
   void require_no_gradient_by_hand() const;
 
   // For a forward that is trained with. Where parameters have changed since, it is collective: throws std::logic_error
-  // on all ranks, naming the first that differs.
+  // on all ranks, naming the first that differs. On a device, of a change that raised no version, only a later call
+  // does, once the ranks' numbers have come without the host's waiting.
   void require_alike(Communicator& comm);
 
  private:
   struct Seen {
-    int64_t version;  // of the parameter
-    // One of its values, on CPUs: libtorch's SGD and whoever writes through .data() leave the version as it is.
-    uint64_t sample;
+    int64_t version;                  // of the parameter
     const c10::TensorImpl* gradient;  // null: none
     int64_t gradient_version;
   };
+  // On a device, of what was noted before a forward.
+  struct Late {
+    Since since;
+    ReducedReport report;
+    bool has_ended = false;
+  };
   Seen look(size_t parameter) const;
-  bool has_changed(size_t parameter) const;
+  void look_again();
+  void compare_now(Communicator& comm);
+  void compare_later(Communicator& comm);
+  void look_at_late();
+  [[noreturn]] void refuse(size_t parameter, std::pair<int, int> ranks, Since since) const;
 
   const Binding& binding_;
   const bool copies_are_equal_;
   Since since_ = Since::kNoGradient;
   std::vector<Seen> seen_;  // empty: nothing is noted
+  ValueSamples samples_;    // the same, of values
+  std::deque<Late> late_;
 };
 
 }  // namespace tessera

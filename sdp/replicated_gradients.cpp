@@ -68,7 +68,7 @@ void ReplicatedGradients::install() {
         owner.require_averages();
         if (!steps) return;
         owner.copies_.step_begins();
-        owner.seen_.clear();  // such an optimizer compares steps itself, and owners may have other bits than copies
+        owner.seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
       },
       [](bool) {}));
   refresh_trainable();
@@ -264,10 +264,13 @@ void ReplicatedGradients::note_failed_forward() {
 // What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
 // gradients.
 void ReplicatedGradients::note_what_came_before() {
-  bool has_changed = false;
-  for (size_t i = 0; i < seen_.size(); ++i)
-    has_changed = has_changed || seen_[i] != CopyWatch::value_of(binding_.tensor(i));
-  if (has_changed) log_.add("a step");
+  if (!seen_.empty()) {
+    const ValueSamples now = ValueSamples::of(binding_.parameters());
+    if (now.is_on_device())
+      log_.set_alike(now.any_differs_from(seen_));  // whether there was a step
+    else if (now != seen_)
+      log_.add("a step");
+  }
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
     const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;
@@ -305,9 +308,7 @@ void ReplicatedGradients::end() {
     else
       owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
   }
-  seen_.clear();
-  for (const PlannedParameter& parameter : binding_.parameters())
-    if (options_.copies_are_equal) seen_.push_back(CopyWatch::value_of(parameter.tensor));
+  if (options_.copies_are_equal && mesh_.world->size() > 1) seen_ = ValueSamples::of(binding_.parameters());
   if (!order_agreed_ && any_used) agree_on_order();
   if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }

@@ -103,7 +103,7 @@ class ReplicatedGradients : public BackwardPass {
   std::vector<ParameterState> states_;
   std::shared_ptr<GradientGuard> guard_;
   std::optional<GradientKeeper> keeper_;
-  std::vector<CopyWatch::Value> seen_;  // by parameter, when the last pass ended
+  ValueSamples seen_;  // when the last pass ended
   bool order_agreed_ = false;
   bool has_own_sums_ = false;  // that passed through
   bool any_backward_ = false;  // since the last forward
