@@ -49,7 +49,7 @@ inline void give_gradients(const std::vector<NamedShard>& shards, int step) {
     at::Tensor leaf = shard.tensor;
     leaf.mutable_grad() = at::Tensor();
     if (!has_gradient(shard.fqn, step)) continue;
-    at::Tensor whole = torch::empty_strided(shard.sizes, shard.strides);
+    at::Tensor whole = torch::empty_strided(shard.sizes, shard.strides, at::TensorOptions(leaf.device()));
     whole.copy_(given_gradient(shard.fqn, shard.sizes, step));
     if (leaf.sizes() != at::IntArrayRef(shard.sizes))
       whole = whole.as_strided({whole.numel()}, {1}).narrow(0, shard.held.begin, shard.held.numel());

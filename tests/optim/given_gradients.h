@@ -54,7 +54,7 @@ std::map<std::string, at::Tensor> stepped(const Layout& layout, const Options& o
         give_gradients(shards, step);
         optimizer.step();
       }
-      for (const auto& item : net->named_parameters()) result[item.key()] = item.value().detach();
+      for (const auto& item : net->named_parameters()) result[item.key()] = item.value().detach().cpu();
       return;
     }
     ZeroOptions zero_options{.stage = layout.stage};
@@ -74,7 +74,7 @@ std::map<std::string, at::Tensor> stepped(const Layout& layout, const Options& o
     if (!files.save.empty()) save_checkpoint(files.save, model, model.optimizer());
     auto state = model.full_state_dict();
     if (comm->rank() == 0)
-      for (const auto& item : state) result[item.key()] = item.value();
+      for (const auto& item : state) result[item.key()] = item.value().cpu();
   });
   return result;
 }
@@ -106,6 +106,7 @@ void expect_exact_everywhere(const Options& options, double tolerance, Grouping<
                               {2, 3, 0, true}, {2, 2, 0, true}, {3, 1, 0, true}};
   for (int world = 1; world <= 5; ++world)
     for (const int stage : {3, 2, world % 2}) layouts.push_back({world, stage});
+  layouts = fewer_on_devices(layouts, {{4, 3, 2}, {2, 3, 0, true}, {3, 2}, {2, 1, 0, true}});
   for (const Layout& layout : layouts)
     expect_same(stepped<Optimizer>(layout, options, 0, kSteps, grouping, {}, dtype), expected, tolerance,
                 name_of(layout));
