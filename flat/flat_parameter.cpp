@@ -110,13 +110,10 @@ void FlatParameter::read_own_parts(const at::Tensor& shard) const {
 }
 
 void FlatParameter::make_parameter_shards(at::Device device, const FlatParameterOptions::Memory& grad_memory) {
-  // Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
-  const bool is_written = low_precision_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
   std::vector<GradientBuffer::Member> members;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor shard = part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad());
-    mark_as_shard(
-        shard, is_written ? LowPrecisionPart{part_of(low_precision_->values, i), low_precision_} : LowPrecisionPart{});
+    mark_as_shard(shard, low_precision_part(i));
     parameter_shards_.push_back(shard);
     members.push_back({shard, {{shard.numel()}, {1}}, layout_.offset_in_shard(static_cast<int64_t>(i), rank_)});
     if (layout_.world_size() > 1)
@@ -129,6 +126,35 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
                        : at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
   };
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout_.shard_numel(), dtype_, std::move(memory));
+  own_uses_of_shard_ = shard_.storage().use_count() - parameter_shards_.size();
+}
+
+// Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
+LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
+  const bool is_written = low_precision_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
+  return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};
+}
+
+bool FlatParameter::is_shard_home(size_t parameter) const {
+  const at::Tensor& own = parameter_shards_[parameter];
+  const auto index = static_cast<int64_t>(parameter);
+  return shard_page().holds(own) && own.storage_offset() == layout_.offset_in_shard(index, rank_) && own.dim() == 1 &&
+         own.size(0) == layout_.owned(index, rank_).numel() && own.stride(0) == 1;
+}
+
+void FlatParameter::bring_shard_home(size_t parameter) {
+  at::NoGradGuard no_grad;
+  at::Tensor& own = parameter_shards_[parameter];
+  const at::Tensor given = own.detach();
+  own.set_data(part_of(shard_, parameter));
+  mark_as_shard(own, low_precision_part(parameter));
+  own.copy_(given);  // last: who hears of the write may look again
+}
+
+bool FlatParameter::is_shard_shared() const {
+  const auto own =
+      std::ranges::count_if(parameter_shards_, [&](const at::Tensor& shard) { return shard_page().holds(shard); });
+  return shard_.storage().use_count() > own_uses_of_shard_ + static_cast<size_t>(own);
 }
 
 const at::Tensor& FlatParameter::link_source() {

@@ -82,4 +82,28 @@ void PagedFlatParameter::bring_home(size_t index, bool is_pinned, const std::str
       in_use.view(is_pinned ? flat.dtype() : flat.gather_dtype(), geometry.sizes, geometry.strides, offset));
 }
 
+void PagedFlatParameter::bring_shard_home(size_t index, bool is_pinned, bool may_change, const std::string& unit,
+                                          int rank) {
+  if (flat.is_shard_home(index)) return;
+  const at::Tensor& given = flat.parameter_shards()[index];
+  const std::string label = "parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank);
+  if (flat.shard_page().holds(given))
+    throw std::logic_error(
+        label + " was given the data of another parameter of " + unit +
+        ", or another shape (by set_data(), a swap, on fsdp.parameters()): copy values with copy_()");
+  const int64_t numel = flat.layout().owned(static_cast<int64_t>(index), rank).numel();
+  const bool fits = WrappedKind{flat.dtype(), {numel}, flat.shard().device()}.is_of(given);
+  if (!fits || !may_change || is_pinned)
+    throw std::logic_error(label + " was replaced after wrapping (by set_data() on fsdp.parameters())" +
+                           (!fits       ? ", by what is no shard of it"
+                            : is_pinned ? " inside summon_full_params()"
+                                        : " between a forward and its backward") +
+                           ": change values between steps");
+  if (flat.is_shard_shared())
+    throw std::logic_error(label + " was given other data while another tensor still shares those of " + unit +
+                           " (one that it was swapped with, a view or detach() that was kept), and would follow: copy "
+                           "values with copy_(), or let go of that tensor");
+  flat.bring_shard_home(index);
+}
+
 }  // namespace tessera

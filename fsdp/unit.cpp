@@ -318,6 +318,8 @@ void Unit::write_back() {
   at::NoGradGuard no_grad;
   bring_home(/*may_change=*/true);
   for (auto& paged : flat_parameters_) {
+    for (size_t i = 0; i < paged->flat.parameters().size(); ++i)  // which throws
+      paged->bring_shard_home(i, is_pinned_, /*may_change=*/true, name_, comm_.rank());
     const Page& page = paged->page_in_use();
     if (loses_writes_) {
       if (page.writes() == paged->writes_before) continue;
@@ -343,6 +345,7 @@ at::Tensor Unit::full_values(const PagedFlatParameter& paged) {
 void Unit::bring_home(bool may_change) {
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i) {
+      if (!is_pinned_) paged->bring_shard_home(i, is_pinned_, may_change, name_, comm_.rank());
       if (paged->is_at_home(i)) continue;
       const PlannedParameter& parameter = paged->flat.parameters()[i];
       if (paged->page_in_use().holds(parameter.tensor))

@@ -98,7 +98,8 @@ class Unit {
 
   // Finds parameters that the user has given other data (torch::load(), set_data(), vector_to_parameters()) since the
   // last look: takes their values, this rank's part of them, and points them back. Throws std::logic_error, naming the
-  // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false.
+  // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false. The same
+  // for the shards, in which users and optimizers have the parameters.
   void bring_home(bool may_change);
 
  private:

@@ -1,0 +1,123 @@
+// Loops of somebody who knows libtorch and has not read the documentation: other data for the wrapper's parameters,
+// states that forward changes through its arguments, another optimizer half way, rows for experts that others have not.
+#include "tests/loops/loops.h"
+
+namespace tessera::loops::outsider_test {
+namespace {
+
+TESSERA_LOOPS(Outsider, all_setups);
+
+// ---- other data for the wrapper's parameters
+
+std::vector<at::Tensor> halves(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> values;
+  for (const auto& parameter : parameters) values.push_back(parameter.detach() * 0.5);
+  return values;
+}
+
+TEST_P(Outsider, AVectorForTheWrappersParameters) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const auto halve = [&run] {
+      const auto values = torch::nn::utils::parameters_to_vector(halves(run.parameters()));
+      torch::nn::utils::vector_to_parameters(values, run.parameters());
+    };
+    run.train(0);
+    halve();
+    run.note_state(run);  // before a forward has seen them
+    run.train(1);
+    run.optimizer().zero_grad();
+    run.loss(2).backward();
+    halve();
+    run.optimizer().step();
+    run.train(3);
+    halve();
+  });
+}
+
+TEST_P(Outsider, OtherDataForOneOfTheWrappersParameters) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    at::Tensor one = run.parameters()[2];
+    one.set_data(one.detach() * 0.5);
+    for (int step = 1; step < 4; ++step) run.train(step);
+  });
+}
+
+TEST_P(Outsider, OtherDataForTheWrappersParametersBeforeBackward) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    const at::Tensor loss = run.loss(1);
+    const auto values = halves(run.parameters());
+    for (size_t i = 0; i < values.size(); ++i) run.parameters()[i].set_data(values[i]);
+    loss.backward();
+    run.optimizer().step();
+    run.train(2);
+  });
+}
+
+void swap_data(at::Tensor one, at::Tensor other) {
+  const at::Tensor data = one.data();
+  one.set_data(other.data());
+  other.set_data(data);
+}
+
+TEST_P(Outsider, TwoOfTheWrappersParametersSwapTheirData) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    const auto parameters = run.parameters();
+    swap_data(parameters[0], parameters[2]);
+    for (int step = 1; step < 4; ++step) run.train(step);
+  });
+}
+
+TEST_P(Outsider, AnAverageSwapsItsDataWithTheWrappersParameters) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    const auto average = halves(run.parameters());
+    for (int step = 1; step < 4; ++step) {
+      const auto parameters = run.parameters();
+      for (size_t i = 0; i < average.size(); ++i) swap_data(parameters[i], average[i]);
+      run.train(step);
+    }
+  });
+}
+
+// ---- modules
+
+// Each row is one of four experts', who are called where they have rows.
+struct Experts : Net {
+  Experts() {
+    for (int i = 0; i < 4; ++i) experts->push_back(torch::nn::Linear(kFeatures, kFeatures));
+    register_module("gate", gate);
+    register_module("experts", experts);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor h = gate(x).tanh();
+    const at::Tensor whose = (x.select(1, 0) > 0).to(at::kLong) + 2 * (x.select(1, 1) > 0).to(at::kLong);
+    at::Tensor out = torch::zeros_like(h);
+    for (int i = 0; i < 4; ++i) {
+      const at::Tensor rows = (whose == i).nonzero().squeeze(1);
+      if (rows.numel() > 0)
+        out = out.index_add(0, rows, experts[i]->as<torch::nn::Linear>()->forward(h.index_select(0, rows)));
+    }
+    return out;
+  }
+  torch::nn::Linear gate{kFeatures, kFeatures};
+  torch::nn::ModuleList experts;
+};
+const Play kExperts{.expect = Expect::kEither, .model = [] { return seeded_model<Experts>(301); }, .unused = true};
+
+TEST_P(Outsider, ExpertsThatSomeRanksHaveNoRowsFor) { play(GetParam(), kExperts, three_steps); }
+
+TEST_P(Outsider, ExpertsThatSomeRanksHaveNoRowsForEvaluated) {
+  play(GetParam(), kExperts, [](Trainer& run) {
+    const torch::NoGradGuard no_grad;
+    for (int step = 0; step < 4; ++step) run.note(run.loss(step));
+  });
+}
+
+// ---- what is not made by one setup
+
+}  // namespace
+}  // namespace tessera::loops::outsider_test
