@@ -67,6 +67,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
   // The group that the optimizer was made with.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
+  // Expires with this object: for wrappers that refer to it.
+  std::weak_ptr<const void> lifetime() const { return lifetime_; }
   // Host memory for copies of parameters and for gradients, with OssOptions::offload, in bytes now. The
   // optimizer's own state comes on top.
   int64_t host_bytes() const;
@@ -133,6 +135,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   std::unique_ptr<HostStep> host_;                  // null without offload
   std::vector<std::unique_ptr<ParameterBuckets>> buckets_;  // one for each time that groups came
   std::optional<OptimizerStateDict> consolidated_;
+  const std::shared_ptr<const void> lifetime_ = std::make_shared<int>();
 };
 
 }  // namespace tessera

@@ -41,12 +41,7 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
     : ReplicatedModule(module, std::move(comm),
                        {"ShardedDataParallel", describe(checked(options)), options.sync_models_at_startup,
                         options.broadcast_buffers}),
-      optimizers_(std::move(optimizers)) {
-  for (const ShardedOptimizer* optimizer : optimizers_) {
-    if (optimizer == nullptr) throw std::invalid_argument("ShardedDataParallel: an optimizer is null");
-    if (optimizer->comm() != this->comm())
-      throw std::invalid_argument("ShardedDataParallel: an optimizer has another communicator than the wrapper");
-  }
+      optimizers_(references_to(optimizers, planned_parameters(), *this->comm())) {
   for (const PlannedParameter& parameter : planned_parameters())
     if (parameter.tensor.requires_grad()) owner_of(parameter);
   ReplicatedOptions replicated;
@@ -54,14 +49,38 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   replicated.wire_dtype = options.reduce_dtype;
   replicated.wire = options.wire;
   replicated.copies_are_equal =
-      std::none_of(optimizers_.begin(), optimizers_.end(), [](const auto* one) { return one->rounds_copies(); });
+      std::ranges::none_of(optimizers_, [](const Reference& one) { return one.optimizer->rounds_copies(); });
   reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
+}
+
+std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<ShardedOptimizer*>& optimizers,
+                                                           const std::vector<PlannedParameter>& parameters,
+                                                           const Communicator& comm) {
+  std::vector<Reference> references;
+  for (ShardedOptimizer* optimizer : optimizers) {
+    if (optimizer == nullptr) throw std::invalid_argument("ShardedDataParallel: an optimizer is null");
+    if (optimizer->comm().get() != &comm)
+      throw std::invalid_argument("ShardedDataParallel: an optimizer has another communicator than the wrapper");
+    const auto first = std::ranges::find_if(
+        parameters, [&](const PlannedParameter& parameter) { return optimizer->has(parameter.tensor); });
+    references.push_back({optimizer, optimizer->lifetime(), first == parameters.end() ? "" : first->fqn});
+  }
+  return references;
+}
+
+// Gradients would go to the owners that it had, whoever steps now.
+void SdpModule::require_optimizers() const {
+  for (const Reference& reference : optimizers_)
+    if (reference.lifetime.expired())
+      throw std::logic_error("ShardedDataParallel on rank " + std::to_string(comm()->rank()) +
+                             ": the optimizer of parameter '" + reference.first_parameter +
+                             "' no longer exists: wrap the module again, with the optimizer that took its place");
 }
 
 int SdpModule::owner_of(const PlannedParameter& parameter) const {
   const ShardedOptimizer* found = nullptr;
-  for (const ShardedOptimizer* optimizer : optimizers_) {
-    if (!optimizer->has(parameter.tensor)) continue;
+  for (const auto& [optimizer, lifetime, first] : optimizers_) {
+    if (lifetime.expired() || !optimizer->has(parameter.tensor)) continue;
     if (found != nullptr)
       throw std::invalid_argument("ShardedDataParallel on rank " + std::to_string(comm()->rank()) + ": parameter '" +
                                   parameter.fqn + "' is in two of the optimizers");
@@ -78,13 +97,14 @@ int SdpModule::owner_of(const PlannedParameter& parameter) const {
 void SdpModule::refresh_trainable() { gradients().refresh_trainable(); }
 
 GradNorm SdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  require_optimizers();
   gradients().require_averages();
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> owned;
   for (const PlannedParameter& parameter : planned_parameters()) {
     if (!parameter.tensor.grad().defined()) continue;
-    for (const ShardedOptimizer* optimizer : optimizers_)
-      if (optimizer->has(parameter.tensor) && optimizer->owns(parameter.tensor))
+    for (const Reference& reference : optimizers_)
+      if (reference.optimizer->has(parameter.tensor) && reference.optimizer->owns(parameter.tensor))
         owned.push_back(parameter.tensor.grad());
   }
   return clip_shards_by_norm(owned, max_norm, norm_type, error_if_nonfinite, *comm());
@@ -92,7 +112,8 @@ GradNorm SdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type,
 
 MemoryReport SdpModule::memory() const {
   MemoryReport report = ReplicatedModule::memory();
-  for (const ShardedOptimizer* optimizer : optimizers_) {
+  for (const auto& [optimizer, lifetime, first] : optimizers_) {
+    if (lifetime.expired()) continue;
     report.host_bytes += optimizer->host_bytes();
     report.pinned_bytes += optimizer->pinned_bytes();
   }

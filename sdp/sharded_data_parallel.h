@@ -1,8 +1,11 @@
 #pragma once
 
+#include <c10/core/GradMode.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -45,10 +48,21 @@ class SdpModule : public ReplicatedModule {
   SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> optimizers, std::shared_ptr<Communicator> comm,
             const SdpOptions& options);
 
+  // Throws std::logic_error, naming a parameter of it, if one of the optimizers no longer exists.
+  void require_optimizers() const;
+
  private:
+  struct Reference {
+    ShardedOptimizer* optimizer;
+    std::weak_ptr<const void> lifetime;  // of the optimizer
+    std::string first_parameter;         // of the module's that it has
+  };
+  static std::vector<Reference> references_to(const std::vector<ShardedOptimizer*>& optimizers,
+                                              const std::vector<PlannedParameter>& parameters,
+                                              const Communicator& comm);
   int owner_of(const PlannedParameter& parameter) const;
 
-  const std::vector<ShardedOptimizer*> optimizers_;
+  const std::vector<Reference> optimizers_;
 };
 
 // Gradient sharding, ZeRO stage 2 (Rajbhandari et al., 2020; FairScale's ShardedDataParallel): each
@@ -61,10 +75,10 @@ class SdpModule : public ReplicatedModule {
 //   optimizer.step();
 //
 // With several optimizers on one model give pointers to all of them: {&first, &second}. They must
-// outlive the wrapper's use. An optimizer's step() throws std::logic_error where this rank's
-// gradients are not averages: after a backward under no_sync() alone, or one that failed.
-// `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Train through the wrapper;
-// a forward that goes past it does not notice changes of requires_grad or exchange buffers.
+// outlive the wrapper's use: forward() throws std::logic_error where one is gone. An optimizer's step() throws
+// std::logic_error where this rank's gradients are not averages: after a backward under no_sync() alone, or one that
+// failed. `Holder` is a torch::nn module holder or a std::shared_ptr to a module. Train through the wrapper; a forward
+// that goes past it does not notice changes of requires_grad or exchange buffers.
 template <class Holder>
 class ShardedDataParallel : public SdpModule {
  public:
@@ -81,6 +95,7 @@ class ShardedDataParallel : public SdpModule {
   // constructor if a parameter has become trainable that no optimizer has.
   template <class... Args>
   auto forward(Args&&... args) {
+    if (c10::GradMode::is_enabled()) require_optimizers();
     return run_forward(module_, std::forward<Args>(args)...);
   }
   template <class... Args>

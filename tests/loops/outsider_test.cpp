@@ -119,5 +119,38 @@ TEST_P(Outsider, ExpertsThatSomeRanksHaveNoRowsForEvaluated) {
 
 // ---- what is not made by one setup
 
+torch::nn::Linear linear(uint64_t seed) {
+  return seeded(seed, [] {
+    torch::nn::Linear made(kFeatures, kFeatures);
+    made->to(at::kDouble);
+    return made;
+  });
+}
+at::Tensor rows(int64_t seed) {
+  return seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
+}
+
+// The optimizer that the wrapper was given goes, another takes its place: other ranks own the parameters now.
+TEST(OutsiderOwn, AnotherOptimizerUnderShardedDataParallel) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = linear(1);
+    using Sgd = OSS<torch::optim::SGD>;
+    auto optimizer = std::make_unique<Sgd>(model->parameters(), torch::optim::SGDOptions(0.1), comm);
+    ShardedDataParallel sdp(model, *optimizer, comm);
+    sdp(rows(0)).sum().backward();
+    optimizer->step();
+    optimizer.reset();
+    optimizer =
+        std::make_unique<Sgd>(std::vector<at::Tensor>{model->bias, model->weight}, torch::optim::SGDOptions(0.1), comm);
+    const std::string expected = "ShardedDataParallel on rank " + std::to_string(comm->rank()) +
+                                 ": the optimizer of parameter 'weight' no longer exists";
+    expect_contains(error_of<std::logic_error>([&] { sdp(rows(1)); }), expected);
+    expect_contains(error_of<std::logic_error>([&] { sdp.clip_grad_norm_(1); }), expected);
+    const torch::NoGradGuard no_grad;  // an evaluation needs none
+    EXPECT_TRUE(torch::equal(sdp(rows(1)), model(rows(1))));
+    EXPECT_EQ(sdp.memory().host_bytes, 0);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::loops::outsider_test
