@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "tessera/fsdp/converted_inputs.h"
 #include "tessera/fsdp/fully_sharded_module.h"
 
 namespace tessera {
@@ -40,7 +41,8 @@ class FullyShardedDataParallel : public FullyShardedModule {
       : FullyShardedModule(*module, std::move(comm), options), module_(std::move(module)) {}
 
   // What module->forward(args...) returns, with tensors converted on the way in and out as
-  // FsdpOptions::mixed_precision says. Gathered parameters that changed since are refreshed.
+  // FsdpOptions::mixed_precision says; what forward puts into arguments, or writes to their tensors, comes to the
+  // caller's. Gathered parameters that changed since are refreshed.
   // Throws std::invalid_argument if output_dtype is set and the result's type is none in which
   // tensors are looked for (flat/visit_tensors.h).
   template <class... Args>
@@ -49,16 +51,22 @@ class FullyShardedDataParallel : public FullyShardedModule {
     if constexpr ((... || kHoldsTensors<Args>)) {
       if (input_dtype()) {
         std::tuple<std::conditional_t<kHoldsTensors<Args>, std::decay_t<Args>, Opaque>...> copies;
+        ConvertedInputs inputs;
         return std::apply(
             [&](auto&... copy) -> decltype(auto) {
-              return finished([&]() -> decltype(auto) {
-                return module_->forward(with_input_dtype(std::forward<Args>(args), copy)...);
-              });
+              return finished(
+                  [&]() -> decltype(auto) {
+                    return module_->forward(with_input_dtype(std::forward<Args>(args), copy, inputs)...);
+                  },
+                  [&] {
+                    inputs.copy_changes();
+                    (give_back<Args>(args, copy, inputs), ...);
+                  });
             },
             copies);
       }
     }
-    return finished([&]() -> decltype(auto) { return module_->forward(std::forward<Args>(args)...); });
+    return finished([&]() -> decltype(auto) { return module_->forward(std::forward<Args>(args)...); }, [] {});
   }
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
@@ -72,32 +80,45 @@ class FullyShardedDataParallel : public FullyShardedModule {
   struct Opaque {};  // stands for the copy of an argument that needs none
 
   template <class Value, class Copy>
-  decltype(auto) with_input_dtype(Value&& value, Copy& copy) {
+  decltype(auto) with_input_dtype(Value&& value, Copy& copy, ConvertedInputs& inputs) {
     if constexpr (kHoldsTensors<Value>) {
       copy = value;
-      convert_floating(copy, *input_dtype());
+      visit_floating(copy, [&](at::Tensor& tensor) { tensor = inputs.convert(tensor, *input_dtype()); });
       return static_cast<Value&&>(copy);
     } else {
       return static_cast<Value&&>(value);
     }
   }
 
-  template <class Call>
-  decltype(auto) finished(Call call) {
+  // What forward has put into an argument that it may have taken by reference (a state, say) is the caller's.
+  template <class Arg, class Value, class Copy>
+  static void give_back(Value& value, Copy& copy, const ConvertedInputs& inputs) {
+    if constexpr (kHoldsTensors<Arg> && std::is_lvalue_reference_v<Arg> && !std::is_const_v<Value>) {
+      visit_tensors(copy, [&](at::Tensor& tensor) { tensor = inputs.own_of(tensor); });
+      if (visit_tensors_detail::IsTaught<Copy> || !ConvertedInputs::are_same(tensors_of(copy), tensors_of(value)))
+        value = std::move(copy);
+    }
+  }
+
+  template <class Call, class After>
+  decltype(auto) finished(Call call, After after) {
     using Result = decltype(call());
     if constexpr (std::is_void_v<Result>) {
       if (output_dtype()) refuse_output_dtype();
       call();
+      after();
       end_forward();
     } else if constexpr (!kHoldsTensors<Result>) {
       if (output_dtype()) refuse_output_dtype();
       decltype(auto) result = call();
+      after();
       end_forward();
       return result;
     } else {
       std::decay_t<Result> result = call();
+      after();
       end_forward();
-      if (output_dtype()) convert_floating(result, *output_dtype());
+      if (output_dtype()) visit_floating(result, [&](at::Tensor& tensor) { tensor = tensor.to(*output_dtype()); });
       return result;
     }
   }

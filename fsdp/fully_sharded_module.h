@@ -79,10 +79,10 @@ class FullyShardedModule : public DataParallel, public GradientSource {
 
   [[noreturn]] static void refuse_output_dtype();
 
-  template <class Value>
-  static void convert_floating(Value& value, at::ScalarType dtype) {
+  template <class Value, class Visit>
+  static void visit_floating(Value& value, Visit visit) {
     visit_tensors(value, [&](at::Tensor& tensor) {
-      if (tensor.defined() && at::isFloatingType(tensor.scalar_type())) tensor = tensor.to(dtype);
+      if (tensor.defined() && at::isFloatingType(tensor.scalar_type())) visit(tensor);
     });
   }
 

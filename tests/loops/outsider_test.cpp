@@ -152,5 +152,67 @@ TEST(OutsiderOwn, AnotherOptimizerUnderShardedDataParallel) {
   });
 }
 
+// Modules that give what they have to say by their arguments.
+struct Cell : torch::nn::Module {
+  Cell() {
+    register_module("own", own);
+    register_module("before", before);
+  }
+  at::Tensor forward(const at::Tensor& x, at::Tensor& state, std::vector<at::Tensor>& states, at::Tensor seen) {
+    state = torch::tanh(own(x) + before(state));
+    states.push_back(state);
+    const torch::NoGradGuard no_grad;
+    seen.add_(state.mean(0));
+    return state;
+  }
+  torch::nn::Linear own = linear(5), before = linear(6);
+};
+
+struct Told {
+  at::Tensor seen = torch::zeros({kFeatures}, at::kDouble);
+  double states = 0;
+  std::vector<at::Tensor> values;
+};
+
+Told train_cell(
+    const std::function<at::Tensor(const at::Tensor&, at::Tensor&, std::vector<at::Tensor>&, at::Tensor)>& call,
+    std::vector<at::Tensor> parameters) {
+  Told told;
+  torch::optim::SGD optimizer(std::move(parameters), 0.1);
+  for (int step = 0; step < 3; ++step) {
+    optimizer.zero_grad();
+    at::Tensor state = torch::zeros({kRows, kFeatures}, at::kDouble), loss = torch::zeros({}, at::kDouble);
+    std::vector<at::Tensor> states;
+    for (int at = 0; at < 3; ++at) loss = loss + call(rows(3 * step + at), state, states, told.seen).square().mean();
+    for (const at::Tensor& each : states) told.states += each.abs().sum().item<double>();
+    loss.backward();
+    optimizer.step();
+  }
+  return told;
+}
+
+TEST(OutsiderOwn, AStateThatForwardIsGivenAndChanges) {
+  Cell alone;
+  const auto with = [](auto& cell) {
+    return [&cell](const at::Tensor& x, at::Tensor& state, std::vector<at::Tensor>& states, at::Tensor seen) {
+      return cell.forward(x, state, states, std::move(seen));
+    };
+  };
+  const Told expected = train_cell(with(alone), alone.parameters());
+  for (const bool converts : {false, true}) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>()};
+      if (converts) options.mixed_precision = {.param_dtype = at::kFloat, .reduce_dtype = at::kDouble};
+      FullyShardedDataParallel fsdp(std::make_shared<Cell>(), comm, options);
+      const Told told = train_cell(with(fsdp), fsdp.parameters());
+      EXPECT_NEAR(told.states, expected.states, 1e-3) << converts;
+      EXPECT_TRUE(torch::allclose(told.seen, expected.seen, 1e-4, 1e-5)) << converts;
+      for (const auto& parameter : fsdp.full_state_dict())
+        EXPECT_TRUE(torch::allclose(parameter.value(), alone.named_parameters()[parameter.key()], 1e-4, 1e-5))
+            << parameter.key() << " " << converts;
+    });
+  }
+}
+
 }  // namespace
 }  // namespace tessera::loops::outsider_test
