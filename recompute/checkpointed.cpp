@@ -221,6 +221,14 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
 }  // namespace
 
+void checkpointed_detail::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+  for (size_t i = 0; i < std::max(before.size(), after.size()); ++i)
+    if (i >= before.size() || i >= after.size() || !before[i].is_same(after[i]))
+      throw std::invalid_argument("a checkpointed function put another tensor in the place of tensor " +
+                                  std::to_string(i) +
+                                  " of what it takes by reference, which its caller would not see: return it");
+}
+
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs) {
   if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return compute(inputs);

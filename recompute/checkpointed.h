@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,20 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
+// Of arguments that the caller would see changed: variables of its own.
+template <class... Inputs, class Arguments>
+std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
+  std::vector<at::Tensor> tensors;
+  auto add = [&]<class Input>(std::type_identity<Input>, auto& argument) {
+    if constexpr (std::is_lvalue_reference_v<Input> && !std::is_const_v<std::remove_reference_t<Input>>)
+      visit_tensors(argument, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  };
+  std::apply([&](auto&... each) { (add(std::type_identity<Inputs>(), each), ...); }, arguments);
+  return tensors;
+}
+// Throws std::invalid_argument.
+void require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
+
 }  // namespace checkpointed_detail
 
 // function(inputs...), or module->forward(inputs...) of a holder or pointer, without keeping what happens in between
@@ -51,10 +66,11 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
 // inputs' and outputs') and autocast are set back for it. While a SavedInputs::Use lives (ActivationOffload), the
 // inputs' tensors are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
-// Throws std::invalid_argument if the function changes one of its inputs in place, and in backward if
-// somebody else has changed one since, wherever it was kept; std::logic_error, in backward, if the second time gives
-// other outputs (number, shape, dtype), and for create_graph. Exceptions of the function pass through. Backward must
-// run on one thread at a time, as libtorch's does for one graph on CPUs.
+// Throws std::invalid_argument if the function changes one of its inputs in place or, where it takes a variable of the
+// caller's by reference, puts another tensor there, and in backward if somebody else has changed one since, wherever it
+// was kept; std::logic_error, in backward, if the second time gives other outputs (number, shape, dtype), and for
+// create_graph. Exceptions of the function pass through. Backward must run on one thread at a time, as libtorch's does
+// for one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
@@ -79,7 +95,9 @@ auto checkpointed(Function function, Inputs&&... inputs) {
     visit_tensors(own, [&](at::Tensor& tensor) {
       if (is_defined[position++]) tensor = tensors[next++];
     });
+    const Tensors before = checkpointed_detail::tensors_by_reference<Inputs...>(own);
     Result result = std::apply([&](auto&... each) { return checkpointed_detail::call(function, each...); }, own);
+    checkpointed_detail::require_same(before, checkpointed_detail::tensors_by_reference<Inputs...>(own));
     Tensors outputs;
     visit_tensors(result, [&](at::Tensor& tensor) {
       if (tensor.defined()) outputs.push_back(tensor);

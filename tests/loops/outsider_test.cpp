@@ -214,5 +214,26 @@ TEST(OutsiderOwn, AStateThatForwardIsGivenAndChanges) {
   }
 }
 
+TEST(OutsiderOwn, AStateThatACheckpointedFunctionChanges) {
+  auto layer = linear(5);
+  const auto replaces = [&](const at::Tensor& x, at::Tensor& state) { return state = torch::tanh(layer(x) + state); };
+  at::Tensor state = torch::zeros({kRows, kFeatures}, at::kDouble);
+  expect_contains(error_of<std::invalid_argument>([&] { checkpointed(replaces, rows(0), state); }),
+                  "put another tensor in the place of tensor 0 of what it takes by reference");
+  const auto extends = [&](const at::Tensor& x, std::vector<at::Tensor>& states) {
+    states.push_back(layer(x));
+    return states.back() * 2;
+  };
+  std::vector<at::Tensor> states;
+  expect_contains(error_of<std::invalid_argument>([&] { checkpointed(extends, rows(0), states); }),
+                  "put another tensor in the place of tensor 0");
+  const auto own_variable = [&](at::Tensor x) {
+    x = layer(x);
+    return x.tanh();
+  };
+  at::Tensor x = rows(0);
+  EXPECT_TRUE(torch::equal(checkpointed(own_variable, x), own_variable(x)));
+}
+
 }  // namespace
 }  // namespace tessera::loops::outsider_test
