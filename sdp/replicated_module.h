@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -61,9 +62,14 @@ class ReplicatedModule : public DataParallel {
   template <class Holder, class... Args>
   auto run_forward(Holder& module, Args&&... args) {
     begin_forward();
-    auto output = module->forward(std::forward<Args>(args)...);
-    end_forward(tensors_of(output));
-    return output;
+    if constexpr (std::is_void_v<decltype(module->forward(std::forward<Args>(args)...))>) {
+      module->forward(std::forward<Args>(args)...);
+      end_forward({});
+    } else {
+      auto output = module->forward(std::forward<Args>(args)...);
+      end_forward(tensors_of(output));
+      return output;
+    }
   }
 
   const std::vector<PlannedParameter>& planned_parameters() const { return parameters_; }

@@ -235,5 +235,29 @@ TEST(OutsiderOwn, AStateThatACheckpointedFunctionChanges) {
   EXPECT_TRUE(torch::equal(checkpointed(own_variable, x), own_variable(x)));
 }
 
+struct GivesNothing : torch::nn::Module {
+  GivesNothing() { register_module("layer", layer); }
+  void forward(const at::Tensor& x) { out = layer(x); }
+  torch::nn::Linear layer = linear(5);
+  at::Tensor out;
+};
+
+TEST(OutsiderOwn, AForwardThatGivesNothing) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (int stage = 0; stage <= 3; ++stage) {
+      const auto module = std::make_shared<GivesNothing>();
+      auto model = zero(module, torch::optim::SGDOptions(0.1), comm, {.stage = stage});
+      model(rows(0));
+      module->out.sum().backward();
+      model.step();
+      const auto alone = std::make_shared<GivesNothing>();
+      alone->forward(rows(0));
+      alone->out.sum().backward();
+      const at::Tensor expected = alone->layer->bias - 0.1 * alone->layer->bias.grad();
+      EXPECT_TRUE(torch::allclose(model.full_state_dict()["layer.bias"], expected)) << stage;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace tessera::loops::outsider_test
