@@ -12,6 +12,7 @@
 
 #include "tessera/comm/agreement.h"
 #include "tessera/flat/gradient_keeper.h"
+#include "tessera/flat/quiet.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
@@ -113,6 +114,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
+  const Quiet quiet;  // small parameters move: to no inference tensors, where this is constructed in InferenceMode
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())

@@ -85,6 +85,19 @@ TEST_P(Outsider, AnAverageSwapsItsDataWithTheWrappersParameters) {
 
 // ---- modules
 
+TEST_P(Outsider, WrappedInInferenceMode) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const Model model = another_mlp();
+    std::unique_ptr<Trainer> other;
+    {
+      const c10::InferenceMode inference;
+      other = run.another(model);
+    }
+    three_steps(*other);
+    run.note_state(*other);
+  });
+}
+
 // Each row is one of four experts', who are called where they have rows.
 struct Experts : Net {
   Experts() {
