@@ -109,6 +109,7 @@ void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
   Quiet quiet;
   failed_ = true;
+  failed_reducing_ = reduces_;
   fail();
 }
 

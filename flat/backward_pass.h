@@ -58,6 +58,8 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   void enter();
   bool is_running() const { return !token_.expired(); }
   void recover();  // from a pass that failed, if one did
+  // Whether the pass that failed last would have reduced: the other ranks may have waited for it.
+  bool failed_reducing() const { return failed_reducing_; }
 
   mutable std::recursive_mutex mutex_;
 
@@ -70,6 +72,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
 
   std::weak_ptr<Token> token_;  // the engine's, while the pass goes on
   bool failed_ = false;         // and what was under way has not been waited for
+  bool failed_reducing_ = false;
   bool reduces_ = true;
 };
 

@@ -135,6 +135,7 @@ void Scheduler::end() {
 void Scheduler::abandon() {
   resident_.expect_forward(/*accumulates=*/false);
   gradients_.abandon();
+  if (failed_reducing()) model_.log().add("a failed backward");
   release_all();
 }
 

@@ -320,6 +320,7 @@ void ReplicatedGradients::fail() {
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
+  if (failed_reducing()) log_.add("a failed backward");  // on one rank alone, it would be a step behind from then on
   for (ParameterState& state : states_) state.holds = Holds::kNothing;
 }
 
