@@ -44,7 +44,8 @@ class ModelShards {
   // Every parameter once, in the module's order, the same list of names on every rank.
   virtual std::vector<NamedShard> named_shards() const = 0;
   // The same for who saves them: their values are what the module shows now, where a scope or other data given to its
-  // parameters has changed that. Throws std::logic_error, naming the unit, where those changes are not to stay.
+  // parameters has changed that. Throws std::logic_error, naming the unit, where those changes are not to stay, and,
+  // naming the parameter, for one that the module has got since it was wrapped.
   virtual std::vector<NamedShard> shards_to_save() const { return named_shards(); }
   // What any rank of comm() holds of each of named_shards(), computed and not asked for. Throws std::logic_error where
   // parameters are cut and the wrapper has not said how.

@@ -226,6 +226,7 @@ void Scheduler::show_in_shards() {
   if (inside_backward() || is_running()) return;  // what the pass computes with
   Quiet quiet;
   recover();
+  gradients_.binding().require_nothing_new();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
@@ -271,6 +272,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   Quiet quiet;
   recover();
+  gradients_.binding().require_nothing_new();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);

@@ -245,11 +245,15 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
     states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
   log_.add_forward();
+  if (states_.empty()) return;
   for (const at::Tensor& output : outputs) {
     if (!output.requires_grad()) continue;
-    output.register_hook([weak = weak_from_this()](const at::Tensor&) {
+    output.register_hook([weak = weak_from_this(), label = binding_.label(0)](const at::Tensor&) {
       const auto self = std::static_pointer_cast<ReplicatedGradients>(weak.lock());
-      if (!self) return;
+      if (!self)
+        throw std::logic_error(label +
+                               " would get a gradient of a forward through a wrapper that no longer exists, and nobody "
+                               "would average it over the ranks: keep the wrapper until backward is over");
       std::lock_guard lock(self->mutex_);
       if (self->reduces()) self->enter();
     });

@@ -57,6 +57,9 @@ class ReplicatedGradients : public BackwardPass {
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;
 
+  // Throws std::logic_error, naming it, for a parameter that the module has got since it was wrapped.
+  void require_nothing_new() const { binding_.require_nothing_new(); }
+
   void report(MemoryReport& report) const;  // the bytes of buckets
   void reset_peak();
 

@@ -92,6 +92,11 @@ std::vector<NamedShard> ReplicatedModule::named_shards() const {
   return shards;
 }
 
+std::vector<NamedShard> ReplicatedModule::shards_to_save() const {
+  gradients_->require_nothing_new();
+  return named_shards();
+}
+
 MemoryReport ReplicatedModule::memory() const {
   MemoryReport report;
   for (const PlannedParameter& parameter : parameters_) {

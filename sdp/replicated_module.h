@@ -41,6 +41,7 @@ class ReplicatedModule : public DataParallel {
 
   const std::shared_ptr<Communicator>& comm() const override { return comm_; }
   std::vector<NamedShard> named_shards() const override;
+  std::vector<NamedShard> shards_to_save() const override;
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:

@@ -98,6 +98,31 @@ TEST_P(Outsider, WrappedInInferenceMode) {
   });
 }
 
+TEST_P(Outsider, ALayerIsReplacedAndTheModelSaved) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    run.train(0);
+    auto& net = mlp_of(*run.model);
+    const Model other = another_mlp();
+    other->to(run.device);
+    net.fc2 = net.replace_module("fc2", mlp_of(*other).fc2);
+    if (run.shards() != nullptr) run.note(run.shards()->shards_to_save()[2].tensor.detach().abs().mean());
+    run.state();
+  });
+}
+
+TEST_P(Outsider, ABackwardWhoseWrapperHasGone) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    const Model model = another_mlp();
+    at::Tensor loss;
+    {
+      const auto other = run.another(model);
+      loss = other->loss(0);
+    }
+    loss.backward();
+    for (const auto& parameter : model->parameters()) run.note(parameter.grad().square().sum());
+  });
+}
+
 // Each row is one of four experts', who are called where they have rows.
 struct Experts : Net {
   Experts() {
