@@ -134,6 +134,15 @@ void File::resize(int64_t bytes) const {
   if (::ftruncate(descriptor_, bytes) != 0) throw_failure(FileAction::kResize, errno);
 }
 
+void File::reserve(int64_t bytes) const {
+  int result = 0;
+  do result = ::fallocate(descriptor_, 0, 0, bytes);
+  while (result != 0 && errno == EINTR);
+  // Not posix_fallocate(), which writes where the file system cannot.
+  if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
+    throw_failure(FileAction::kWrite, errno);
+}
+
 int64_t File::extend(int64_t bytes) {
   if (bytes % kBlockBytes != 0) throw std::logic_error(c10::str("File::extend: ", bytes, " bytes are no whole blocks"));
   const int64_t begin = this->bytes();

@@ -56,6 +56,9 @@ class File {
   void start_writing_out(int64_t position, int64_t bytes) const;
   void sync() const;
   void resize(int64_t bytes) const;
+  // Makes it `bytes` long, if it is shorter, with the disk's blocks for all of them, so that writing has none to look
+  // for. Fails if the disk has no room; does nothing where the file system cannot.
+  void reserve(int64_t bytes) const;
   // Claims `bytes` (whole blocks) more at the end, on the disk itself, and returns where they begin. Fails, with the
   // file as it was, if the disk has no room: says how much was asked for and how much is free.
   int64_t extend(int64_t bytes);

@@ -111,6 +111,11 @@ extern "C" int ftruncate(int fd, off_t bytes) noexcept {
                   [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", bytes}; });
 }
 
+extern "C" int fallocate(int fd, int mode, off_t position, off_t bytes) {
+  return observed([&] { return static_cast<int>(::syscall(SYS_fallocate, fd, mode, position, bytes)); },
+                  [&] { return FileCall{FileCall::kResize, path_of(fd), "", "", position + bytes}; });
+}
+
 extern "C" int open(const char* path, int flags, ...) {
   va_list more;
   va_start(more, flags);
@@ -511,13 +516,14 @@ TEST(CheckpointFaults, EverythingIsOnTheDiskBeforeItHasItsName) {
     const std::lock_guard lock(synced_mutex);
     named_too_early.clear();
   }
-  on_ranks(5, [&](std::shared_ptr<Communicator> comm) {
-    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
-    for (const char* name : {"a", "b", "a"}) {
-      save_checkpoint(folder / name, fsdp);
-      save_checkpoint_async(folder / name, fsdp).wait();
-    }
-  });
+  for (const auto& [world, width] : {std::pair(5, 30), {2, 2200}})  // the latter's files have their blocks first
+    on_ranks(world, [&, width = width](std::shared_ptr<Communicator> comm) {
+      FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(width, width)), comm);
+      for (const char* name : {"a", "b", "a"}) {
+        save_checkpoint(folder / name, fsdp);
+        save_checkpoint_async(folder / name, fsdp).wait();
+      }
+    });
   reshard_checkpoint(folder / "a", folder / "c", 2);
   const std::lock_guard lock(synced_mutex);
   EXPECT_EQ(named_too_early, std::vector<std::string>());
