@@ -1,9 +1,10 @@
 // How long do saving and loading take, against `dd` with fsync on the same disk, and how long does the
 // asynchronous save hold the training loop up?
 //
-// A chain of linear layers under FullyShardedDataParallel with AdamW, ranks as threads. Each round runs
-// dd's write, both saves, dd's read and the load, one after the other; the table has medians and, for
-// ratios, the median of the rounds' own. What is read has been dropped from the page cache before.
+// A chain of linear layers under FullyShardedDataParallel with AdamW, ranks as threads. Each round runs dd's write and
+// the save, the asynchronous saves, and then dd's read, the disk alone and the load, what is compared side by side and
+// in an order drawn anew each round; the table has medians and, for ratios, the median of the rounds' own. What is read
+// has been dropped from the page cache before, what was written and is removed is off the disk.
 //
 // "the disk alone" is what a load could come to: the same files to new memory in huge pages, past the page cache, on
 // three threads a file, without checksums or anything to do with tensors.
@@ -22,9 +23,11 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iomanip>
 #include <iostream>
 #include <new>
+#include <random>
 #include <thread>
 
 #include "median.h"
@@ -51,6 +54,11 @@ struct Round {
 };
 
 double seconds_since(Clock::time_point began) { return std::chrono::duration<double>(Clock::now() - began).count(); }
+double seconds_of(const std::function<void()>& work) {
+  const auto began = Clock::now();
+  work();
+  return seconds_since(began);
+}
 
 double run_dd(const std::string& arguments) {
   const auto began = Clock::now();
@@ -209,7 +217,7 @@ class Bench {
     optimizer.step();
     verify(*comm, fsdp, optimizer);
     for (int i = 0; i < settings_.rounds; ++i) {
-      const Round round = measure(*comm, fsdp, optimizer);
+      const Round round = measure(*comm, fsdp, optimizer, std::mt19937(static_cast<unsigned>(i)));
       if (comm->rank() == 0) rounds_.push_back(round);
     }
   }
@@ -230,52 +238,48 @@ class Bench {
   }
 
   template <class Model>
-  Round measure(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer) {
+  Round measure(tessera::Communicator& comm, Model& fsdp, torch::optim::Optimizer& optimizer, std::mt19937 random) {
     Round round;
     auto alone = [&](auto work) {  // rank 0 alone works; the others wait
       if (comm.rank() == 0) work();
       comm.barrier();
     };
-    const fs::path file = settings_.folder / "dd";
-    const std::string count = std::to_string(std::max<int64_t>(1, bytes_ >> 20));
-    alone([&] {
-      fs::remove_all(checkpoint());
-      ::sync();
-    });
-    alone(
-        [&] { round.dd_write = run_dd("if=/dev/zero of=" + file.string() + " bs=1M count=" + count + " conv=fsync"); });
-    auto began = Clock::now();
-    tessera::save_checkpoint(checkpoint(), fsdp, optimizer);
-    round.save = seconds_since(began);
-    alone([&] {
-      fs::remove_all(checkpoint());
-      ::sync();
-    });
-    began = Clock::now();
+    auto drop_checkpoint = [&] { alone([&] { drop_all_from_cache(checkpoint()); }); };
+    in_any_order({[&] {
+                    alone([&] { clear(dd_file()); });
+                    alone([&] { round.dd_write = dd_writes(); });
+                  },
+                  [&] {
+                    alone([&] { clear(checkpoint()); });
+                    round.save = seconds_of([&] { tessera::save_checkpoint(checkpoint(), fsdp, optimizer); });
+                  }},
+                 random);
+    alone([&] { clear(checkpoint()); });
+    const auto began = Clock::now();
     auto pending = tessera::save_checkpoint_async(checkpoint(), fsdp, optimizer, {}, {.copy_in_background = true});
     round.stall = seconds_since(began);
     fsdp(torch::ones({settings_.batch, settings_.width})).sum().backward();
-    const auto before_step = Clock::now();
-    pending.copied();
-    round.stall += seconds_since(before_step);
+    round.stall += seconds_of([&] { pending.copied(); });
     pending.wait();
     round.async_total = seconds_since(began);
     round.plain_stall = stall_by_default(comm, fsdp, optimizer);
     optimizer.zero_grad();
-    alone([&] { drop_from_cache(file), drop_all_from_cache(checkpoint()); });
-    alone([&] { round.dd_read = run_dd("if=" + file.string() + " of=/dev/null bs=1M"); });
-    alone([&] { drop_all_from_cache(checkpoint()); });
-    alone([&] { round.alone = read_alone(checkpoint()); });
-    alone([&] { drop_all_from_cache(checkpoint()); });
-    began = Clock::now();
-    tessera::load_checkpoint(checkpoint(), fsdp, optimizer);
-    round.load = seconds_since(began);
+    in_any_order({[&] {
+                    alone([&] { drop_from_cache(dd_file()); });
+                    alone([&] { round.dd_read = run_dd("if=" + dd_file().string() + " of=/dev/null bs=1M"); });
+                  },
+                  [&] {
+                    drop_checkpoint();
+                    alone([&] { round.alone = read_alone(checkpoint()); });
+                  },
+                  [&] {
+                    drop_checkpoint();
+                    round.load = seconds_of([&] { tessera::load_checkpoint(checkpoint(), fsdp, optimizer); });
+                  }},
+                 random);
     alone([&] {
       const at::Tensor from = at::ones({bytes_ / 4});
-      began = Clock::now();
-      const at::Tensor to = from.clone();
-      round.copy = seconds_since(began);
-      fs::remove(file);
+      round.copy = seconds_of([&] { from.clone(); });
     });
     return round;
   }
@@ -299,7 +303,22 @@ class Bench {
     return call + std::max(0.0, step - usual);
   }
 
+  // The same on all ranks, which have drawn alike.
+  static void in_any_order(std::vector<std::function<void()>> turns, std::mt19937& random) {
+    std::shuffle(turns.begin(), turns.end(), random);
+    for (const auto& turn : turns) turn();
+  }
+  double dd_writes() const {
+    return run_dd("if=/dev/zero of=" + dd_file().string() +
+                  " bs=1M count=" + std::to_string(std::max<int64_t>(1, bytes_ >> 20)) + " conv=fsync");
+  }
+  static void clear(const fs::path& path) {
+    fs::remove_all(path);
+    ::sync();
+  }
+
   fs::path checkpoint() const { return settings_.folder / "checkpoint"; }
+  fs::path dd_file() const { return settings_.folder / "dd"; }
 
   const Settings settings_;
   int64_t bytes_ = 0;
