@@ -101,6 +101,19 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
+// Whether another job has put a new checkpoint in the place of the one that was being read: what looks like damage is
+// then files of both. The same on all ranks.
+bool was_replaced(Communicator& comm, const fs::path& dir, const std::string& manifest_text) {
+  std::string now;
+  try {
+    if (comm.rank() == 0) now = read_manifest_text(dir);
+  } catch (const CheckpointError&) {  // nor is it there any more
+  }
+  const bool is_new = !now.empty() && now != manifest_text;
+  return !gather_texts(comm, is_new ? "replaced" : "", "looking at " + dir.string())[0].empty();
+}
+constexpr int kMostReplacements = 20;  // while one load reads, of a job that saves as fast
+
 json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   const std::string what = "loading " + dir.string();
   Communicator& comm = *state.model.comm();
@@ -111,23 +124,33 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
       "rng " + std::to_string(options.rng)};
   for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
   require_agreement(comm, "which checkpoint to load", lines);
-  // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it for
-  // all of them: none goes on before all have read.
-  std::optional<ReadHold> hold;
-  const auto texts = settle(comm, attempt([&] {
-                              if (comm.rank() != 0) return std::string();
-                              hold.emplace(dir);
-                              return read_manifest_text(dir);
-                            }),
-                            what);
-  Manifest manifest;
-  on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
-  load_state(manifest, state.model, state.optimizer, state.beside, options, what);
-  return manifest.extra.is_null() ? json::object() : manifest.extra;
+  SaveJob::await_underway(state.model.comm());
+  for (int replacements = 0;; ++replacements) {
+    // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it
+    // for all of them: none goes on before all have read.
+    std::optional<ReadHold> hold;
+    const auto texts = settle(comm, attempt([&] {
+                                if (comm.rank() != 0) return std::string();
+                                hold.emplace(dir);
+                                return read_manifest_text(dir);
+                              }),
+                              what);
+    try {
+      Manifest manifest;
+      on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
+      load_state(manifest, state.model, state.optimizer, state.beside, options, what);
+      return manifest.extra.is_null() ? json::object() : manifest.extra;
+    } catch (const CheckpointMismatch&) {
+      throw;
+    } catch (const CheckpointError&) {
+      if (replacements == kMostReplacements || !was_replaced(comm, dir, texts[0])) throw;
+    }
+  }
 }
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
+  SaveJob::await_underway(state.model.comm());
   // Rank 0 decides: others might see a folder that changes. First those of which nobody knows how old they are.
   const auto names = attempt([&] {
     std::string all;

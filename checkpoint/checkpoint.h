@@ -93,7 +93,8 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, const Traini
 // that its shards lie in and verifies them; everything is read, on all ranks, before anything is changed. Sets
 // parameters, buffers, the optimizer's state and hyper-parameters, and the random generators. What does not fit is
 // listed all together: missing, unexpected, shape, dtype, optimizer. A checkpoint with optimizer state loads without an
-// optimizer, not the other way.
+// optimizer, not the other way. Waits first for an asynchronous save of the same group that is under way, whose error
+// it does not throw.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
@@ -114,7 +115,8 @@ struct LoadedCheckpoint {
 // if the folder has none; CheckpointError with all their errors if none is sound. One that does not fit is a
 // CheckpointMismatch, as of load_checkpoint(). What says nothing of a checkpoint is thrown too, since an older one
 // would undo what the newest holds: StorageUnavailable for a store that does not answer, files that may not be opened,
-// too many that are, a disk that does not read; CheckpointError for memory that ends. Collective.
+// too many that are, a disk that does not read; CheckpointError for memory that ends. Waits as load_checkpoint() does.
+// Collective.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,

@@ -42,9 +42,14 @@ uint64_t draw_checkpoint_id() {
 }
 
 PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
-  // Nor is "s3://bucket".
+  // Nor is what a save that is under way is called, and would be cleared away as; nor what makes its folder look like
+  // a checkpoint; nor is "s3://bucket".
+  const std::string name = target_.filename().string();
+  const bool is_taken = name == kManifestName || name == kDraftName ||
+                        (name.starts_with('.') &&
+                         (name.find(".saving-") != std::string::npos || name.find(".making-") != std::string::npos));
   const size_t start = scheme_of(target_).size() + 3;
-  if (!target_.has_filename() || (is_remote(target_) && target_.native().size() <= start) ||
+  if (!target_.has_filename() || is_taken || (is_remote(target_) && target_.native().size() <= start) ||
       (scheme_of(target_) == "s3" && target_.native().find('/', start) == std::string::npos))
     throw CheckpointError(target.string() + ": is not a name for a checkpoint");
 }

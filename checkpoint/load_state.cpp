@@ -184,15 +184,21 @@ class Loader {
     return found == saved_names_.end() ? name : found->second;
   }
 
+  static bool have_same_bytes(const at::Tensor& a, const at::Tensor& b) {
+    const at::Tensor one = a.contiguous(), two = b.contiguous();
+    return one.nbytes() == two.nbytes() &&
+           (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
+  }
+
   // What is saved several times of what the model has once has to be the same.
   void check_twins() const {
     Misfits misfits;
-    auto bytes = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); };
-    for (const auto& [own, other, value, other_value] : twin_values_) {
-      const at::Tensor one = value.contiguous(), two = other_value.contiguous();
-      if (one.nbytes() != two.nbytes() || (one.nbytes() > 0 && std::memcmp(bytes(one), bytes(two), one.nbytes()) != 0))
+    for (const auto& [own, other, value, other_value] : twin_values_)
+      if (!have_same_bytes(value, other_value))
         misfits["tied in the model, saved with other values"].push_back(saved_name(own) + " and " + other);
-    }
+    for (const auto& [own, value, once] : expanded_)
+      if (!have_same_bytes(value, once.expand_as(value)))
+        misfits["expanded in the model, saved with several values"].push_back(saved_name(own));
     throw_if_any(misfits);
   }
 
@@ -336,9 +342,19 @@ class Loader {
           at::empty(sizes, at::TensorOptions(at::kCPU).dtype(saved_.tensors.at(found->second).dtype));
       if (value.numel() > 0)
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
-      tensors_.emplace_back(model_.named_buffers()[buffer.fqn], transposed ? value.t() : value);
-      want_twins(buffer, tensors_.back().second);
+      const at::Tensor taken = transposed ? value.t() : value;
+      want_buffer(buffer, model_.named_buffers()[buffer.fqn], taken);
+      want_twins(buffer, taken);
     }
+  }
+
+  // Each element of an expanded one is written once.
+  void want_buffer(const NamedShard& own, at::Tensor target, const at::Tensor& value) {
+    at::Tensor once = value;
+    for (int64_t d = 0; d < target.dim(); ++d)
+      if (target.size(d) > 1 && target.stride(d) == 0) target = target.narrow(d, 0, 1), once = once.narrow(d, 0, 1);
+    tensors_.emplace_back(target, once);
+    if (target.sizes() != at::IntArrayRef(own.sizes)) expanded_.push_back({own.fqn, value, once});
   }
 
   void want_twins(const NamedShard& own, const at::Tensor& value) {
@@ -351,6 +367,11 @@ class Loader {
   struct TwinValues {
     std::string own, other;  // the model's name, and the other saved one
     at::Tensor value, other_value;
+  };
+
+  struct Expanded {
+    std::string own;  // the model's name
+    at::Tensor value, once;
   };
 
   void read_optimizer() {
@@ -421,6 +442,7 @@ class Loader {
   // What was read, and what it is for.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
   std::vector<TwinValues> twin_values_;
+  std::vector<Expanded> expanded_;
   std::vector<ReadState> states_;
 };
 

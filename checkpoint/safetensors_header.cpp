@@ -94,19 +94,24 @@ void check_dtype(const std::string& tensor, at::ScalarType dtype) {
 }
 
 void check_tensor_name(const std::string& name, const std::string& where) {
-  constexpr size_t kMaxBytes = 4096;
+  constexpr size_t kMaxBytes = 4096, kShownBytes = 60;
   std::string reason;
-  if (name.empty()) reason = "a tensor's name is empty";
-  if (name.size() > kMaxBytes) reason = "a tensor's name has " + std::to_string(name.size()) + " bytes";
-  if (name == "__metadata__") reason = "a tensor is named __metadata__";
+  if (name.empty()) reason = "is empty";
+  if (name.size() > kMaxBytes)
+    reason = "has " + std::to_string(name.size()) + " bytes, more than " + std::to_string(kMaxBytes);
+  if (name == "__metadata__") reason = "is what safetensors files call something else";
   if (std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
-    reason = "a tensor's name has control characters";
+    reason = "has control characters";
   try {
     if (reason.empty()) static_cast<void>(json(name).dump());
   } catch (const json::exception&) {
-    reason = "a tensor's name is not UTF-8";
+    reason = "is not UTF-8";
   }
-  if (!reason.empty()) throw CheckpointError(where + ": " + reason);
+  if (reason.empty()) return;
+  const std::string shown =
+      json(name.substr(0, kShownBytes)).dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  throw CheckpointError(where + ": a tensor's name " + reason + ": " + shown +
+                        (name.size() > kShownBytes ? " and so on" : ""));
 }
 
 SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where) {

@@ -95,6 +95,12 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
   return job;
 }
 
+void SaveJob::await_underway(const std::shared_ptr<Communicator>& comm) {
+  std::shared_ptr<SaveJob> job;
+  with_underway(comm, [&](const Underway& entry) { job = entry.job.lock(); });
+  if (job) job->join();
+}
+
 SaveJob::~SaveJob() {
   join();
   with_underway(comm_, [&](Underway& entry) {

@@ -28,6 +28,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Waits for the group's save before this one, if any, and throws its error; then makes the temporary directory.
   static std::shared_ptr<SaveJob> begin(const std::filesystem::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options);
+  // Returns when the group's save that is under way, if any, has ended: not before, its checkpoint is not to be found.
+  // Not collective; throws nothing: whoever has the save, or the next one, gets its error.
+  static void await_underway(const std::shared_ptr<Communicator>& comm);
   ~SaveJob();
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;

@@ -1,7 +1,9 @@
 // What is saved by one layout on some ranks and loaded by another on others is the same state.
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 #include <thread>
@@ -528,6 +530,64 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
   EXPECT_EQ(latest_checkpoint(folder.path()), folder / "d");
 }
 
+// Of a job that evaluates the newest, say, while another trains.
+TEST(Checkpoint, OneThatIsReplacedWhileItIsReadIsReadAgain) {
+  const TemporaryFolder folder;
+  std::atomic<int> replacements = 0;
+  struct Replaces : Stateful {
+    std::function<void()> replace;
+    std::string state_name() const override { return "mine"; }
+    StateValues state_values() const override { return {}; }
+    void check_state_values(const StateValues&) const override {
+      if (replace) replace();
+    }
+    void load_state_values(const StateValues&) override {}
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
+    Replaces mine;
+    auto fill = [&](int value) {
+      const at::NoGradGuard no_grad;
+      for (auto& shard : fsdp.parameters()) shard.fill_(value);
+    };
+    for (int step : {1, 2}) {
+      fill(step);
+      save_checkpoint(folder / ("other/" + std::to_string(step)), {fsdp, mine}, {{"step", step}});
+    }
+    save_checkpoint(folder / "run/newest", {fsdp, mine}, {{"step", 2}});
+    const int rank = comm->rank();
+    mine.replace = [&, rank] {
+      if (rank != 1 || replacements % 3 == 2) return void(rank == 1 && ++replacements);
+      reshard_checkpoint(folder / ("other/" + std::to_string(1 + replacements % 3)), folder / "run/newest", 2);
+      ++replacements;
+    };
+    for (int i = 0; i < 2; ++i) {
+      fill(9);
+      EXPECT_EQ(load_checkpoint(folder / "run/newest", {fsdp, mine})["step"], 2);
+      for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.detach().eq(2).all().item<bool>());
+      EXPECT_EQ(replacements, 3 * i + 3);
+      comm->barrier();
+    }
+    const auto newest = load_newest_checkpoint(folder / "run", {fsdp, mine});
+    ASSERT_TRUE(newest);
+    EXPECT_EQ(newest->damaged, std::vector<std::string>());
+    mine.replace = nullptr;
+  });
+}
+
+// They would be taken for what a dead save has left, or make a checkpoint of their folder.
+TEST(Checkpoint, NamesThatMeanSomethingElseAreRefused) {
+  const TemporaryFolder folder;
+  on_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    for (const char* name : {".a.saving-0123456789abcdef", ".b.making-1", "tessera.json", ".manifest"})
+      expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / name, model); }),
+                      "is not a name for a checkpoint");
+    save_checkpoint(folder / "a.saving-1", model, {}, {.keep_last = 1});
+  });
+  EXPECT_EQ(names_in(folder.path()), std::set<std::string>{"a.saving-1"});
+}
+
 TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
   const TemporaryFolder folder;
   std::filesystem::create_directories(folder / "empty");
@@ -610,6 +670,35 @@ TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     refuses(comm, {});
     refuses(comm, {.params = true, .grads = true, .directory = folder.path()});
+  });
+}
+
+// Nobody can write to all of its elements, which are one.
+TEST(CheckpointLoad, ABufferThatIsExpandedIsLoadedOrRefusedBeforeAnythingHasChanged) {
+  const TemporaryFolder folder;
+  struct NetImpl : torch::nn::Module {
+    NetImpl(double value, bool is_expanded) {
+      weight = register_parameter("weight", torch::full({4}, value));
+      const at::Tensor row = torch::full({1, 3}, value);
+      buffer = register_buffer("buffer", is_expanded ? row.expand({2, 3}) : torch::arange(6.0).view({2, 3}));
+    }
+    at::Tensor weight, buffer;
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto net = std::make_shared<NetImpl>(1, true), other = std::make_shared<NetImpl>(2, true),
+               whole = std::make_shared<NetImpl>(3, false);
+    Replicated model(net, comm), to(other, comm), several(whole, comm);
+    save_checkpoint(folder / "a", model);
+    save_full(folder / "a.safetensors", model);
+    save_checkpoint(folder / "b", several);
+    load_checkpoint(folder / "a", to);
+    EXPECT_TRUE(other->buffer.eq(1).all().item<bool>() && other->weight.eq(1).all().item<bool>());
+    other->buffer.narrow(0, 0, 1).zero_();
+    load_full(folder / "a.safetensors", to);
+    EXPECT_TRUE(other->buffer.eq(1).all().item<bool>());
+    expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "b", to); }),
+                    "expanded in the model, saved with several values: buffer");
+    EXPECT_TRUE(other->weight.detach().eq(1).all().item<bool>());
   });
 }
 
@@ -771,6 +860,30 @@ TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
     { auto dropped = save_checkpoint_async(folder / "c", model, {{"step", 3}}); }
     save_checkpoint(folder / "d", model);
     EXPECT_EQ(load_checkpoint(folder / "c", model)["step"], 3);
+  });
+}
+
+// What was told to be saved is there for whoever loads next, and what is still being copied is not overwritten.
+TEST(CheckpointAsync, ALoadWaitsForTheSaveThatIsUnderWay) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(1500, 1500)), comm);
+    Adam adam(fsdp.parameters(), AdamOptions(0.1));
+    fsdp(on_rank_device(torch::ones({1, 1500}))).sum().backward();
+    adam.step();
+    save_checkpoint(folder / "1", fsdp, adam, {{"step", 1}});
+    for (const bool in_background : {false, true}) {
+      const SaveOptions options{.copy_in_background = in_background};
+      auto second = save_checkpoint_async(folder / "2", fsdp, adam, {{"step", 2}}, options);
+      EXPECT_EQ(load_newest_checkpoint(folder.path(), fsdp, adam)->extra["step"], 2);
+      second.wait();
+      auto third = save_checkpoint_async(folder / "3", fsdp, adam, {{"step", 3}}, options);
+      EXPECT_EQ(load_checkpoint(folder / "3", fsdp, adam)["step"], 3);
+      third.wait();
+      comm->barrier();
+      if (comm->rank() == 0) std::filesystem::remove_all(folder / "2"), std::filesystem::remove_all(folder / "3");
+      comm->barrier();
+    }
   });
 }
 
