@@ -26,6 +26,7 @@
 #include <functional>
 #include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <new>
 #include <random>
 #include <thread>
@@ -264,6 +265,7 @@ class Bench {
     round.async_total = seconds_since(began);
     round.plain_stall = stall_by_default(comm, fsdp, optimizer);
     optimizer.zero_grad();
+    alone([&] { await_removals(); });
     in_any_order({[&] {
                     alone([&] { drop_from_cache(dd_file()); });
                     alone([&] { round.dd_read = run_dd("if=" + dd_file().string() + " of=/dev/null bs=1M"); });
@@ -311,6 +313,12 @@ class Bench {
   double dd_writes() const {
     return run_dd("if=/dev/zero of=" + dd_file().string() +
                   " bs=1M count=" + std::to_string(std::max<int64_t>(1, bytes_ >> 20)) + " conv=fsync");
+  }
+  // Of the checkpoint that was replaced, on a thread of its save's.
+  void await_removals() const {
+    while (std::distance(fs::directory_iterator(settings_.folder), fs::directory_iterator()) > 2)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ::sync();
   }
   static void clear(const fs::path& path) {
     fs::remove_all(path);
