@@ -1,7 +1,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdio>
 #include <sstream>
+#include <thread>
 
 #include "format.h"
 #include "loss_plot.h"
@@ -49,6 +52,22 @@ TEST(Progress, WithoutATerminalAFewLinesAndNoEscapes) {
   EXPECT_LE(lines_of(out.str()), 25);
   EXPECT_EQ(out.str().find('\x1b'), std::string::npos);
   EXPECT_NE(out.str().find("step 1000/1000  loss 2.500  1.5k tokens/s"), std::string::npos) << out.str();
+}
+
+// By the steps of this process: those before it took other time.
+TEST(Progress, ARunThatGoesOnShowsTheTimeThatItsOwnStepsTake) {
+  std::ostringstream out;
+  const auto progress = make_progress(out, /*terminal=*/false, 1000);
+  const auto began = std::chrono::steady_clock::now();
+  progress->show({.step = 949, .loss = 2.5});
+  std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  progress->show({.step = 950, .loss = 2.5});
+  const double step_s = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+  const auto text = out.str().substr(out.str().find("step  950/1000"));
+  int minutes = -1, seconds = -1;
+  ASSERT_EQ(std::sscanf(text.c_str() + text.find(" left") - 4, "%d:%d left", &minutes, &seconds), 2) << text;
+  EXPECT_GE(60 * minutes + seconds, 2) << text;
+  EXPECT_LE(60 * minutes + seconds, 50 * step_s + 1) << text;
 }
 
 TEST(Progress, OnATerminalItRedrawsTwoLines) {
