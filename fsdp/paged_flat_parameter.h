@@ -51,8 +51,8 @@ struct PagedFlatParameter {
   // the view that it was. Throws std::logic_error where somebody else still shares the data that it had, and would see
   // the new ones, too: a target network that swapped with it, a view. `unit` is for errors.
   void bring_home(size_t parameter, bool is_pinned, const std::string& unit, int rank);
-  // The same for a parameter's shard, in which users and optimizers have it, outside of summon_full_params(): whether or
-  // not it is the view that it was made. `may_change`: no backward is to come of a forward.
+  // The same for a parameter's shard, in which users and optimizers have it, outside of summon_full_params(): whether
+  // or not it is the view that it was made. `may_change`: no backward is to come of a forward.
   void bring_shard_home(size_t parameter, bool is_pinned, bool may_change, const std::string& unit, int rank);
 };
 

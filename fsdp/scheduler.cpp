@@ -32,7 +32,7 @@ Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> co
     : model_(module, std::move(comm), options, this),
       gradients_(model_, mutex_),
       resident_(model_),
-      awaits_write_(model_.units().size(), false) {}
+      writes_(model_.units().size()) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ void Scheduler::end_forward() {
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
-  std::fill(awaits_write_.begin(), awaits_write_.end(), false);
+  std::fill(writes_.begin(), writes_.end(), Writes{});
   resident_.begin_backward();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
   gradients_.begin();
@@ -126,7 +126,7 @@ void Scheduler::end() {
   resident_.expect_forward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   release_all();
-  std::fill(awaits_write_.begin(), awaits_write_.end(), true);
+  std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
@@ -232,30 +232,23 @@ void Scheduler::show_in_shards() {
 }
 
 bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
-  const std::string where = page.name() + " on rank " + model_.rank_text();
-  const Unit& unit = *model_.units()[page.id()];
-  if (unit.is_shard_page(page))
-    throw std::logic_error(
-        operation + " would change " + where +
-        " inside summon_full_params(), whose full parameters would not follow: leave the scope first "
-        "(before optimizer.step(), say)");
-  if (operation == "aten::set_") return false;  // torch::load(): unit.bring_home() finds it, as it does set_data()
-  throw std::logic_error(operation + " would change " + unit.parameter_at(page, view) + " of " + where +
-                         ", which is sharded: change it inside summon_full_params(), or change the shards, "
-                         "fsdp.parameters()");
+  model_.units()[page.id()]->require_write(page, view, operation, model_.rank_text());
+  return false;
 }
 
-void Scheduler::before_write(int index) {
+void Scheduler::before_write(int index, int64_t storage_offset) {
   std::lock_guard lock(mutex_);
   Unit& unit = *model_.units()[index];
   unit.wait_for_reads();
-  // A step, say. What has replaced a parameter's values until now came before it.
-  auto awaits = awaits_write_[static_cast<size_t>(index)];
-  if (!awaits) return;
-  awaits = false;  // bringing home writes, too
+  // A step, say, which begins where the one before began. What has replaced a parameter's values until now came before.
+  Writes& writes = writes_[static_cast<size_t>(index)];
+  const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
+  if (!writes.is_open || !begins) return;
+  writes.is_open = false;  // bringing home writes, too
   Quiet quiet;
   gradients_.require_none_by_hand(unit);
   unit.bring_home(/*may_change=*/true);
+  writes = {true, storage_offset, unit.holders()};
 }
 
 // ---- what users ask for -------------------------------------------------------------------------

@@ -342,6 +342,26 @@ at::Tensor Unit::full_values(const PagedFlatParameter& paged) {
   return full;
 }
 
+void Unit::require_write(const Page& page, const at::Tensor& view, const std::string& operation,
+                         const std::string& rank) const {
+  const std::string where = page.name() + " on rank " + rank;
+  if (is_shard_page(page))
+    throw std::logic_error(
+        operation + " would change " + where +
+        " inside summon_full_params(), whose full parameters would not follow: leave the scope first "
+        "(before optimizer.step(), say)");
+  if (operation == "aten::set_") return;  // torch::load(): bring_home() finds it, as it does set_data()
+  throw std::logic_error(operation + " would change " + parameter_at(page, view) + " of " + where +
+                         ", which is sharded: change it inside summon_full_params(), or change the shards, "
+                         "fsdp.parameters()");
+}
+
+size_t Unit::holders() const {
+  size_t count = 0;
+  for (const auto& paged : flat_parameters_) count += paged->page_in_use().holders();
+  return count;
+}
+
 void Unit::bring_home(bool may_change) {
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i) {

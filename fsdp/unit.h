@@ -56,9 +56,10 @@ class Unit {
   using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;
   FlatParameters& flat_parameters() { return flat_parameters_; }
   const FlatParameters& flat_parameters() const { return flat_parameters_; }
-  // For errors: "parameter 'fc.weight'", of which `view` is a view of `page`; and whether a page is that of a shard.
-  std::string parameter_at(const Page& page, const at::Tensor& view) const;
-  bool is_shard_page(const Page& page) const;
+  // Throws std::logic_error, naming the parameter, unless `operation`, which writes to a view of `page` that nobody may
+  // write to, leaves the page alone. `rank` is for errors.
+  void require_write(const Page& page, const at::Tensor& view, const std::string& operation,
+                     const std::string& rank) const;
   int64_t full_bytes() const;
 
   void read_ahead();                // starts reading what lies on a disk; not collective
@@ -101,9 +102,14 @@ class Unit {
   // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false. The same
   // for the shards, in which users and optimizers have the parameters.
   void bring_home(bool may_change);
+  // How many tensors are views of what the module's parameters should be: one less where a parameter was replaced.
+  size_t holders() const;
 
  private:
   void return_staging();
+  // "parameter 'fc.weight'", of which `view` is a view of `page`; and whether a page is that of a shard.
+  std::string parameter_at(const Page& page, const at::Tensor& view) const;
+  bool is_shard_page(const Page& page) const;
   bool has_secondary() const;
   void gather_secondary();
   void cut_secondary();

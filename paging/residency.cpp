@@ -105,7 +105,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (is_written && state.told_of_writes != nullptr) state.told_of_writes->before_write(state.id_told);
+    if (is_written && state.told_of_writes != nullptr)
+      state.told_of_writes->before_write(state.id_told, tensor.storage_offset());
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&

@@ -44,6 +44,22 @@ TEST_P(Values, LoadBetweenSteps) {
   });
 }
 
+// Steps of the same gradients, each on from what was loaded.
+TEST_P(Values, LoadBetweenStepsOfOneBackward) {
+  const bool drops_gradients = GetParam().name == "oss_sdp_offload_grads";
+  play(GetParam(), {.expect = drops_gradients ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+    run.train(0);
+    run.zero_grad();
+    run.loss(1).backward();
+    for (int again = 0; again < 2; ++again) {
+      run.optimizer().step();
+      load(run.model);
+    }
+    run.optimizer().step();
+    run.train(2);
+  });
+}
+
 TEST_P(Values, LoadBetweenBackwardAndStepWithAValidation) {
   play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
