@@ -89,8 +89,9 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   const double least_s = timer.seconds_of([&] { comm->all_gather(small, one).wait(); }) / std::ceil(std::log2(ranks));
 
   constexpr double kMostSeconds = 0.1;  // of one collective
-  const at::Tensor probe = at::zeros({1 << 18}).narrow(0, 0, (1 << 18) / ranks * ranks);
-  const at::Tensor probe_shard = at::zeros({probe.numel() / ranks});
+  constexpr int64_t kProbeNumel = 1 << 18;
+  const int64_t probe_part = std::max<int64_t>(kProbeNumel / ranks, 1);
+  const at::Tensor probe = at::zeros({probe_part * ranks}), probe_shard = at::zeros({probe_part});
   const double probe_s = timer.seconds_of([&] { comm->all_gather(probe, probe_shard).wait(); });
   const double fitting = kMostSeconds / probe_s * static_cast<double>(probe.numel());
   const auto numel = static_cast<int64_t>(std::clamp(fitting, 1e4, options.quick ? 1e6 : 4e6));

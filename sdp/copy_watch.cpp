@@ -23,7 +23,7 @@ constexpr const char* kAfter[] = {
     "a backward, by something else than the optimizer's step(): an average is at its owner alone, and only the "
     "optimizer that the wrapper was given tells the others"};
 
-constexpr char kSubject[] = "what the values are that have changed past the wrapper";
+constexpr char kChangedValues[] = "what the values are that have changed past the wrapper";
 
 // More would mean that the device is many forwards behind: the host then waits for the oldest.
 constexpr size_t kMaxLate = 4;
@@ -89,7 +89,7 @@ void CopyWatch::compare_now(Communicator& comm) {
     own.append(reinterpret_cast<const char*>(&value), sizeof(value));
   }
   look_again();
-  const auto all = gather_texts(comm, own, kSubject);
+  const auto all = gather_texts(comm, own, kChangedValues);
   for (size_t i = 0; i < seen_.size(); ++i) {
     const auto differs = [&](const std::string& rank) { return rank.compare(i * 8, 8, all[0], i * 8, 8) != 0; };
     const auto found = std::find_if(all.begin(), all.end(), differs);
@@ -101,7 +101,7 @@ void CopyWatch::compare_now(Communicator& comm) {
 // the host looks at what came of it in one of the next forwards.
 void CopyWatch::compare_later(Communicator& comm) {
   const at::Tensor changed = ValueSamples::of(binding_.parameters()).where_other_than(samples_);
-  late_.push_back({since_, ReducedReport(comm, 0, {}, kSubject, changed)});
+  late_.push_back({since_, ReducedReport(comm, 0, {}, kChangedValues, changed)});
 }
 
 void CopyWatch::look_at_late() {
