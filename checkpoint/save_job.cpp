@@ -167,6 +167,7 @@ void SaveJob::clean_up() {
       throw CheckpointError(dir.string() + " is complete, but removing older ones failed: " + error.what());
     }
   };
+  await_removals_at_exit(scheme_of(dir_));
   with_underway(comm_, [&](Underway& entry) {
     entry.removal = std::make_shared<Removal>(std::move(remove), std::move(entry.removal));
   });

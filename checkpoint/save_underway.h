@@ -62,6 +62,10 @@ struct Underway {
   at::Tensor host;  // memory for the copies of the next asynchronous save
 };
 
+// The end of the program waits for removals. Called when a save has used the storage of that scheme, since what that
+// needs (the cryptography of its connections, say) is gone by then if it was made later.
+void await_removals_at_exit(const std::string& scheme);
+
 // Lets `use` look at, and change, what is under way of a group; one thread at a time, so it returns soon.
 void with_underway(const std::shared_ptr<Communicator>& comm, const std::function<void(Underway&)>& use);
 
