@@ -45,9 +45,9 @@ PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(ta
   // Nor is what a save that is under way is called, and would be cleared away as; nor what makes its folder look like
   // a checkpoint; nor is "s3://bucket".
   const std::string name = target_.filename().string();
-  const bool is_taken = name == kManifestName || name == kDraftName ||
-                        (name.starts_with('.') &&
-                         (name.find(".saving-") != std::string::npos || name.find(".making-") != std::string::npos));
+  const bool is_taken =
+      name == kManifestName || name == kDraftName ||
+      (name.starts_with('.') && (name.find(kSaving) != std::string::npos || name.find(kMaking) != std::string::npos));
   const size_t start = scheme_of(target_).size() + 3;
   if (!target_.has_filename() || is_taken || (is_remote(target_) && target_.native().size() <= start) ||
       (scheme_of(target_) == "s3" && target_.native().find('/', start) == std::string::npos))

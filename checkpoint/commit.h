@@ -49,6 +49,9 @@ class PartialCheckpoint {
 };
 
 constexpr char kDraftName[] = ".manifest";  // what says that a save is under way, and whose
+// In the name of a local one's temporary directory, which begins with a dot.
+constexpr char kSaving[] = ".saving-";
+constexpr char kMaking[] = ".making-";  // instead, until it is locked
 
 // Removes all but the newest `keep` complete checkpoints of the folder, those whose manifests are damaged first, and
 // what dead saves left; a local one that somebody reads is left for the next time.

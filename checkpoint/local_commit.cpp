@@ -14,8 +14,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr char kSaving[] = ".saving-";
-constexpr char kMaking[] = ".making-";  // instead, until it is locked
 constexpr auto kMakingTakes = std::chrono::minutes(5);
 // Where there are no locks, how long nobody must have written to a directory for it to be abandoned.
 constexpr auto kWithoutLocks = std::chrono::hours(24);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "tessera/async/stream_uses.h"
 
@@ -55,6 +56,7 @@ ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std
 }
 
 void ReducedReport::finish() {
+  if (std::exchange(is_finished_, true)) return;
   exchange_.wait();
   if (device_.is_cpu()) return;
   c10::InferenceMode quiet;
@@ -104,11 +106,12 @@ void ReducedReport::require_alike(const std::string& subject) {
                                          ranks->second, " did not do the same"));
 }
 
-void LateReports::require_alike(const std::string& subject) {
-  while (!waiting_.empty() && (waiting_.front().has_arrived() || waiting_.size() > kMaxWaiting)) {
-    ReducedReport report = std::move(waiting_.front());
+void LateReports::look() {
+  for (auto& [report, look] : waiting_) report.finish();
+  while (!waiting_.empty() && (waiting_.front().first.has_arrived() || waiting_.size() > kMaxWaiting)) {
+    auto [report, look] = std::move(waiting_.front());
     waiting_.pop_front();
-    report.require_alike(subject);
+    look(report);
   }
 }
 

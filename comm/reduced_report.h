@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -27,7 +28,8 @@ class ReducedReport {
                 const at::Tensor& alike = {});
   static constexpr int kRankBits = 20;
   static constexpr int64_t kLargestAlike = (int64_t{1} << (63 - kRankBits)) - 1;
-  // Waits for the exchange as Pending::wait() does. Once, before the others, which throw CommError if it was cut.
+  // Waits for the exchange as Pending::wait() does. Before the others, which throw CommError if it was cut; a second
+  // time it does nothing.
   void finish();
   // Whether the next ones return at once.
   bool has_arrived() const;
@@ -54,17 +56,20 @@ class ReducedReport {
   at::Tensor host_;      // [2 + numbers + 2 * alike]
   at::Tensor device_;    // the same, which travels; of a CPU group one and the same
   Pending exchange_;
+  bool is_finished_ = false;
   std::optional<c10::Event> arrived_;  // of a device
 };
 
 // Reports that nobody waits for: each is looked at once it has come, one after the other, at one of the next calls.
 class LateReports {
  public:
-  void add(ReducedReport report) { waiting_.push_back(std::move(report)); }
-  void require_alike(const std::string& subject);
+  // Throws what a report tells of.
+  using Look = std::function<void(ReducedReport&)>;
+  void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
+  void look();
 
  private:
-  std::deque<ReducedReport> waiting_;
+  std::deque<std::pair<ReducedReport, Look>> waiting_;
 };
 
 }  // namespace tessera

@@ -34,9 +34,11 @@ struct WrappedKind {
 
 // Whether it is that view of its storage which begins at element `offset`: with other sizes or strides it would show
 // the same memory, but as other values.
+inline bool is_view_at(const at::Tensor& parameter, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  return parameter.storage_offset() == offset && parameter.sizes() == sizes && parameter.strides() == strides;
+}
 inline bool is_view_at(const at::Tensor& parameter, const ParameterGeometry& geometry, int64_t offset) {
-  return parameter.storage_offset() == offset && parameter.sizes() == at::IntArrayRef(geometry.sizes) &&
-         parameter.strides() == at::IntArrayRef(geometry.strides);
+  return is_view_at(parameter, geometry.sizes, geometry.strides, offset);
 }
 
 }  // namespace tessera

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "tessera/flat/as_wrapped.h"
 #include "tessera/flat/deferred.h"
 
 namespace tessera {
@@ -138,8 +139,8 @@ LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
 bool FlatParameter::is_shard_home(size_t parameter) const {
   const at::Tensor& own = parameter_shards_[parameter];
   const auto index = static_cast<int64_t>(parameter);
-  return shard_page().holds(own) && own.storage_offset() == layout_.offset_in_shard(index, rank_) && own.dim() == 1 &&
-         own.size(0) == layout_.owned(index, rank_).numel() && own.stride(0) == 1;
+  return shard_page().holds(own) &&
+         is_view_at(own, {layout_.owned(index, rank_).numel()}, {1}, layout_.offset_in_shard(index, rank_));
 }
 
 void FlatParameter::bring_shard_home(size_t parameter) {

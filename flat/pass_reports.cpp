@@ -36,9 +36,9 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
       report.require_alike(subject);
       own.used = read(report).used;
     } else {
-      late_reports_.add(std::move(report));
+      late_reports_.add(std::move(report), [subject](ReducedReport& late) { late.require_alike(subject); });
     }
-    late_reports_.require_alike(subject);
+    late_reports_.look();
   }
   if (options_.is_static) first_ = own;
   return own;

@@ -17,8 +17,7 @@ void require_unheld(const PagedFlatParameter& paged, size_t index, const std::st
   const Page& page = paged.page_in_use();
   const auto own = std::ranges::count_if(
       parameters, [&](const PlannedParameter& parameter) { return page.holds(parameter.tensor); });
-  const at::Tensor view = page.view(paged.flat.gather_dtype(), {0}, {1}, 0);
-  if (view.storage().use_count() == static_cast<size_t>(own) + 2) return;  // and the page, and the view
+  if (page.holders() == static_cast<size_t>(own) + 1) return;
   throw std::logic_error("parameter '" + parameters[index].fqn + "' on rank " + std::to_string(rank) +
                          " was given other data while another tensor still shares those of " + unit +
                          " (a network that it was swapped with, a view or detach() that was kept), and would follow: "

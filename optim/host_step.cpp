@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "tessera/async/stream_uses.h"
+#include "tessera/flat/bits_dtype.h"
 #include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
@@ -27,10 +28,11 @@ at::Tensor flat(const at::Tensor& tensor) {
 // rest. A value that has changed, or changed places with others, is in other sums.
 constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
-  at::Tensor values = flat(parameter).defined() ? flat(parameter) : parameter.detach().reshape({-1});
+  at::Tensor values = flat(parameter);
+  if (!values.defined()) values = parameter.detach().reshape({-1});
   if (values.is_complex()) values = at::view_as_real(values).view({-1});
-  const int64_t bytes = values.element_size(), rows = values.numel() / kColumns, in_rows = rows * kColumns;
-  values = values.view(bytes == 1 ? at::kByte : bytes == 2 ? at::kShort : bytes == 4 ? at::kInt : at::kLong);
+  values = values.view(bits_dtype(values.element_size()));
+  const int64_t rows = values.numel() / kColumns, in_rows = rows * kColumns;
   return at::cat({values.narrow(0, 0, in_rows).view({rows, kColumns}).sum(0, /*keepdim=*/false, at::kLong),
                   values.narrow(0, in_rows, values.numel() - in_rows).sum(at::kLong).view({1})});
 }

@@ -325,8 +325,9 @@ void ShardedOptimizer::publish() {
     require_agreement(*comm_, "what was published in a step", log.lines());
     report.require_alike("what was published in a step");  // in what the log has not kept
   }
-  late_reports_.add(std::move(report));
-  late_reports_.require_alike("what was published in an earlier step");
+  late_reports_.add(std::move(report),
+                    [](ReducedReport& late) { late.require_alike("what was published in an earlier step"); });
+  late_reports_.look();
 }
 
 bool ShardedOptimizer::keeps_averages() const { return dynamic_cast<const Averages*>(local_.get()) != nullptr; }

@@ -27,10 +27,6 @@ struct Exchanged {
   double sent_bytes;
 };
 
-double by_clock_s(const RankTimer& timer, const Exchanged& exchanged) {
-  return timer.seconds_of([&] { exchanged.start().wait(); });
-}
-
 constexpr int kCalls = 15, kQuickCalls = 5;  // of what a link's token buckets and packets make uneven
 
 // The median of several calls, in the mean of ranks.
@@ -44,9 +40,10 @@ double median_s(const RankTimer& timer, const std::function<void()>& call) {
 double processor_s_per_byte(const RankTimer& timer, const Exchanged& exchanged) {
   const double process_s = timer.processor_seconds_of([&] { exchanged.start().wait(); }, &process_processor_s);
   const at::Tensor x = at::ones({256, 256});
+  const double message_s = timer.seconds_of([&] { exchanged.start().wait(); });
   const double product_s = timer.seconds_of([&] { at::mm(x, x); });
   constexpr double kOverlap = 1.5;  // products go on for that much longer than messages
-  const int products = static_cast<int>(std::ceil(kOverlap * by_clock_s(timer, exchanged) / product_s));
+  const int products = static_cast<int>(std::ceil(kOverlap * message_s / product_s));
   const auto multiply = [&] {
     for (int i = 0; i < products; ++i) at::mm(x, x);
   };

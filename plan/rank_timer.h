@@ -16,7 +16,6 @@ class RankTimer {
  public:
   RankTimer(std::shared_ptr<Communicator> comm, const CalibrationOptions& options);  // which it keeps a reference to
 
-  Communicator& comm() const { return *comm_; }
   const CalibrationOptions& options() const { return options_; }
 
   // Whether seconds are the thread's processor's. A thread that is one of several in a rank does not know what the

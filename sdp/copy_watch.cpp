@@ -25,9 +25,6 @@ constexpr const char* kAfter[] = {
 
 constexpr char kChangedValues[] = "what the values are that have changed past the wrapper";
 
-// More would mean that the device is many forwards behind: the host then waits for the oldest.
-constexpr size_t kMaxLate = 4;
-
 uint64_t fingerprint_of(const at::Tensor& tensor) {
   const at::Tensor bytes = tensor.detach().cpu().contiguous();
   return Fingerprint().add(std::string_view(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes())).value();
@@ -65,7 +62,7 @@ void CopyWatch::require_no_gradient_by_hand() const {
 }
 
 void CopyWatch::require_alike(Communicator& comm) {
-  look_at_late();
+  late_reports_.look();
   if (seen_.empty() || !copies_are_equal_) return;
   bool has_changed = false;
   for (size_t i = 0; i < seen_.size(); ++i) has_changed = has_changed || look(i).version != seen_[i].version;
@@ -101,17 +98,9 @@ void CopyWatch::compare_now(Communicator& comm) {
 // the host looks at what came of it in one of the next forwards.
 void CopyWatch::compare_later(Communicator& comm) {
   const at::Tensor changed = ValueSamples::of(binding_.parameters()).where_other_than(samples_);
-  late_.push_back({since_, ReducedReport(comm, 0, {}, kChangedValues, changed)});
-}
-
-void CopyWatch::look_at_late() {
-  for (Late& late : late_)
-    if (!std::exchange(late.has_ended, true)) late.report.finish();
-  while (!late_.empty() && (late_.front().report.has_arrived() || late_.size() > kMaxLate)) {
-    Late late = std::move(late_.front());
-    late_.pop_front();
-    if (const auto unlike = late.report.first_unlike()) refuse(unlike->number, unlike->ranks, late.since);
-  }
+  late_reports_.add(ReducedReport(comm, 0, {}, kChangedValues, changed), [this, since = since_](ReducedReport& report) {
+    if (const auto unlike = report.first_unlike()) refuse(unlike->number, unlike->ranks, since);
+  });
 }
 
 void CopyWatch::refuse(size_t parameter, std::pair<int, int> ranks, Since since) const {

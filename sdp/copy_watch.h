@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <utility>
 #include <vector>
 
@@ -59,25 +58,18 @@ class CopyWatch {
     const c10::TensorImpl* gradient;  // null: none
     int64_t gradient_version;
   };
-  // On a device, of what was noted before a forward.
-  struct Late {
-    Since since;
-    ReducedReport report;
-    bool has_ended = false;
-  };
   Seen look(size_t parameter) const;
   void look_again();
   void compare_now(Communicator& comm);
   void compare_later(Communicator& comm);
-  void look_at_late();
   [[noreturn]] void refuse(size_t parameter, std::pair<int, int> ranks, Since since) const;
 
   const Binding& binding_;
   const bool copies_are_equal_;
   Since since_ = Since::kNoGradient;
-  std::vector<Seen> seen_;  // empty: nothing is noted
-  ValueSamples samples_;    // the same, of values
-  std::deque<Late> late_;
+  std::vector<Seen> seen_;    // empty: nothing is noted
+  ValueSamples samples_;      // the same, of values
+  LateReports late_reports_;  // of forwards before, on a device
 };
 
 }  // namespace tessera

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "tessera/async/stream_uses.h"
+#include "tessera/flat/bits_dtype.h"
 
 namespace tessera {
 namespace {
@@ -24,10 +25,6 @@ uint64_t on_host(const at::Tensor& tensor) {
   std::memcpy(&sample, values + place_in(tensor) * tensor.element_size(),
               std::min<size_t>(sizeof(sample), tensor.element_size()));
   return sample;
-}
-
-at::ScalarType bits_of(int64_t element_bytes) {
-  return element_bytes == 1 ? at::kByte : element_bytes == 2 ? at::kShort : element_bytes == 4 ? at::kInt : at::kLong;
 }
 
 // [1], the parameter's memory; of a complex number the real part, which is nowhere kept alone.
@@ -52,9 +49,9 @@ ValueSamples ValueSamples::of(const std::vector<PlannedParameter>& parameters) {
   for (const PlannedParameter& parameter : parameters) values.push_back(on_device(parameter.tensor));
   const auto dtype = values[0].scalar_type();
   if (std::ranges::all_of(values, [&](const at::Tensor& value) { return value.scalar_type() == dtype; })) {
-    samples.on_device_ = at::cat(values).view(bits_of(values[0].element_size())).to(at::kLong);
+    samples.on_device_ = at::cat(values).view(bits_dtype(values[0].element_size())).to(at::kLong);
   } else {
-    for (at::Tensor& value : values) value = value.view(bits_of(value.element_size())).to(at::kLong);
+    for (at::Tensor& value : values) value = value.view(bits_dtype(value.element_size())).to(at::kLong);
     samples.on_device_ = at::cat(values);
   }
   return samples;

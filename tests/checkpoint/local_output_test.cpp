@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <random>
 #include <vector>
@@ -33,14 +32,6 @@ std::string random_bytes(int64_t bytes) {
   return {reinterpret_cast<const char*>(words.data()), static_cast<size_t>(bytes)};
 }
 
-bool has(const std::filesystem::path& path, const std::string& start, const std::string& rest) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text(start.size() + rest.size() + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  text.resize(static_cast<size_t>(file.gcount()));
-  return text.size() == start.size() + rest.size() && text.starts_with(start) && text.ends_with(rest);
-}
-
 // In parts of so many bytes.
 void write_in_parts(const std::filesystem::path& path, const std::string& start, const std::string& rest,
                     size_t part_bytes) {
@@ -65,7 +56,7 @@ TEST(LocalOutput, HasWhatItWasGivenWhateverTheFileSystemCan) {
         for (const size_t part_bytes : {size_t{3000007}, size_t{100} << 20}) {
           const auto path = folder / std::to_string(number++);
           write_in_parts(path, start, rest, part_bytes);
-          EXPECT_TRUE(has(path, start, rest)) << refusal << " " << start_bytes << " " << rest_bytes;
+          EXPECT_TRUE(file_bytes(path) == start + rest) << refusal << " " << start_bytes << " " << rest_bytes;
           std::filesystem::remove(path);
         }
       }

@@ -1,6 +1,8 @@
 // Recipes: what tutorials of training show, a loop each. Of layers, optimizers, backward passes and values of its own.
 #include <ATen/CPUGeneratorImpl.h>
 
+#include <sstream>
+
 #include "tests/loops/loops.h"
 
 namespace tessera::loops::recipes_test {
@@ -155,6 +157,26 @@ TEST_P(Recipes, TwoOptimizersForTwoHalves) {
       run.loss(step).backward();
       first.step();
       if (step % 2 == 1) second.step();
+    }
+  });
+}
+
+// What was loaded is what the other half steps on from, though it has not stepped yet.
+TEST_P(Recipes, ALoadBetweenTheStepsOfTwoHalves) {
+  play(GetParam(), {.expect = by_hand(GetParam())}, [](Trainer& run) {
+    const std::vector<at::Tensor> all = run.parameters();
+    const auto middle = all.begin() + static_cast<int64_t>(all.size() / 2);
+    torch::optim::SGD first(std::vector<at::Tensor>(all.begin(), middle), torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::Adam second(std::vector<at::Tensor>(middle, all.end()), 0.01);
+    for (int step = 0; step < 3; ++step) {
+      run.zero_grad();
+      run.loss(step).backward();
+      first.step();
+      std::stringstream file;
+      torch::save(another_mlp(), file);
+      Model target = run.model;
+      torch::load(target, file);
+      second.step();
     }
   });
 }
