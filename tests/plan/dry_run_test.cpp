@@ -6,6 +6,7 @@
 #include "tessera/optim/host_adam.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tests/plan/models.h"
+#include "tests/plan/same_record.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
@@ -83,35 +84,6 @@ auto with_model(const Case& each, Run run) {
   if (each.model == "mlp") return wrap([] { return Mlp(); });
   if (each.model == "conv") return wrap([] { return ConvNet(); });
   return wrap([checkpoints = each.model == "checkpointed gpt"] { return Gpt(checkpoints); });
-}
-
-std::string difference(const BytesByKind& dry, const BytesByKind& real) {
-  std::string text;
-  for (size_t kind = 0; kind < static_cast<size_t>(MemoryKind::kTransport); ++kind)
-    if (dry.bytes[kind] != real.bytes[kind])
-      text += std::string(name_of(static_cast<MemoryKind>(kind))) + ": " + std::to_string(dry.bytes[kind]) +
-              ", really " + std::to_string(real.bytes[kind]) + "; ";
-  return text;
-}
-
-void expect_same(const RunRecord& dry, const RunRecord& real, const std::string& where) {
-  for (size_t i = 0; i < std::min(dry.operators.size(), real.operators.size()); ++i) {
-    const RecordedOperator &a = dry.operators[i], &b = real.operators[i];
-    const std::string at = where + ", operator " + std::to_string(i) + ", " + b.name + ", step " +
-                           std::to_string(b.step) + (b.in_backward ? ", in backward" : "");
-    ASSERT_EQ(a.name, b.name) << at;
-    ASSERT_EQ(difference(a.live, b.live), "") << at;
-    ASSERT_EQ(a.flop, b.flop) << at;
-    ASSERT_EQ(a.bytes, b.bytes) << at;
-    ASSERT_EQ(a.dtype, b.dtype) << at;
-    ASSERT_EQ(dry.units[a.unit], real.units[b.unit]) << at;
-    ASSERT_EQ(dry.modules[a.module], real.modules[b.module]) << at;
-  }
-  EXPECT_EQ(dry.operators.size(), real.operators.size()) << where;
-  EXPECT_EQ(difference(dry.peak, real.peak), "") << where << ", at the peak";
-  EXPECT_EQ(difference(dry.most, real.most), "") << where << ", the most of each";
-  EXPECT_EQ(difference(dry.end, real.end), "") << where << ", at the end";
-  EXPECT_EQ(dry.peak_at, real.peak_at) << where;
 }
 
 // What wrapper and optimizer say themselves, of a run with data.
