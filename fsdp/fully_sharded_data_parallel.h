@@ -73,8 +73,8 @@ class FullyShardedDataParallel : public FullyShardedModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The module that was given.
-  const Holder& module() const { return module_; }
+  // The module that was given: module()->eval().
+  Holder module() const { return module_; }
 
  private:
   struct Opaque {};  // stands for the copy of an argument that needs none

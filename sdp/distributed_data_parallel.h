@@ -80,8 +80,8 @@ class DistributedDataParallel : public DdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The module that was given.
-  const Holder& module() const { return module_; }
+  // The module that was given: module()->eval().
+  Holder module() const { return module_; }
 
  private:
   Holder module_;

@@ -103,8 +103,8 @@ class ShardedDataParallel : public SdpModule {
     return forward(std::forward<Args>(args)...);
   }
 
-  // The module that was given.
-  const Holder& module() const { return module_; }
+  // The module that was given: module()->eval().
+  Holder module() const { return module_; }
 
  private:
   Holder module_;

@@ -88,8 +88,8 @@ class Zero : public ModelShards {
 
   // For learning rates and schedulers, and beside this object for save_checkpoint().
   torch::optim::Optimizer& optimizer() { return *optimizer_; }
-  // The module that was given.
-  const Holder& module() const { return module_; }
+  // The module that was given: module()->eval().
+  Holder module() const { return module_; }
 
   const std::shared_ptr<Communicator>& comm() const override { return wrapper_.any().comm(); }
   std::vector<NamedShard> named_shards() const override { return wrapper_.any().named_shards(); }

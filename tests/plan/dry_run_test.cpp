@@ -44,10 +44,9 @@ void train(const Case& each, Model& model) {
   };
   if (each.evaluates) {
     torch::NoGradGuard no_grad;
-    auto module = model.module();
-    module->eval();
+    model.module()->eval();
     model(input_of(each.model));
-    module->train();
+    model.module()->train();
   }
   model.optimizer().zero_grad();
   if (each.accumulates) {

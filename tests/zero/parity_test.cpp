@@ -173,5 +173,22 @@ TEST_P(StagesWithShardedGradients, AddUpOverBackwardPasses) {
   expect_parity(world, stage, Accumulation::kReduceEach, one_kind_at(world, stage));
 }
 
+// libtorch's holders hand out a const module where they are const themselves.
+TEST(Wrappers, HandOutAModuleThatCanBeSwitchedToEvaluation) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    const auto check = [](const auto& wrapped) {
+      wrapped.module()->eval();
+      EXPECT_FALSE(wrapped.module()->is_training());
+    };
+    const auto model = [] { return torch::nn::Sequential(torch::nn::Linear(2, 2)); };
+    check(DistributedDataParallel(model(), comm));
+    check(FullyShardedDataParallel(model(), comm));
+    check(zero(model(), torch::optim::SGDOptions(0.1), comm, {.stage = 2}));
+    const auto sharded = model();
+    OSS<torch::optim::SGD> optimizer(sharded->parameters(), torch::optim::SGDOptions(0.1), comm);
+    check(ShardedDataParallel(sharded, optimizer, comm));
+  });
+}
+
 }  // namespace
 }  // namespace tessera::parity_test
