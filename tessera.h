@@ -6,6 +6,7 @@
 #include "tessera/checkpoint/folder_lock.h"
 #include "tessera/checkpoint/full_file.h"
 #include "tessera/comm/communicator.h"
+#include "tessera/comm/host_results.h"
 #include "tessera/comm/uneven_data.h"
 #include "tessera/comm/wait_report.h"
 #include "tessera/data/distributed_sampler.h"

@@ -12,16 +12,15 @@
 #include <utility>
 
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/host_results.h"
 #include "tessera/comm/reduced_report.h"
 
 namespace tessera {
 namespace {
 
 std::vector<int64_t> gather_numbers(Communicator& comm, int64_t number, const std::string& what) {
-  at::Tensor own = at::full({1}, number, at::TensorOptions().dtype(at::kLong).device(comm.device()));
-  at::Tensor all = at::empty({comm.size()}, own.options());
-  comm.all_gather(all, own, {}, what).wait();
-  all = comm.to_host(all, what);
+  const at::Tensor own = at::full({}, number, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+  const at::Tensor all = gather_to_host(comm, own, what);
   return {all.const_data_ptr<int64_t>(), all.const_data_ptr<int64_t>() + comm.size()};
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "tessera/comm/backend_all_reduce.h"
+#include "tessera/comm/host_results.h"
 #include "tessera/memory/memory_kind.h"
 #include "tessera/trace/trace.h"
 
@@ -249,10 +250,8 @@ at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what
 std::shared_ptr<Communicator> Communicator::split(int color, int key) {
   if (size_ > 1) require_other_ranks("the colors of a split");
   c10::InferenceMode quiet;
-  const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong)).to(device_);
-  at::Tensor all = at::empty({size_, 2}, own.options());
-  all_gather(all, own, {}, "the colors of a split").wait();
-  all = to_host(all, "the colors of a split");
+  const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  const at::Tensor all = gather_to_host(*this, own, "the colors of a split");
   const auto pairs = all.accessor<int64_t, 2>();
   std::vector<int> members;
   for (int rank = 0; rank < size_; ++rank)

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "tessera/comm/host_results.h"
 #include "tessera/flat/backward_pass.h"
 
 namespace tessera {
@@ -26,13 +27,10 @@ void DataParallel::set_gradient_divide_factor(double factor) {
 
 int64_t DataParallel::divide_gradients_by_sum(int64_t own) {
   // With it travels how many are negative, which all ranks are to hear of.
-  at::Tensor sums = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
-  sums[0].fill_(own);
-  sums[1].fill_(own < 0 ? 1 : 0);
-  sums = sums.to(comm()->device());
-  constexpr auto kWhat = "what gradients are divided by";
-  comm()->all_reduce(sums, ReduceOp::kSum, kWhat).wait();
-  sums = comm()->to_host(sums, kWhat);
+  const at::Tensor own_counts = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  own_counts[0].fill_(own);
+  own_counts[1].fill_(own < 0 ? 1 : 0);
+  const at::Tensor sums = reduce_to_host(*comm(), own_counts, ReduceOp::kSum, "what gradients are divided by");
   const int64_t total = sums[0].item<int64_t>();
   if (sums[1].item<int64_t>() > 0 || total == 0)
     throw std::invalid_argument("divide_gradients_by_sum on rank " + std::to_string(comm()->rank()) + ": got " +

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "tessera/comm/host_results.h"
 #include "tessera/flat/gradient_part.h"
 
 namespace tessera {
@@ -40,11 +41,9 @@ at::Tensor flag_of(std::vector<at::Tensor> gradients, at::Device device) {
   return flag;
 }
 
-// Each rank's flags, in host memory, by rank.
+// Each rank's flags, by rank.
 at::Tensor of_all_ranks(const at::Tensor& own, Communicator& comm) {
-  at::Tensor all = at::empty({comm.size(), own.numel()}, own.options());
-  comm.all_gather(all, own, {}, "the check for finite gradients").wait();
-  return comm.to_host(all, "the check for finite gradients");
+  return gather_to_host(comm, own, "the check for finite gradients");
 }
 
 }  // namespace

@@ -17,6 +17,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "tessera/comm/host_results.h"
+
 namespace tessera {
 namespace {
 
@@ -52,11 +54,15 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
 
 }  // namespace
 
-GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+void require_clip_arguments(double max_norm, double norm_type) {
   if (!(max_norm >= 0) || !(norm_type > 0))
     throw std::invalid_argument(c10::str("clip_grad_norm_: max_norm is ", max_norm, " and norm_type ", norm_type,
                                          ", expected max_norm >= 0 and norm_type > 0"));
+}
+
+GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+  require_clip_arguments(max_norm, norm_type);
   const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
   at::Tensor norm = local_contribution(shards, norm_type, comm.device());
   comm.all_reduce(norm, op, "the gradient norm").wait();
@@ -86,10 +92,8 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
     norms.push_back(
         part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);
   at::Tensor squares = at::stack(norms).square_();
-  constexpr auto kWhat = "the norms of parameters";
-  if (comm != nullptr) comm->all_reduce(squares, ReduceOp::kSum, kWhat).wait();
+  squares = comm != nullptr ? reduce_to_host(*comm, squares, ReduceOp::kSum, "the norms of parameters") : squares.cpu();
   squares.sqrt_();
-  squares = comm != nullptr ? comm->to_host(squares, kWhat) : squares.cpu();
   return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
 }
 

@@ -9,12 +9,15 @@
 
 namespace tessera {
 
+// Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0, infinity included.
+void require_clip_arguments(double max_norm, double norm_type);
+
 // Scales `shards` (this rank's parts of a set of tensors, each element on exactly one rank) in place so that the norm
 // of the whole set is at most max_norm, and returns the norm before: torch::nn::utils::clip_grad_norm_ over ranks.
-// norm_type > 0, infinity included. Collective: one all-reduce of one number, which the host waits for only with
+// Collective: one all-reduce of one number, which the host waits for only with
 // error_if_nonfinite, or when the result is looked at. An empty list is fine, on some ranks or
-// all. Throws std::invalid_argument for max_norm < 0 or norm_type <= 0; std::runtime_error if error_if_nonfinite and
-// the norm is infinite or NaN, with the shards as they were. `also` is scaled alike and does not count.
+// all. Throws as require_clip_arguments(), and std::runtime_error if error_if_nonfinite and the norm is infinite or
+// NaN, with the shards as they were. `also` is scaled alike and does not count.
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
                              bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {});
 

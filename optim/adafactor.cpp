@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 
+#include "tessera/comm/host_results.h"
 #include "tessera/optim/adam_update.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/trace/trace.h"
@@ -108,10 +109,7 @@ struct Adafactor::Work {
 };
 
 void Adafactor::sum_over_ranks(at::Tensor& sums, const char* what) const {
-  if (!parts().are_cut()) return;
-  at::Tensor travels = sums.to(parts().comm()->device());
-  parts().comm()->all_reduce(travels, ReduceOp::kSum, what).wait();
-  sums = parts().comm()->to_host(travels, what);
+  if (parts().are_cut()) sums = reduce_to_host(*parts().comm(), sums, ReduceOp::kSum, what);
 }
 
 // The first sums of a step: squares of gradients by row and column, which become the states, and of parameters.

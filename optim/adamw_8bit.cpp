@@ -13,6 +13,7 @@
 #include <limits>
 #include <set>
 
+#include "tessera/comm/host_results.h"
 #include "tessera/optim/adam_update.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tessera/paging/residency.h"
@@ -197,9 +198,7 @@ AdamW8bit::SharedScales AdamW8bit::shared_scales(const std::vector<Work>& all) c
     }
     ++row;
   }
-  at::Tensor travels = largest.to(parts().comm()->device());
-  parts().comm()->all_reduce(travels, ReduceOp::kMax, "the scales of shared blocks").wait();
-  largest = parts().comm()->to_host(travels, "the scales of shared blocks");
+  largest = reduce_to_host(*parts().comm(), largest, ReduceOp::kMax, "the scales of shared blocks");
   SharedScales scales;
   const auto values = largest.accessor<float, 2>();
   row = 0;

@@ -10,6 +10,7 @@
 #include <limits>
 #include <utility>
 
+#include "tessera/comm/host_results.h"
 #include "tessera/optim/adam_update.h"
 #include "tessera/trace/trace.h"
 
@@ -100,9 +101,7 @@ struct Lbfgs::Run {
     const auto count = static_cast<int64_t>(own.size());
     const at::Tensor mine = at::empty({count}, at::TensorOptions(at::kCPU).dtype(at::kDouble));
     std::ranges::copy(own, mine.mutable_data_ptr<double>());
-    at::Tensor all = at::empty({comm->size(), count}, at::TensorOptions().dtype(at::kDouble).device(comm->device()));
-    comm->all_gather(all, mine.to(comm->device()), {}, "inner products for Lbfgs").wait();
-    all = comm->to_host(all, "inner products for Lbfgs");
+    const at::Tensor all = gather_to_host(*comm, mine, "inner products for Lbfgs");
     const auto ranks = all.accessor<double, 2>();
     auto over_ranks = [&](int64_t column, bool is_sum) {
       double value = is_sum ? 0 : ranks[0][column];

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/comm/host_results.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/memory/without_data.h"
 #include "tessera/optim/optimizer_state.h"
@@ -19,17 +20,14 @@ ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   const std::vector<NamedShard> shards = model.named_shards();
   const auto count = static_cast<int64_t>(shards.size());
   const int world = comm_->size();
-  at::Tensor own = at::empty({count * 3}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  const at::Tensor own = at::empty({count, 3}, at::TensorOptions(at::kCPU).dtype(at::kLong));
   auto* numbers = own.mutable_data_ptr<int64_t>();
   for (const NamedShard& shard : shards) {
     *numbers++ = shard.held.begin;
     *numbers++ = shard.held.end;
     *numbers++ = shard.replica;
   }
-  own = own.to(comm_->device());
-  at::Tensor all = at::empty({world, count, 3}, own.options());
-  comm_->all_gather(all, own, {}, "the parts of parameters").wait();
-  all = comm_->to_host(all, "the parts of parameters");
+  const at::Tensor all = gather_to_host(*comm_, own, "the parts of parameters");
   const auto parts = all.accessor<int64_t, 3>();
   for (int64_t i = 0; i < count; ++i) {
     const NamedShard& shard = shards[i];
@@ -102,9 +100,7 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
     flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;
   }
   if (are_cut_ && count > 0) {
-    at::Tensor travels = have.to(comm_->device());
-    comm_->all_reduce(travels, ReduceOp::kMax, "which parameters have gradients").wait();
-    have = comm_->to_host(travels, "which parameters have gradients");
+    have = reduce_to_host(*comm_, have, ReduceOp::kMax, "which parameters have gradients");
     flags = have.mutable_data_ptr<uint8_t>();
   }
   return std::vector<bool>(flags, flags + count);

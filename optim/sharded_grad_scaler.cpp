@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/comm/host_results.h"
+
 namespace tessera {
 
 ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
@@ -48,8 +50,8 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  comm_->all_reduce(found, ReduceOp::kSum, "whether the gradients are finite").wait();
-  entry->second.is_finite = comm_->to_host(found, "whether the gradients are finite").item<float>() == 0;
+  found = reduce_to_host(*comm_, found, ReduceOp::kSum, "whether the gradients are finite");
+  entry->second.is_finite = found.item<float>() == 0;
 }
 
 bool ShardedGradScaler::step(torch::optim::Optimizer& optimizer) {

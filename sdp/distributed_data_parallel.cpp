@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "tessera/flat/shard_norm.h"
 #include "tessera/sdp/replicated_gradients.h"
 
 namespace tessera {
@@ -85,9 +86,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
 }
 
 GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
-  if (!(max_norm >= 0) || !(norm_type > 0))
-    throw std::invalid_argument("clip_grad_norm_: max_norm is " + std::to_string(max_norm) + " and norm_type " +
-                                std::to_string(norm_type) + ", expected max_norm >= 0 and norm_type > 0");
+  require_clip_arguments(max_norm, norm_type);
   gradients().require_averages();
   std::vector<at::Tensor> present;
   for (const at::Tensor& parameter : parameters())

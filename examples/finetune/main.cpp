@@ -205,9 +205,8 @@ void train(const Options& options, const Comm& comm) {
     if (options.checkpoint_every > 0 && step % options.checkpoint_every == 0)
       tessera::save_checkpoint(fs::path(options.out) / "checkpoint", model, model.optimizer(), {{"step", step}});
     if (step % options.log_every != 0 && step != 1) continue;
-    at::Tensor mean = loss.detach().clone();
-    comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
-    mean = comm->to_host(mean, "the loss");
+    const at::Tensor mean =
+        tessera::reduce_to_host(*comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
     if (comm->rank() == 0) std::printf("step %4lld  loss %.4f\n", static_cast<long long>(step), mean.item<double>());
   }
 

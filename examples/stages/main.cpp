@@ -49,9 +49,7 @@ void train(const Options& options, const std::shared_ptr<tessera::Communicator>&
     loss.backward();
     model.step();
     model.zero_grad();
-    auto mean = loss.detach().clone();
-    comm->all_reduce(mean, tessera::ReduceOp::kAverage, "the loss").wait();
-    mean = comm->to_host(mean, "the loss");
+    const auto mean = tessera::reduce_to_host(*comm, loss.detach().clone(), tessera::ReduceOp::kAverage, "the loss");
     if (comm->rank() == 0)
       std::printf("step %3lld  loss %.9g\n", static_cast<long long>(step + 1), mean.item<double>());
   }

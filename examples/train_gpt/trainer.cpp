@@ -9,6 +9,8 @@
 #include "batch.h"
 #include "optimizer.h"
 
+#include "tessera/comm/host_results.h"
+
 namespace train_gpt {
 namespace {
 
@@ -124,9 +126,8 @@ MemoryUse Trainer::memory() const {
 }
 
 std::vector<double> Trainer::mean_over_ranks(const std::vector<double>& values) {
-  auto means = torch::tensor(values, torch::kFloat64).to(comm_.device());
-  comm_.all_reduce(means, tessera::ReduceOp::kAverage, "losses").wait();
-  means = comm_.to_host(means, "losses");
+  const auto means =
+      tessera::reduce_to_host(comm_, torch::tensor(values, torch::kFloat64), tessera::ReduceOp::kAverage, "losses");
   return {means.data_ptr<double>(), means.data_ptr<double>() + means.numel()};
 }
 
@@ -134,11 +135,8 @@ std::vector<MemoryUse> memory_of_all_ranks(const MemoryUse& own, tessera::Commun
   constexpr int64_t kFigures = 7;
   const auto shard = torch::tensor({own.parameter_bytes, own.grad_bytes, own.optimizer_bytes, own.peak_gathered_bytes,
                                     own.peak_bucket_bytes, own.held_bytes, own.peak_held_bytes},
-                                   torch::kInt64)
-                         .to(comm.device());
-  auto full = torch::empty({comm.size() * kFigures}, shard.options());
-  comm.all_gather(full, shard, {}, "memory figures").wait();
-  full = comm.to_host(full, "memory figures");
+                                   torch::kInt64);
+  const auto full = tessera::gather_to_host(comm, shard, "memory figures");
   std::vector<MemoryUse> memory;
   for (const auto* f = full.data_ptr<int64_t>(); f != full.data_ptr<int64_t>() + full.numel(); f += kFigures) {
     memory.push_back({f[0], f[1], f[2], f[3], f[4], f[5], f[6]});
