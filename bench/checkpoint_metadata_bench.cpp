@@ -17,7 +17,7 @@
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/find_checkpoints.h"
 #include "tessera/checkpoint/rank_files.h"
-#include "tessera/checkpoint/save_parts.h"
+#include "tessera/checkpoint/saved_part.h"
 
 namespace {
 

@@ -124,17 +124,17 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
       "rng " + std::to_string(options.rng)};
   for (const auto& stateful : state.beside) lines.push_back("beside the model " + stateful->state_name());
   require_agreement(comm, "which checkpoint to load", lines);
-  SaveJob::await_underway(state.model.comm());
+  SaveJob::await_save_before(state.model.comm());
   for (int replacements = 0;; ++replacements) {
     // The manifest as rank 0 sees it, so that ranks cannot see different ones if it is replaced now. Rank 0 holds it
     // for all of them: none goes on before all have read.
-    std::optional<ReadHold> hold;
-    const auto texts = settle(comm, attempt([&] {
-                                if (comm.rank() != 0) return std::string();
-                                hold.emplace(dir);
-                                return read_manifest_text(dir);
-                              }),
-                              what);
+    std::optional<ReadLock> hold;
+    const auto texts = gather_results(comm, attempt([&] {
+                                        if (comm.rank() != 0) return std::string();
+                                        hold.emplace(dir);
+                                        return read_manifest_text(dir);
+                                      }),
+                                      what);
     try {
       Manifest manifest;
       on_all_ranks(comm, what, [&] { manifest = manifest_of(texts[0], dir); });
@@ -150,7 +150,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
 
 std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State& state, const LoadOptions& options) {
   Communicator& comm = *state.model.comm();
-  SaveJob::await_underway(state.model.comm());
+  SaveJob::await_save_before(state.model.comm());
   // Rank 0 decides: others might see a folder that changes. First those of which nobody knows how old they are.
   const auto names = attempt([&] {
     std::string all;
@@ -160,7 +160,7 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     for (const auto& path : damaged) all = path.filename().string() + "/" + all;
     return all;
   });
-  std::istringstream newest_first(settle(comm, names, "looking for checkpoints in " + folder.string())[0]);
+  std::istringstream newest_first(gather_results(comm, names, "looking for checkpoints in " + folder.string())[0]);
   LoadedCheckpoint loaded;
   for (std::string name; std::getline(newest_first, name, '/');) try {
       loaded.path = folder / name;

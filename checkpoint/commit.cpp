@@ -76,7 +76,7 @@ void remove_old_checkpoints(const fs::path& folder, int keep) {
   is_remote(folder) ? clear_remote_leftovers(folder) : clear_local_leftovers(folder);
 }
 
-ReadHold::ReadHold(const fs::path& checkpoint) {
+ReadLock::ReadLock(const fs::path& checkpoint) {
   if (is_remote(checkpoint)) return;
   // Whoever has it for himself has just completed it, or is about to remove it, and not for long.
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);

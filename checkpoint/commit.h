@@ -59,9 +59,9 @@ void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
 // Keeps a checkpoint where it is while it is read: nobody removes it for keep_last meanwhile, nor, where it was
 // replaced, its files. On a file system or a storage without locks it does nothing.
-class ReadHold {
+class ReadLock {
  public:
-  explicit ReadHold(const std::filesystem::path& checkpoint);
+  explicit ReadLock(const std::filesystem::path& checkpoint);
 
  private:
   FileLock lock_;

@@ -43,9 +43,7 @@ struct Contents {
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
   for (const std::string& name : storage_of(checkpoint).list(checkpoint)) {
-    const bool is_folder_of_save =
-        name.size() == 17 && name.back() == '/' && name.find_first_not_of("0123456789abcdef") == name.size() - 1;
-    if (is_folder_of_save || (name.starts_with("rank-") && name.ends_with(".safetensors")))
+    if (!save_folder(name).empty() || (name.starts_with("rank-") && name.ends_with(".safetensors")))
       ++contents.ranks;
     else if (name != kManifestName && name != kDraftName && !name.starts_with(".part-") && !name.starts_with(".group-"))
       ++contents.others;
@@ -54,6 +52,12 @@ Contents contents_of(const fs::path& checkpoint) {
 }
 
 }  // namespace
+
+std::string save_folder(const std::string& listed) {
+  const bool fits =
+      listed.size() == 17 && listed.back() == '/' && listed.find_first_not_of("0123456789abcdef") == listed.size() - 1;
+  return fits ? listed.substr(0, 16) : "";
+}
 
 bool is_checkpoint(const fs::path& path) { return storage_of(path).exists(path / kManifestName); }
 

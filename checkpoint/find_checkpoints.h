@@ -24,6 +24,9 @@ struct FoundCheckpoints {
 };
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
 
+// The name of a save's folder in a remote checkpoint (its id), without the '/' that it is listed with; "" for anything
+// else.
+std::string save_folder(const std::string& listed);
 // Whether a directory has a manifest and, beside it, only what a checkpoint consists of.
 bool holds_nothing_else(const std::filesystem::path& checkpoint);
 

@@ -29,12 +29,12 @@ struct FullLayout {
     std::string start;  // the file's first bytes: a header, or all of an index
     int64_t bytes = 0;
   };
-  struct Place {
+  struct Position {
     size_t file = 0;
     int64_t begin = 0;  // first byte in the file
   };
-  std::vector<FullFile> files;          // the last makes it all visible: the one there is, or the index of the others
-  std::map<std::string, Place> places;  // of tensors
+  std::vector<FullFile> files;  // the last makes it all visible: the one there is, or the index of the others
+  std::map<std::string, Position> positions;  // of tensors
 };
 
 // Tensors in their order, a new group where the next would exceed the limit.
@@ -87,7 +87,7 @@ FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& 
     const std::string header = format_safetensors_header(entries, metadata);
     int64_t bytes = 0;
     for (const auto& entry : entries) {
-      layout.places[entry.name] = {i, entry.begin};
+      layout.positions[entry.name] = {i, entry.begin};
       bytes += entry.bytes;
     }
     total_bytes += bytes;
@@ -206,11 +206,11 @@ void write_box(const File& file, const Piece& piece, int64_t begin) {
 // File by file, so that one is open at a time.
 void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
   std::map<size_t, std::vector<const Piece*>> by_file;
-  for (const Piece& piece : pieces) by_file[layout.places.at(piece.name).file].push_back(&piece);
+  for (const Piece& piece : pieces) by_file[layout.positions.at(piece.name).file].push_back(&piece);
   for (const auto& [index, own] : by_file) {
     const File file = open_file_to_write(draft_of(layout.files[index].path));
     for (const Piece* piece : own) {
-      write_box(file, *piece, layout.places.at(piece->name).begin);
+      write_box(file, *piece, layout.positions.at(piece->name).begin);
       if (progress) progress(bytes_of(*piece));
     }
     file.sync();
@@ -229,9 +229,9 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   std::optional<Drafts> drafts;  // rank 0's
   std::vector<LocalTensor> tensors;
   // Each stage on all ranks before the next: the drafts are there, their parts are written, all is visible.
-  SignOfLife life;
+  Heartbeat heartbeat;
   auto stage = [&](const std::function<void()>& part) {
-    on_all_ranks_slowly(comm, "saving " + file.string(), life, part);
+    on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);
   };
   on_all_ranks(comm, "saving " + file.string(), [&] {
     if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
@@ -243,7 +243,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     synchronize(comm.device());
     if (comm.rank() == 0) drafts.emplace(layout, file).create();
   });
-  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { life.show(); }); });
+  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { heartbeat.beat(); }); });
   stage([&] {
     if (drafts) drafts->publish();
   });

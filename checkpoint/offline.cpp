@@ -110,7 +110,7 @@ SavedTensors find_tensors(const fs::path& path) {
 
 void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state, const SaveFullOptions& options,
                             const Progress& progress) {
-  const ReadHold hold(from);
+  const ReadLock hold(from);
   Manifest manifest = read_manifest(from);
   manifest.saved = with_every_slice(manifest.saved);
   std::error_code ignored;
@@ -128,7 +128,7 @@ void consolidate_checkpoint(const fs::path& from, const fs::path& to, bool state
 }
 
 void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, const Progress& progress) {
-  std::optional<ReadHold> hold(from);
+  std::optional<ReadLock> hold(from);
   if (ranks < 1 || ranks > 99999)
     throw std::invalid_argument("ranks is " + std::to_string(ranks) + ", expected 1 to 99999");
   Manifest manifest = read_manifest(from);
@@ -138,9 +138,9 @@ void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, con
   const bool same_ranks = ranks == manifest.world_size;
   SavedTensors all{.block_bytes = saved.block_bytes, .by_rank = true, .world_size = ranks};
   for (int rank = 0; rank < ranks; ++rank) {
-    const RankNote note{rank, partial->id(), saved.block_bytes,
-                        same_ranks ? generators_of(manifest, rank) : GeneratorStates()};
-    append(all, write_rank_files(partial->path(), note, pieces_for(saved, rank, ranks, reader)));
+    const RankFileFields fields{rank, partial->id(), saved.block_bytes,
+                                same_ranks ? generators_of(manifest, rank) : GeneratorStates()};
+    append(all, write_rank_files(partial->path(), fields, pieces_for(saved, rank, ranks, reader)));
   }
   join_all(all);
   all.has_rng = same_ranks && (manifest.saved.has_rng || !manifest.rng.empty());
@@ -152,7 +152,7 @@ void reshard_checkpoint(const fs::path& from, const fs::path& to, int ranks, con
 }
 
 std::vector<std::string> verify_checkpoint(const fs::path& directory, const Progress& progress) {
-  const ReadHold hold(directory);
+  const ReadLock hold(directory);
   Manifest manifest = read_manifest(directory);
   std::vector<std::string> problems;
   auto collect = [&](const std::function<void()>& check) {
@@ -197,7 +197,7 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
                                                const Progress& progress) {
   if (!(options.tolerance >= 0))
     throw std::invalid_argument("tolerance is " + std::to_string(options.tolerance) + ", expected 0 or more");
-  const ReadHold hold_a(a), hold_b(b);
+  const ReadLock hold_a(a), hold_b(b);
   SavedTensors first = find_tensors(a), second = find_tensors(b);
   if (options.only_parameters) {
     // A full file does not say which are buffers; the other side may.

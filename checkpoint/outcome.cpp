@@ -15,8 +15,18 @@
 
 #include "tessera/checkpoint/errors.h"
 #include "tessera/comm/agreement.h"
+#include "tessera/comm/host_results.h"
 
 namespace tessera {
+namespace {
+
+int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& what) {
+  c10::InferenceMode quiet;
+  const at::Tensor number = at::full({}, own, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+  return reduce_to_host(comm, number, ReduceOp::kMin, what).item<int64_t>();
+}
+
+}  // namespace
 
 // One letter, then the text: 'W' for well, or the kind of failure.
 std::string Outcome::to_text() const { return error.empty() ? "W" + result : std::string(1, kind) + error; }
@@ -64,7 +74,7 @@ void throw_failures(const std::vector<Outcome>& outcomes, const std::string& wha
   throw CheckpointError(message);
 }
 
-std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what) {
+std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what) {
   std::vector<Outcome> outcomes;
   for (const auto& text : gather_texts(comm, own.to_text(), what)) outcomes.push_back(Outcome::from_text(text));
   throw_failures(outcomes, what);
@@ -73,25 +83,18 @@ std::vector<std::string> settle(Communicator& comm, const Outcome& own, const st
   return results;
 }
 
-void settle_all(Communicator& comm, const Outcome& own, const std::string& what) {
-  {
-    c10::InferenceMode quiet;
-    const at::Tensor well =
-        at::full({1}, own.error.empty() ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(comm.device()));
-    comm.all_reduce(well, ReduceOp::kMin, what).wait();
-    if (comm.to_host(well, what).item<int64_t>() == 1) return;
-  }
-  settle(comm, own, what);
+void require_success(Communicator& comm, const Outcome& own, const std::string& what) {
+  if (least_over_ranks(comm, own.error.empty() ? 1 : 0, what) == 0) gather_results(comm, own, what);
 }
 
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part) {
-  settle_all(comm, attempt([&] { return part(), std::string(); }), what);
+  require_success(comm, attempt([&] { return part(), std::string(); }), what);
 }
 
-void on_all_ranks_slowly(Communicator& comm, const std::string& what, SignOfLife& life,
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part) {
-  const auto patience = SignOfLife::kPatience * comm.timeout();
-  life.show();
+  const auto patience = Heartbeat::kMostTimeouts * comm.timeout();
+  heartbeat.beat();
   Outcome own;
   std::mutex mutex;
   std::condition_variable ended_changed;
@@ -116,22 +119,16 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, SignOfLife
     ended_changed.wait_for(lock, pause, [&] { return ended; });
     const bool own_ended = ended;
     lock.unlock();
-    const bool is_stuck = !own_ended && life.is_older_than(patience);
-    c10::InferenceMode quiet;
-    // Of all the least: 2, the part has ended; 1, it gets on; 0, it does not.
-    const at::Tensor sign = at::full({1},
-                                     own_ended  ? 2
-                                     : is_stuck ? 0
-                                                : 1,
-                                     at::TensorOptions().dtype(at::kLong).device(comm.device()));
-    comm.all_reduce(sign, ReduceOp::kMin, what).wait();
-    const auto least = comm.to_host(sign, what).item<int64_t>();
-    all_ended = least == 2;
-    if (least > 0) continue;
+    const bool is_stuck = !own_ended && heartbeat.is_older_than(patience);
+    enum State : int64_t { kStuck, kGetsOn, kEnded };
+    const int64_t least = least_over_ranks(comm, own_ended ? kEnded : is_stuck ? kStuck : kGetsOn, what);
+    all_ended = least == kEnded;
+    if (least != kStuck) continue;
     const auto seconds = std::to_string(std::chrono::duration<double>(patience).count());
-    settle(comm, {.error = is_stuck ? "gets no further: one step takes longer than " + seconds + " s" : ""}, what);
+    gather_results(comm, {.error = is_stuck ? "gets no further: one step takes longer than " + seconds + " s" : ""},
+                   what);
   }
-  settle_all(comm, own, what);
+  require_success(comm, own, what);
 }
 
 }  // namespace tessera

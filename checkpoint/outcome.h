@@ -17,14 +17,14 @@ class OtherFailure : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-// That a part which takes long gets on: shown by who does it, asked for by who waits. Any threads.
-class SignOfLife {
+// Tells that a part which takes long gets on: beaten by who does it, asked by who waits. Any threads.
+class Heartbeat {
  public:
-  // For how many of the group's timeouts one step may take, an fsync or a rename, say, before a rank counts as stuck.
-  static constexpr int kPatience = 4;
+  // How many of the group's timeouts one step may take, an fsync or a rename, say, before a rank counts as stuck.
+  static constexpr int kMostTimeouts = 4;
 
-  SignOfLife() { show(); }
-  void show() { last_ = Clock::now().time_since_epoch().count(); }
+  Heartbeat() { beat(); }
+  void beat() { last_ = Clock::now().time_since_epoch().count(); }
   bool is_older_than(std::chrono::milliseconds age) const {
     return Clock::now().time_since_epoch() - Clock::duration(last_.load()) > age;
   }
@@ -51,25 +51,24 @@ struct Outcome {
 Outcome attempt(const std::function<std::string()>& part);
 
 // Tells every rank every rank's outcome. If any failed, throws on all ranks what the lowest that failed did, naming
-// that rank and the cause, by the outcome's kind.
-// Otherwise returns the results in rank order. Collective.
-std::vector<std::string> settle(Communicator& comm, const Outcome& own, const std::string& what);
+// that rank and the cause, by the outcome's kind. Otherwise returns the results in rank order. Collective.
+std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what);
 
 // The same where nothing is to be told: a rank gathers texts only if one failed.
-void settle_all(Communicator& comm, const Outcome& own, const std::string& what);
+void require_success(Communicator& comm, const Outcome& own, const std::string& what);
 
-// Runs and settles a part that has nothing to tell: it went well on all ranks, or throws on all.
+// Runs a part that has nothing to tell: it went well on all ranks, or throws on all.
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
 // As on_all_ranks(), for a part that may take longer on one rank than on another by more than the group's timeout: it
 // runs on a thread of its own, in which nothing may be collective, while the ranks show each other that they live. A
 // rank that is lost meanwhile is a CommError on the others at once, which they throw when their own part has ended. So
-// is, as a CheckpointError of all that names it, one whose part shows no life for SignOfLife::kPatience times the
-// group's timeout; that rank itself still waits for its part.
-void on_all_ranks_slowly(Communicator& comm, const std::string& what, SignOfLife& life,
+// is, as a CheckpointError of all that names it, one without a heartbeat for kMostTimeouts times the group's timeout;
+// that rank itself still waits for its part.
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 
-// Throws what settle() throws, if any of these failed.
+// Throws what gather_results() throws, if any of these failed.
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what);
 
 }  // namespace tessera

@@ -135,18 +135,18 @@ void join_runs(std::vector<RankRun>& runs) {
 }
 
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
-                               const std::map<std::string, std::string>& metadata, const RankNote& note,
+                               const std::map<std::string, std::string>& metadata, const RankFileFields& own,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng) {
   json sums = json::object();
   for (const auto& entry : entries) {
     const int64_t bytes = tensor_bytes(entry.shape, entry.dtype).value();
     const auto found = checksums.find(entry.name);
     sums[entry.name] = found == checksums.end()
-                           ? std::string(static_cast<size_t>(blocks_of(bytes, note.block_bytes)) * kSealDigits, '0')
+                           ? std::string(static_cast<size_t>(blocks_of(bytes, own.block_bytes)) * kSealDigits, '0')
                            : checksums_to_hex(found->second);
   }
-  json fields = {{"id", to_hex(note.id)}, {"rank", note.rank}, {"block_bytes", note.block_bytes}, {"checksums", sums}};
-  if (with_rng && !note.rng.empty()) fields["rng"] = generators_to_json(note.rng);
+  json fields = {{"id", to_hex(own.id)}, {"rank", own.rank}, {"block_bytes", own.block_bytes}, {"checksums", sums}};
+  if (with_rng && !own.rng.empty()) fields["rng"] = generators_to_json(own.rng);
   auto all = metadata;
   all[kNote] = fields.dump();
   all["TESSERA_CHECKSUM"] = kUnsealed;

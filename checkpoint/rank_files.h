@@ -59,16 +59,16 @@ SavedTensors with_every_slice(const SavedTensors& saved,
                               const std::function<void(const CheckpointError&)>& on_damage = {});
 
 // What a rank's files are written with.
-struct RankNote {
+struct RankFileFields {
   int64_t rank = 0;
   uint64_t id = 0;  // the checkpoint's
   int64_t block_bytes = 0;
   GeneratorStates rng;
 };
 
-// The header's text with the rank's note, sealed; as long whatever the checksums are.
+// The header's text with the rank's fields, sealed; as long whatever the checksums are.
 std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
-                               const std::map<std::string, std::string>& metadata, const RankNote& note,
+                               const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);
 
 }  // namespace tessera

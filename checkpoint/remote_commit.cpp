@@ -23,13 +23,6 @@ int64_t now_seconds() {
   return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-// The name of a save's folder, without the '/' that it is listed with; "" for anything else.
-std::string save_folder(const std::string& listed) {
-  const bool fits =
-      listed.size() == 17 && listed.back() == '/' && listed.find_first_not_of("0123456789abcdef") == listed.size() - 1;
-  return fits ? listed.substr(0, 16) : "";
-}
-
 // Whether nobody writes there. The draft's two lines: whose it is, and since when.
 bool is_abandoned(const fs::path& save) {
   const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);

@@ -8,8 +8,8 @@
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/save_parts.h"
-#include "tessera/checkpoint/save_underway.h"
+#include "tessera/checkpoint/group_saves.h"
+#include "tessera/checkpoint/saved_part.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/comm/agreement.h"
 
@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kMaxPartBytes = int64_t{1} << 30;
 
 fs::path part_path(const fs::path& directory, int rank) { return directory / (".part-" + five_digits(rank)); }
-fs::path group_path(const fs::path& directory, int leader) { return directory / (".group-" + five_digits(leader)); }
+fs::path subgroup_path(const fs::path& directory, int leader) { return directory / (".group-" + five_digits(leader)); }
 
 void check_options(const SaveOptions& options) {
   if (options.keep_last < 0)
@@ -34,7 +34,7 @@ void check_options(const SaveOptions& options) {
 // What rank 0 tells of saves before this one: that one failed, or that what they made needless is still being removed
 // and may have this one's name.
 void settle_before(Communicator& comm, const std::string& failure, const std::shared_ptr<Removal>& removal,
-                   const fs::path& dir, SignOfLife& life) {
+                   const fs::path& dir, Heartbeat& heartbeat) {
   constexpr char kFailed = 'F', kRemoves = 'R';
   std::string own;
   std::error_code ignored;
@@ -45,7 +45,7 @@ void settle_before(Communicator& comm, const std::string& failure, const std::sh
   const std::string told = gather_texts(comm, comm.rank() == 0 ? own : "", "an asynchronous save")[0];
   if (told.empty()) return;
   if (told[0] == kFailed) throw CheckpointError("the asynchronous save before failed: " + told.substr(1));
-  on_all_ranks_slowly(comm, "removing checkpoints before saving " + dir.string(), life, [&] {
+  on_all_ranks_slowly(comm, "removing checkpoints before saving " + dir.string(), heartbeat, [&] {
     if (comm.rank() == 0) removal->join();
   });
 }
@@ -57,7 +57,7 @@ SaveJob::SaveJob(fs::path dir, std::shared_ptr<Communicator> comm, const SaveOpt
       what_("saving " + dir_.string()),
       comm_(std::move(comm)),
       options_(options),
-      groups_(comm_->rank(), comm_->size()) {}
+      subgroups_(comm_->rank(), comm_->size()) {}
 
 std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Communicator> comm,
                                         const SaveOptions& options) {
@@ -65,27 +65,27 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
   std::shared_ptr<SaveJob> before;
   std::shared_ptr<Removal> removal;
   std::string failure;
-  with_underway(comm, [&](Underway& entry) {
-    before = entry.job.lock();
-    removal = entry.removal;
-    failure = std::exchange(entry.failure, "");
-    job->copies_ = HostCopies(std::exchange(entry.host, {}));
+  with_group_saves(comm, [&](GroupSaves& saves) {
+    before = saves.job.lock();
+    removal = saves.removal;
+    failure = std::exchange(saves.failure, "");
+    job->copies_ = HostCopies(std::exchange(saves.host, {}));
   });
   if (before) {
     before->join();
     job->copies_ = HostCopies(before->copies_.take_memory());
     if (!std::exchange(before->delivered_, true)) failure = before->result_.error;
-    with_underway(comm, [&](Underway& entry) { removal = entry.removal; });
+    with_group_saves(comm, [&](GroupSaves& saves) { removal = saves.removal; });
   }
-  settle_before(*comm, failure, removal, dir, job->life_);
+  settle_before(*comm, failure, removal, dir, job->heartbeat_);
   require_agreement(
       *comm, "where to save a checkpoint",
       {"directory " + dir.string(), "keep_last " + std::to_string(options.keep_last),
        "block_bytes " + std::to_string(options.block_bytes),
        "copy_in_background " + std::to_string(options.copy_in_background), "rng " + std::to_string(options.rng)});
   on_all_ranks(*comm, job->what_, [&] { check_options(options); });
-  on_all_ranks_slowly(*comm, job->what_, job->life_, [&] {
-    if (comm->rank() == 0) job->partial_ = PartialCheckpoint::begin(dir, [&] { job->life_.show(); });
+  on_all_ranks_slowly(*comm, job->what_, job->heartbeat_, [&] {
+    if (comm->rank() == 0) job->partial_ = PartialCheckpoint::begin(dir, [&] { job->heartbeat_.beat(); });
   });
   const auto& partial = job->partial_;
   const std::string told =
@@ -95,17 +95,17 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
   return job;
 }
 
-void SaveJob::await_underway(const std::shared_ptr<Communicator>& comm) {
+void SaveJob::await_save_before(const std::shared_ptr<Communicator>& comm) {
   std::shared_ptr<SaveJob> job;
-  with_underway(comm, [&](const Underway& entry) { job = entry.job.lock(); });
+  with_group_saves(comm, [&](const GroupSaves& saves) { job = saves.job.lock(); });
   if (job) job->join();
 }
 
 SaveJob::~SaveJob() {
   join();
-  with_underway(comm_, [&](Underway& entry) {
-    if (!delivered_ && !result_.error.empty()) entry.failure = result_.error;
-    if (at::Tensor memory = copies_.take_memory(); memory.defined()) entry.host = std::move(memory);
+  with_group_saves(comm_, [&](GroupSaves& saves) {
+    if (!delivered_ && !result_.error.empty()) saves.failure = result_.error;
+    if (at::Tensor memory = copies_.take_memory(); memory.defined()) saves.host = std::move(memory);
   });
 }
 
@@ -119,33 +119,33 @@ void SaveJob::write_part() {
     throw CheckpointError(partial_path_.string() +
                           ": is not there, though rank 0 has made it: somebody has removed it, or it is "
                           "not on a file system that all ranks share");
-  const RankNote note{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
+  const RankFileFields fields{comm_->rank(), id_, options_.block_bytes, options_.rng ? plan_.rng : GeneratorStates()};
   SavedPart part(comm_->size());
-  part.set(write_rank_files(partial_path_, note, plan_.pieces, [&](int64_t) { life_.show(); }),
+  part.set(write_rank_files(partial_path_, fields, plan_.pieces, [&](int64_t) { heartbeat_.beat(); }),
            plan_.optimizer ? &*plan_.optimizer : nullptr);
   plan_.pieces.clear();
   storage.put(part_path(partial_path_, comm_->rank()), part.text(), /*durable=*/false);
 }
 
-void SaveJob::merge_group() {
+void SaveJob::merge_subgroup() {
   SavedPart part(comm_->size());
-  for (int rank = groups_.leader(); rank < groups_.end(); ++rank) {
+  for (int rank = subgroups_.leader(); rank < subgroups_.end(); ++rank) {
     const fs::path path = part_path(partial_path_, rank);
     part.add(read_text(path, kMaxPartBytes), "rank " + std::to_string(rank));
     storage_of(path).remove(path);
-    life_.show();
+    heartbeat_.beat();
   }
-  storage_of(partial_path_).put(group_path(partial_path_, groups_.leader()), part.text(), /*durable=*/false);
+  storage_of(partial_path_).put(subgroup_path(partial_path_, subgroups_.leader()), part.text(), /*durable=*/false);
 }
 
 void SaveJob::commit() {
   SavedPart part(comm_->size());
-  for (int group = 0; group < groups_.count(); ++group) {
-    const int first = group * groups_.ranks();
-    const fs::path path = group_path(partial_path_, first);
+  for (int subgroup = 0; subgroup < subgroups_.count(); ++subgroup) {
+    const int first = subgroup * subgroups_.ranks();
+    const fs::path path = subgroup_path(partial_path_, first);
     part.add(read_text(path, kMaxPartBytes), "rank " + std::to_string(first) + " or one after it");
     storage_of(path).remove(path);
-    life_.show();
+    heartbeat_.beat();
   }
   Manifest manifest = std::move(part).manifest(plan_.optimizer);
   manifest.saved.block_bytes = options_.block_bytes;
@@ -168,8 +168,8 @@ void SaveJob::clean_up() {
     }
   };
   await_removals_at_exit(scheme_of(dir_));
-  with_underway(comm_, [&](Underway& entry) {
-    entry.removal = std::make_shared<Removal>(std::move(remove), std::move(entry.removal));
+  with_group_saves(comm_, [&](GroupSaves& saves) {
+    saves.removal = std::make_shared<Removal>(std::move(remove), std::move(saves.removal));
   });
 }
 
@@ -180,25 +180,25 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
     // The thread that writes has streams of its own.
     synchronize(comm_->device());
   });
-  on_all_ranks_slowly(*comm_, what_, life_, [&] { write_part(); });
-  on_all_ranks_slowly(*comm_, what_, life_, [&] {
-    if (comm_->rank() == groups_.leader()) merge_group();
+  on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] { write_part(); });
+  on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] {
+    if (comm_->rank() == subgroups_.leader()) merge_subgroup();
   });
-  on_all_ranks_slowly(*comm_, what_, life_, [&] {
+  on_all_ranks_slowly(*comm_, what_, heartbeat_, [&] {
     if (comm_->rank() == 0) commit();
   });
   if (comm_->rank() == 0) clean_up();
 }
 
 void SaveJob::start(const std::function<SavePlan()>& plan) {
-  meeting_.emplace(comm_, "save/" + to_hex(id_), what_);
+  coordinator_.emplace(comm_, "save/" + to_hex(id_), what_);
   on_all_ranks(*comm_, what_, [&] {
     plan_ = plan();
     check_extra(plan_.extra);
     copied_ = plan_.watched.empty();
     copies_.begin(plan_, comm_->device());
   });
-  with_underway(comm_, [&](Underway& entry) { entry.job = weak_from_this(); });
+  with_group_saves(comm_, [&](GroupSaves& saves) { saves.job = weak_from_this(); });
   thread_ = std::thread([this] { background(); });
 }
 
@@ -210,17 +210,17 @@ void SaveJob::set_copied() {
 
 void SaveJob::end_copies() {
   const std::shared_ptr<void> at_end(nullptr, [&](void*) { set_copied(); });
-  copies_.end(plan_, comm_->device(), [&] { life_.show(); });
+  copies_.end(plan_, comm_->device(), [&] { heartbeat_.beat(); });
 }
 
 void SaveJob::background() {
   const at::NoGradGuard no_grad;
   try {
-    const Outcome own = meeting_->work(life_, [&] {
+    const Outcome own = coordinator_->work(heartbeat_, [&] {
       end_copies();
       write_part();
     });
-    result_ = meeting_->meet(own, life_, [&] { merge_group(); }, [&] { commit(); });
+    result_ = coordinator_->finish(own, heartbeat_, [&] { merge_subgroup(); }, [&] { commit(); });
     if (partial_ && result_.error.empty()) clean_up();
   } catch (const std::exception& error) {  // the store is gone, or a rank is
     result_ = {.error = error.what()};

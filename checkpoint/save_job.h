@@ -11,7 +11,7 @@
 #include "tessera/checkpoint/commit.h"
 #include "tessera/checkpoint/options.h"
 #include "tessera/checkpoint/outcome.h"
-#include "tessera/checkpoint/save_meeting.h"
+#include "tessera/checkpoint/save_coordinator.h"
 #include "tessera/checkpoint/save_plan.h"
 #include "tessera/comm/communicator.h"
 
@@ -20,9 +20,9 @@ namespace tessera {
 // One save, on one rank: begin() and then either run() or start() and wait(). begin(), run() and start() are
 // collective.
 //
-// Three stages: each rank writes its files, and beside them what it wrote; the first rank of each group of about
-// sqrt(size) makes one of its group's; rank 0 makes the manifest of those, and the checkpoint. So nobody reads more
-// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own (SignOfLife).
+// Three stages: each rank writes its files, and beside them what it wrote; the first rank of each subgroup of about
+// sqrt(size) makes one of its subgroup's; rank 0 makes the manifest of those, and the checkpoint. So nobody reads more
+// than sqrt(size) small files. No stage ends by the group's timeout while a rank gets on with its own (Heartbeat).
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's save before this one, if any, and throws its error; then makes the temporary directory.
@@ -30,7 +30,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
                                         const SaveOptions& options);
   // Returns when the group's save that is under way, if any, has ended: not before, its checkpoint is not to be found.
   // Not collective; throws nothing: whoever has the save, or the next one, gets its error.
-  static void await_underway(const std::shared_ptr<Communicator>& comm);
+  static void await_save_before(const std::shared_ptr<Communicator>& comm);
   ~SaveJob();
   SaveJob(const SaveJob&) = delete;
   SaveJob& operator=(const SaveJob&) = delete;
@@ -48,7 +48,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   // Ends the thread soon, where it waits for other ranks.
   void cancel() {
-    if (meeting_) meeting_->cancel();
+    if (coordinator_) coordinator_->cancel();
   }
 
  private:
@@ -56,9 +56,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void join();
 
   void write_part();
-  void merge_group();  // leaders
-  void commit();       // rank 0
-  void clean_up();     // rank 0; begins it
+  void merge_subgroup();  // leaders
+  void commit();          // rank 0
+  void clean_up();        // rank 0; begins it
 
   void background();
   void end_copies();
@@ -68,15 +68,15 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const std::string what_;  // for messages
   const std::shared_ptr<Communicator> comm_;
   const SaveOptions options_;
-  const RankGroups groups_;
-  SignOfLife life_;  // this rank's
+  const Subgroups subgroups_;
+  Heartbeat heartbeat_;  // this rank's
   std::filesystem::path partial_path_;
   uint64_t id_ = 0;
   std::unique_ptr<PartialCheckpoint> partial_;  // rank 0's
   SavePlan plan_;
   HostCopies copies_;  // of an asynchronous save
   std::atomic<bool> copied_ = true;
-  std::optional<SaveMeeting> meeting_;
+  std::optional<SaveCoordinator> coordinator_;
   std::thread thread_;
   std::atomic<bool> done_ = false;
   Outcome result_;          // of the background save, the same on all ranks

@@ -106,14 +106,14 @@ void HostCopies::begin(SavePlan& plan, at::Device device) {
   begun_->record(current_stream(device));
 }
 
-void HostCopies::settle() {
+void HostCopies::await_copies() {
   if (begun_) begun_->synchronize();
   begun_.reset();
   sources_.clear();
 }
 
 void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
-  settle();
+  await_copies();
   if (later_.empty()) return;
   std::optional<c10::StreamGuard> on_side;  // beside what the loop computes
   if (!device.is_cpu())
@@ -121,7 +121,7 @@ void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void
         c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));
   for (const size_t i : std::exchange(later_, {})) copy(plan.pieces[i], room_[i]), progress();
   if (on_side) begun_.emplace(device.type()).record(on_side->current_stream());
-  settle();
+  await_copies();
   for (const auto& [fqn, tensor, writes] : plan.watched)
     if (writes_to(tensor) != writes)
       throw std::invalid_argument("'" + fqn +
@@ -130,7 +130,7 @@ void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void
 }
 
 at::Tensor HostCopies::take_memory() {
-  settle();
+  await_copies();
   room_.clear();
   return std::exchange(memory_, {});
 }

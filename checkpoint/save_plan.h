@@ -56,7 +56,7 @@ class HostCopies {
 
  private:
   void copy(Piece& piece, const at::Tensor& room);
-  void settle();
+  void await_copies();
 
   at::Tensor memory_;
   std::vector<at::Tensor> room_;     // in it, of each piece

@@ -107,7 +107,7 @@ class Checker {
   }
 
   void check_bytes_apart() {
-    std::sort(used_.begin(), used_.end(), [](const Use& a, const Use& b) {
+    std::sort(used_.begin(), used_.end(), [](const UsedBytes& a, const UsedBytes& b) {
       return std::tie(a.file, a.begin, a.bytes) < std::tie(b.file, b.begin, b.bytes);
     });
     for (size_t i = 1; i < used_.size(); ++i) {
@@ -117,7 +117,7 @@ class Checker {
     }
   }
 
-  struct Use {
+  struct UsedBytes {
     int file;
     int64_t begin, bytes;
     const std::string* name;
@@ -125,7 +125,7 @@ class Checker {
   const SavedTensors& saved_;
   const std::string& where_;
   const std::string* name_ = nullptr;
-  std::vector<Use> used_;
+  std::vector<UsedBytes> used_;
 };
 
 }  // namespace

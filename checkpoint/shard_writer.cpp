@@ -75,23 +75,23 @@ SavedTensors write_safetensors(const std::filesystem::path& path, const std::vec
   return saved;
 }
 
-void write_rank_file(const std::filesystem::path& path, const RankNote& note, const std::vector<const Piece*>& pieces,
-                     bool with_rng, const Progress& progress) {
+void write_rank_file(const std::filesystem::path& path, const RankFileFields& fields,
+                     const std::vector<const Piece*>& pieces, bool with_rng, const Progress& progress) {
   auto [entries, metadata] = entries_of(pieces);
   std::map<std::string, std::vector<uint64_t>> checksums;
   int64_t digits = 0;
-  for (const Piece* piece : pieces) digits += 16 * (bytes_of(*piece) / note.block_bytes + 1);
+  for (const Piece* piece : pieces) digits += 16 * (bytes_of(*piece) / fields.block_bytes + 1);
   if (digits > kMaxHeaderBytes)
-    throw std::invalid_argument("block_bytes is " + std::to_string(note.block_bytes) + ": the checksums of " +
+    throw std::invalid_argument("block_bytes is " + std::to_string(fields.block_bytes) + ": the checksums of " +
                                 path.filename().string() + " would have " + std::to_string(digits) +
                                 " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
                                 " that a header may have; take larger blocks");
   // As long as it will be once the checksums are known.
-  const std::string room = format_rank_header(entries, metadata, note, checksums, with_rng);
+  const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
   const auto file = create(path, room, entries);
   for (const Piece* piece : pieces)
-    checksums[piece->name] = write_slice(*file, checked_data(*piece), note.block_bytes, progress);
-  const std::string header = format_rank_header(entries, metadata, note, checksums, with_rng);
+    checksums[piece->name] = write_slice(*file, checked_data(*piece), fields.block_bytes, progress);
+  const std::string header = format_rank_header(entries, metadata, fields, checksums, with_rng);
   if (header.size() != room.size()) throw std::logic_error(path.string() + ": its header has changed its length");
   file->finish(header);
 }
@@ -135,19 +135,19 @@ SavedTensors write_pieces(const std::filesystem::path& directory, const std::str
   return saved;
 }
 
-SavedTensors write_rank_files(const std::filesystem::path& directory, const RankNote& note,
+SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress) {
   auto files = spread_over_files(pieces);
-  if (files.empty() && !note.rng.empty()) files.emplace_back();
+  if (files.empty() && !fields.rng.empty()) files.emplace_back();
   for (size_t k = 0; k < files.size(); ++k)
-    write_rank_file(directory / rank_file_name(note.rank, k), note, files[k], k == 0, progress);
-  SavedTensors saved{.directory = directory, .block_bytes = note.block_bytes, .by_rank = true, .id = note.id};
+    write_rank_file(directory / rank_file_name(fields.rank, k), fields, files[k], k == 0, progress);
+  SavedTensors saved{.directory = directory, .block_bytes = fields.block_bytes, .by_rank = true, .id = fields.id};
   for (const Piece& piece : pieces) {
     auto [found, added] = saved.tensors.try_emplace(piece.name);
     SavedTensor& tensor = found->second;
     if (added) {
       tensor = {piece.dtype, piece.shape, piece.aliases, piece.kind, {}, piece.order, {}};
-      tensor.runs.push_back({note.rank, 0, 1, piece.memory.begin, piece.memory.numel()});
+      tensor.runs.push_back({fields.rank, 0, 1, piece.memory.begin, piece.memory.numel()});
     } else {
       tensor.runs[0].numel += piece.memory.numel();
     }

@@ -48,7 +48,7 @@ SavedTensors write_pieces(const std::filesystem::path& directory, const std::str
 // The same as the files of a rank (FORMAT.md, "Rank files"): "rank-00042-0.safetensors", ..., with checksums and the
 // generators' states beside the data. A piece of a tensor begins where the one before of that tensor ends. Returns the
 // tensors with this rank's runs.
-SavedTensors write_rank_files(const std::filesystem::path& directory, const RankNote& note,
+SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
                               const std::vector<Piece>& pieces, const Progress& progress = {});
 
 // Adds what one rank wrote to what others did. Of tensors by rank the runs are to be joined in the end: join_all().

@@ -173,13 +173,13 @@ void SliceReader::read_on_threads(const InputFile& file, const std::vector<Inter
   if (error) std::rethrow_exception(error);
 }
 
-void SliceReader::fetch_file(const Place& place, const std::vector<Wanted>& wanted) {
+void SliceReader::fetch_file(const FileKey& key, const std::vector<Wanted>& wanted) {
   std::unique_ptr<InputFile> own;
-  if (saved_.by_rank) own = open_file(saved_.directory / rank_file_name(place.first, place.second));
-  const InputFile& file = own ? *own : listed_file(static_cast<int>(place.first));
+  if (saved_.by_rank) own = open_file(saved_.directory / rank_file_name(key.first, key.second));
+  const InputFile& file = own ? *own : listed_file(static_cast<int>(key.first));
   std::optional<RankFile> rank_file;
   if (own) {
-    rank_file.emplace(read_rank_file(file, saved_, place.first));
+    rank_file.emplace(read_rank_file(file, saved_, key.first));
     bytes_read_ += rank_file->header_bytes;
   }
   std::vector<Part> parts;
@@ -200,9 +200,9 @@ void SliceReader::want(const std::string& name, const Box& box, void* target, co
                        int64_t origin) {
   const auto found = saved_.tensors.find(name);
   const SavedTensor& tensor = found->second;
-  auto add = [&](const Place& place, const SavedSlice* slice, const Box& whole) {
+  auto add = [&](const FileKey& key, const SavedSlice* slice, const Box& whole) {
     if (auto part = intersection(box, whole); part && part->numel() > 0)
-      wanted_[place].push_back(
+      wanted_[key].push_back(
           {&found->first, &tensor, slice, whole, *part, static_cast<char*>(target), strides, origin});
   };
   for (const SavedSlice& slice : tensor.slices) add({slice.file, 0}, &slice, slice.box);
@@ -215,7 +215,7 @@ void SliceReader::want(const std::string& name, const Box& box, void* target, co
 
 void SliceReader::fetch() {
   const auto wanted = std::exchange(wanted_, {});
-  for (const auto& [place, parts] : wanted) fetch_file(place, parts);
+  for (const auto& [key, parts] : wanted) fetch_file(key, parts);
 }
 
 void SliceReader::read(const std::string& name, const Box& box, void* target, const std::vector<int64_t>& strides,

@@ -62,10 +62,10 @@ class SliceReader {
     std::vector<Run> runs;
     std::vector<Range> intervals;
   };
-  using Place = std::pair<int64_t, size_t>;  // a listed file's index, 0; or a rank, and the number of its file
+  using FileKey = std::pair<int64_t, size_t>;  // a listed file's index, 0; or a rank, and the number of its file
 
   const InputFile& listed_file(int index);
-  void fetch_file(const Place& place, const std::vector<Wanted>& wanted);
+  void fetch_file(const FileKey& key, const std::vector<Wanted>& wanted);
   using Interval = std::pair<const Part*, size_t>;  // a part's so-manyth
   void read_parts(const InputFile& file, const std::vector<Part>& parts);
   void read_on_threads(const InputFile& file, const std::vector<Interval>& intervals, int64_t bytes);
@@ -78,7 +78,7 @@ class SliceReader {
   const Progress progress_;
   const int threads_;
   const int64_t window_bytes_;  // read at a time
-  std::map<Place, std::vector<Wanted>> wanted_;
+  std::map<FileKey, std::vector<Wanted>> wanted_;
   std::map<int, std::unique_ptr<InputFile>> files_;  // listed ones that are open
   std::vector<bool> verified_;                       // headers of listed ones
   std::vector<char> buffer_;

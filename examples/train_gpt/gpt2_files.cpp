@@ -98,11 +98,11 @@ nlohmann::json gpt2_config(const GptOptions& options) {
 }
 
 void on_rank_0(tessera::Communicator& comm, const std::string& what, const std::function<void()>& act) {
-  tessera::settle(comm, tessera::attempt([&] {
-                    if (comm.rank() == 0) act();
-                    return std::string();
-                  }),
-                  what);
+  tessera::gather_results(comm, tessera::attempt([&] {
+                            if (comm.rank() == 0) act();
+                            return std::string();
+                          }),
+                          what);
 }
 
 // A translated copy beside the directory, gone afterwards.

@@ -22,8 +22,8 @@
 #include <thread>
 
 #include "tessera/checkpoint/entries.h"
+#include "tessera/checkpoint/group_saves.h"
 #include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/save_underway.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
@@ -440,7 +440,7 @@ TEST(CheckpointFaults, OnNfsOldCheckpointsAndSavesThatFailedGoWhole) {
     comm->barrier();
     failing_rank = -1;
     std::shared_ptr<Removal> removal;
-    with_underway(comm, [&](const Underway& underway) { removal = underway.removal; });
+    with_group_saves(comm, [&](const GroupSaves& saves) { removal = saves.removal; });
     if (removal) removal->join();
     comm->barrier();
     EXPECT_EQ(load_newest_checkpoint(folder.path(), {model})->extra["step"], 4);

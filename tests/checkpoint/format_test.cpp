@@ -116,7 +116,7 @@ struct Sample {
       auto half = a.select(0, 1);
       pieces = {piece("a", a, {{0, 0}, {1, 6}}, a.narrow(0, 0, 1), {0, 6}),
                 piece("a", a, {{1, 0}, {1, 3}}, half.narrow(0, 0, 3).view({1, 3}), {6, 9}), pieces[1]};
-      const RankNote first{0, partial->id(), 32, {{"cpu", "\x01\xff"}}};
+      const RankFileFields first{0, partial->id(), 32, {{"cpu", "\x01\xff"}}};
       append(manifest.saved, write_rank_files(partial->path(), first, pieces));
       pieces = {piece("a", a, {{1, 3}, {1, 3}}, half.narrow(0, 3, 3).view({1, 3}), {9, 12}),
                 piece("a", a, {{2, 0}, {2, 6}}, a.narrow(0, 2, 2), {12, 24})};

@@ -15,9 +15,7 @@
 #include <fstream>
 #include <future>
 #include <iostream>
-#include <optional>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <system_error>
 #include <thread>

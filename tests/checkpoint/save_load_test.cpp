@@ -1,7 +1,6 @@
 // What is saved by one layout on some ranks and loaded by another on others is the same state.
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <fstream>
 #include <functional>
 #include <limits>
@@ -519,7 +518,7 @@ TEST(Checkpoint, KeepsWhatIsReadAndWhatIsNoCheckpointOfItsOwn) {
   save("b", 0);
   std::filesystem::create_directory_symlink("b", folder / "newest");
   {
-    const ReadHold hold(folder / "a"), replaced(folder / "b");
+    const ReadLock hold(folder / "a"), replaced(folder / "b");
     save("c", 1);
     expect_eventually(folder.path(), {"a", "b", "c", "newest"});
     save("b", 0);  // the new one is there, the old one's files stay for whoever reads them

@@ -4,7 +4,6 @@
 #include <torch/optim/schedulers/step_lr.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "tessera/checkpoint/offline.h"
 #include "tests/checkpoint/replicated.h"

@@ -1,7 +1,6 @@
 #include "commands.h"
 
 #include <cstdio>
-#include <map>
 #include <nlohmann/json.hpp>
 
 #include "progress_bar.h"
@@ -91,7 +90,7 @@ void print_tree(const SavedTensors& saved, bool slices) {
 
 int inspect(const Arguments& arguments) {
   const fs::path path = resolve(arguments.paths[0]);
-  const ReadHold hold(path);
+  const ReadLock hold(path);
   std::optional<Manifest> manifest;
   if (is_checkpoint(path)) manifest = read_manifest(path);
   // Where each slice lies is in the ranks' own files.

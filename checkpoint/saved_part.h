@@ -9,7 +9,7 @@
 
 namespace tessera {
 
-// What some ranks wrote, as one rank tells another: of one rank, of a group of ranks, of all. Small: runs of ranks are
+// What some ranks wrote, as one rank tells another: of one rank, of a subgroup, of all. Small: runs of ranks are
 // joined, so it grows with the tensors and hardly with the ranks. A value.
 class SavedPart {
  public:

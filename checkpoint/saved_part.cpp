@@ -1,4 +1,4 @@
-#include "tessera/checkpoint/save_parts.h"
+#include "tessera/checkpoint/saved_part.h"
 
 #include <utility>
 

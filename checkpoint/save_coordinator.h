@@ -1,0 +1,64 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "tessera/checkpoint/outcome.h"
+#include "tessera/comm/communicator.h"
+#include "tessera/comm/notes.h"
+
+namespace tessera {
+
+// The ranks by subgroups of about sqrt(size), so that nobody reads more than sqrt(size) small files of others.
+class Subgroups {
+ public:
+  Subgroups(int rank, int size);
+  int ranks() const { return ranks_; }  // of a subgroup
+  int count() const { return (size_ + ranks_ - 1) / ranks_; }
+  // This rank's: from `leader` to before `end`.
+  int leader() const { return rank_ / ranks_ * ranks_; }
+  int end() const;
+
+ private:
+  int rank_, size_, ranks_;
+};
+
+// How ranks that write in the background tell each other how far they are: by notes in the group's store, since the
+// communicator belongs to the loop's thread. On one thread, but for cancel().
+class SaveCoordinator {
+ public:
+  // `what` begins messages.
+  SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what);
+
+  // Does this rank's part, which beats, while the others are told that it gets on: until it has not beaten for
+  // Heartbeat::kMostTimeouts times the group's timeout.
+  Outcome work(Heartbeat& heartbeat, const std::function<void()>& part);
+
+  // Ends the save: each rank tells how its part went, leaders then merge what their subgroups wrote, rank 0 commits,
+  // and each gets to know how all went. A rank of which nothing is heard for the group's timeout, in work() or here, is
+  // not waited for; merging and committing are work().
+  Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
+                 const std::function<void()>& commit);
+
+  // Ends waiting for others soon.
+  void cancel() { cancelled_ = true; }
+
+ private:
+  void leave_outcome(const Outcome& outcome);
+  void lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge);
+  Outcome commit_all(Heartbeat& heartbeat, const std::function<void()>& commit);
+  void remove_notes();
+  // Waits until something holds; gives up when nothing was heard of any rank for `patience` times the group's timeout.
+  void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
+
+  const std::shared_ptr<Communicator> comm_;
+  const std::string what_;
+  const Subgroups subgroups_;
+  Notes notes_;
+  std::atomic<bool> cancelled_ = false;
+};
+
+}  // namespace tessera
