@@ -75,7 +75,7 @@ class Communicator {
 
   // On NCCL, where wait() does not stop the host, a peer's death leaves anything in results. Before they are given
   // away: waits for all that this rank has begun, in groups split from this one too, and throws CommError, which begins
-  // with `what`, if any of it was cut. Not collective.
+  // with `what`, if any of it was aborted. Not collective.
   void settle(std::string_view what);
   // The same of one result that was waited for: in host memory.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
@@ -120,7 +120,7 @@ class Communicator {
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
 
-  // Throws CommError if an operation that has ended was cut. With `all`, waits for those that have begun.
+  // Throws CommError if an operation that has ended was aborted. With `all`, waits for those that have begun.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
   // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.

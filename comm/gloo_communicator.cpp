@@ -42,7 +42,7 @@ GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std:
                     std::lock_guard lock(mutex_);
                     interrupt_locked();
                   },
-              .why_cut = [this] { return closed_connection(); }},
+              .why_disconnected = [this] { return closed_connection(); }},
              {.serves_store = options_.serves_store}) {}
 
 GlooCommunicator::~GlooCommunicator() {

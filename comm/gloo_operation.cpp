@@ -194,14 +194,14 @@ bool GlooOperation::wait_for(GlooMessage& message, std::string* cause) const {
 
 void GlooOperation::drop_messages(std::vector<at::Tensor>* keeper) noexcept {
   if (keeper != nullptr) keep_memory(messages_, *keeper);
-  if (!messages_.empty()) is_cut_ = true;
+  if (!messages_.empty()) is_aborted_ = true;
   messages_.clear();
   if (pipeline_) PipelineThread::drop(*pipeline_);
 }
 
 void GlooOperation::finish() {
   deadline_ = steady_clock::now() + comm_->timeout();
-  if (is_cut_) comm_->fail(*this, -1, false, "");
+  if (is_aborted_) comm_->fail(*this, -1, false, "");
   if (round_) comm_->process_.require_this(description_);
   if (pipeline_) wait_for_pipeline();
   wait_for_messages();

@@ -75,7 +75,7 @@ class GlooOperation : public Pending::Operation {
   std::vector<at::Tensor> staging_;
   std::shared_ptr<ReductionPipeline> pipeline_;
   std::shared_ptr<SharedRounds::Round> round_;
-  std::atomic<bool> is_cut_ = false;  // the group was closed before its messages were through
+  std::atomic<bool> is_aborted_ = false;  // the group was closed before its messages were through
 };
 
 }  // namespace tessera

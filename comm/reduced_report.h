@@ -28,8 +28,8 @@ class ReducedReport {
                 const at::Tensor& alike = {});
   static constexpr int kRankBits = 20;
   static constexpr int64_t kLargestAlike = (int64_t{1} << (63 - kRankBits)) - 1;
-  // Waits for the exchange as Pending::wait() does. Before the others, which throw CommError if it was cut; a second
-  // time it does nothing.
+  // Waits for the exchange as Pending::wait() does. Before the others, which throw CommError if it was aborted; a
+  // second time it does nothing.
   void finish();
   // Whether the next ones return at once.
   bool has_arrived() const;

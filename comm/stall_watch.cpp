@@ -120,7 +120,7 @@ struct StallWatch::State {
   void beat(bool stalled);
   void ask_for_news();
   std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
-  std::string find_cut();
+  std::string find_disconnected();
   std::string find_leaver(const std::deque<Started>& own);
   void end_looks();
   std::string divergence(const std::deque<Started>& own, const std::string& shown) const;
@@ -342,9 +342,9 @@ std::string StallWatch::State::divergence(const std::deque<Started>& own, const 
   return "";
 }
 
-std::string StallWatch::State::find_cut() {
+std::string StallWatch::State::find_disconnected() {
   std::lock_guard lock(calling);
-  return callbacks.why_cut ? callbacks.why_cut() : "";
+  return callbacks.why_disconnected ? callbacks.why_disconnected() : "";
 }
 
 // A rank that will not take part in an operation which this one has started.
@@ -396,15 +396,15 @@ void StallWatch::State::look() {
     found = explanation;
   }
   if (found.empty()) {
-    const std::string cut = find_cut();  // first: where rank 0 has ended, so has the store
+    const std::string disconnected = find_disconnected();  // first: where rank 0 has ended, so has the store
     bool is_consequence = false;
     try {
       found = find_reason(own, is_consequence);
     } catch (const std::exception&) {
       // Rank 0's process, and the store with it, is going: so do the connections to it, and the wait ends by that.
-      if (cut.empty()) throw;
+      if (disconnected.empty()) throw;
     }
-    if (found.empty()) found = cut;
+    if (found.empty()) found = disconnected;
     if (found.empty()) found = find_leaver(own);
     if (found.empty()) return;
     return interrupt(found, is_consequence);

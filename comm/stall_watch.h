@@ -48,8 +48,9 @@ class StallWatch {
 
   // What the watch's thread calls, every quarter of a second while a wait takes long.
   struct Callbacks {
-    std::function<void()> interrupt;            // the wait has become pointless; explanation() tells why
-    std::function<std::string()> why_cut = {};  // why the transport will not bring what is waited for; "": it may
+    std::function<void()> interrupt;  // the wait has become pointless; explanation() tells why
+    // Why the transport will not bring what is waited for; "": it may.
+    std::function<std::string()> why_disconnected = {};
   };
 
   struct Options {

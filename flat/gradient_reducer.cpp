@@ -292,11 +292,11 @@ void GradientReducer::finish_oldest(Stage stage, bool accept) {
       return;
     }
   }
-  settle(std::move(flight));
+  pass_on(std::move(flight));
 }
 
 // Exchanged with everyone: divided, and to the host or accepted.
-void GradientReducer::settle(Flight flight) {
+void GradientReducer::pass_on(Flight flight) {
   if (divisor_) (flight.staging.defined() ? flight.staging : flight.reduced).div_(*divisor_);
   if (!flight.staging.defined()) return accept(std::move(flight));
   flight.leaving = options_.to_host->to_host(flight.reduced, flight.staging);

@@ -118,7 +118,7 @@ class GradientReducer {
   void add_encoded(Flight& flight);
   void finish_oldest(Stage stage, bool accept = true);
   void drain(bool accept = true);
-  void settle(Flight flight);
+  void pass_on(Flight flight);
   void accept(Flight flight);
   void observe(size_t bucket, const std::vector<bool>& used) const;
   bool is_busy(size_t bucket) const;

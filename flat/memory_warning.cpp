@@ -7,7 +7,6 @@
 #include <iomanip>
 #include <sstream>
 #include <stdexcept>
-#include <utility>
 
 #include "tessera/launch/launch_environment.h"
 #include "tessera/memory/free_memory.h"
@@ -48,16 +47,16 @@ int64_t PlannedMemoryScope::current() { return planned_bytes; }
 
 std::string memory_warning(const std::string& who, const MemoryNeed& need, int ranks, int64_t free_bytes) {
   const int64_t planned = PlannedMemoryScope::current();
-  const int64_t total = planned > 0 ? planned : need.parameters + need.gradients + need.in_use;
-  const int64_t there = need.freed + (planned > 0 ? need.present : 0);
+  const int64_t total = planned > 0 ? planned : need.parameter_bytes + need.gradient_bytes + need.in_use_bytes;
+  const int64_t there = need.freed_bytes + (planned > 0 ? need.present_bytes : 0);
   if ((total - there) * ranks <= free_bytes) return {};
   std::string text = who + ":";
   if (planned > 0) {
     text += " a step as planned takes " + text_of(total);
   } else {
-    if (need.parameters > 0) text += " parameters (" + text_of(need.parameters) + "),";
-    text += " gradients (" + text_of(need.gradients) + ")";
-    if (need.in_use > 0) text += " and units in use (" + text_of(need.in_use) + ")";
+    if (need.parameter_bytes > 0) text += " parameters (" + text_of(need.parameter_bytes) + "),";
+    text += " gradients (" + text_of(need.gradient_bytes) + ")";
+    if (need.in_use_bytes > 0) text += " and units in use (" + text_of(need.in_use_bytes) + ")";
     text += " take " + text_of(total);
   }
   text += ranks == 1 ? " on this rank" : " on each of " + std::to_string(ranks) + " ranks that share this memory";
@@ -65,7 +64,7 @@ std::string memory_warning(const std::string& who, const MemoryNeed& need, int r
   if (planned > 0)
     return text + (there > 0 ? ", and " + text_of(there * ranks) + " are taken already" : "") +
            ": tessera plan says what fits";
-  if (need.freed > 0) text += ", and " + text_of(need.freed * ranks) + " will be";
+  if (need.freed_bytes > 0) text += ", and " + text_of(need.freed_bytes * ranks) + " will be";
   return text + ". The optimizer's state and activations come on top: tessera plan says what fits";
 }
 

@@ -8,13 +8,13 @@
 
 namespace tessera {
 
-// What a wrapper will hold on this rank, in bytes, whatever the optimizer and the activations come to.
+// What a wrapper will hold on this rank, whatever the optimizer and the activations come to.
 struct MemoryNeed {
-  int64_t parameters = 0;
-  int64_t gradients = 0;
-  int64_t in_use = 0;   // units that are gathered at a time
-  int64_t freed = 0;    // of parameters that are there already, and go
-  int64_t present = 0;  // of those that are there, and stay
+  int64_t parameter_bytes = 0;
+  int64_t gradient_bytes = 0;
+  int64_t in_use_bytes = 0;   // units that are gathered at a time
+  int64_t freed_bytes = 0;    // of parameters that are there already, and go
+  int64_t present_bytes = 0;  // of those that are there, and stay
 };
 
 // A program that has planned says what a rank takes at the peak of a step, with optimizer and activations: while this

@@ -71,7 +71,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
  protected:
   FullyShardedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
   Scope begin_forward();  // lives as long as forward goes on
-  // Of one that returns. Without gradients, nobody may come after who would find that a gather was cut.
+  // Of one that returns. Without gradients, nobody may come after who would find that a gather was aborted.
   void end_forward();
   // Floating-point tensors become of this type on their way into forward, and out of it.
   std::optional<at::ScalarType> input_dtype() const;

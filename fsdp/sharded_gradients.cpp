@@ -8,8 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/flat/quiet.h"
-
 namespace tessera {
 namespace {
 
@@ -48,7 +46,7 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       incomplete_(model.units().size(), 0) {
   make_buckets();
   make_guards();
-  settle();
+  place_guards();
 }
 
 void ShardedGradients::make_buckets() {
@@ -361,10 +359,10 @@ void ShardedGradients::end_without_reducing() {
     states_[i].kept = std::exchange(states_[i].shard.mutable_grad(), at::Tensor());
     not_ready_->put(i, binding_.label(i), states_[i].shard);
   }
-  settle();
+  place_guards();
 }
 
-void ShardedGradients::settle() {
+void ShardedGradients::place_guards() {
   for (size_t i = 0; i < states_.size(); ++i) {
     states_[i].is_cleared = false;
     if (!elsewhere_->is_in(i, binding_.tensor(i))) elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
@@ -383,7 +381,7 @@ void ShardedGradients::fail() {
 
 void ShardedGradients::abandon() {
   reducer_.abandon();
-  settle();
+  place_guards();
 }
 
 std::vector<at::Tensor> ShardedGradients::ready() const {

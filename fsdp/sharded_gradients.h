@@ -23,7 +23,7 @@ namespace tessera {
 // Used by one thread at a time, under no autograd; who calls what when is the Scheduler's business.
 class ShardedGradients {
  public:
-  // `model` outlives it; guards tell of clearing under `lock`.
+  // `model` outlives it; guards tell of clearing under `mutex`.
   ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex);
   ~ShardedGradients();
   ShardedGradients(const ShardedGradients&) = delete;
@@ -55,7 +55,7 @@ class ShardedGradients {
   bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
   void finish() {
     reducer_.finish();
-    settle();
+    place_guards();
     writes_ = writes_if_between();
   }
   void end_without_reducing();
@@ -78,7 +78,7 @@ class ShardedGradients {
     bool is_by_hand = false;   // a guard stands for what the user has put into the parameter's
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
   };
-  void settle();  // guards where they belong, after a pass
+  void place_guards();  // where they belong, after a pass
   void show_version(const Unit& unit);
   std::string reason(size_t parameter) const;
   std::string by_hand(size_t parameter) const;

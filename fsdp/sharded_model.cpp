@@ -1,7 +1,6 @@
 #include "tessera/fsdp/sharded_model.h"
 
 #include <algorithm>
-#include <sstream>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -136,9 +135,9 @@ void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan)
     for (const PlannedParameter& parameter : unit.parameters) {
       const at::Tensor& tensor = parameter.tensor;
       const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
-      if (is_in_memory || !offload.params) need.parameters += own_bytes / ranks;
-      if (tensor.requires_grad() && (is_in_memory || !offload.grads)) need.gradients += own_bytes / ranks;
-      if (tensor.device() == mesh_.world->device()) need.freed += own_bytes;
+      if (is_in_memory || !offload.params) need.parameter_bytes += own_bytes / ranks;
+      if (tensor.requires_grad() && (is_in_memory || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
+      if (tensor.device() == mesh_.world->device()) need.freed_bytes += own_bytes;
       const bool is_cast = options_.mixed_precision.param_dtype && at::isFloatingType(tensor.scalar_type());
       gathered_bytes += tensor.numel() * static_cast<int64_t>(c10::elementSize(
                                              is_cast ? *options_.mixed_precision.param_dtype : tensor.scalar_type()));
@@ -148,7 +147,7 @@ void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan)
   }
   const int64_t most_units = options_.keep_recent + options_.prefetch;
   if (ranks > 1)
-    need.in_use = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
+    need.in_use_bytes = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
   tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
 }
 

@@ -99,7 +99,7 @@ void ParameterBuckets::adopt(Bucket& bucket) {
 
 // torch::load(), module.to() and set_data() give parameters other memory. The places that they have left are written
 // again only where nobody else looks at them: not a view that was kept, nor a parameter that has swapped with it.
-void ParameterBuckets::settle(Bucket& bucket) {
+void ParameterBuckets::adopt_again(Bucket& bucket) {
   size_t in_flat = 0;
   bool has_moved = false, have_swapped = false;
   for (size_t member = 0; member < bucket.members.size(); ++member) {
@@ -139,7 +139,7 @@ void ParameterBuckets::require_unconverted() const {
 }
 
 ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
-  if (bucket.flat.defined()) settle(bucket);
+  if (bucket.flat.defined()) adopt_again(bucket);
   Flight flight{&bucket, bucket.flat, {}, {}};
   if (flight.values.defined()) {
     for (size_t member = 0; member < bucket.members.size(); ++member)

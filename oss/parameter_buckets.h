@@ -56,8 +56,8 @@ class ParameterBuckets {
   };
   void plan(int64_t bucket_bytes);
   Bucket make_bucket(std::vector<size_t> members) const;
-  void adopt(Bucket& bucket);   // makes members views of the bucket's memory
-  void settle(Bucket& bucket);  // the same again, where the user has given some of them other data
+  void adopt(Bucket& bucket);        // makes members views of the bucket's memory
+  void adopt_again(Bucket& bucket);  // the same again, where the user has given some of them other data
   bool is_in_place(const Bucket& bucket, size_t member) const;
   bool is_shared(const Bucket& bucket, size_t member) const;
   at::Tensor view_of(const Bucket& bucket, size_t member) const {

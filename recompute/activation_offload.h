@@ -26,7 +26,7 @@ struct ActivationOffloadOptions {
 //   tessera::ActivationOffload activations(comm->device());
 //   at::Tensor loss;
 //   {
-//     tessera::ActivationOffload::Use use(activations);
+//     tessera::ActivationOffload::Scope scope(activations);
 //     loss = loss_of(model(x));           // whose blocks are called through checkpointed()
 //   }
 //   loss.backward();

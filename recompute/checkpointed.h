@@ -63,7 +63,7 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 // that the function uses; tensors that a lambda captures and that are no leaves are not reached: pass them as inputs.
 // Results that are no tensors are those of the first time. The function and the other inputs are copied, and must do
 // the same when called again: random numbers (the default generators of the CPU, of the thread's current device, of
-// inputs' and outputs') and autocast are set back for it. While a SavedInputs::Use lives (ActivationOffload), the
+// inputs' and outputs') and autocast are set back for it. While a SavedInputs::Scope lives (ActivationOffload), the
 // inputs' tensors are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is a plain call.
 //
 // Throws std::invalid_argument if the function changes one of its inputs in place or, where it takes a variable of the

@@ -3,6 +3,6 @@
 namespace tessera {
 
 // Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
-SavedInputs::Use::~Use() { current_ = before_; }
+SavedInputs::Scope::~Scope() { current_ = before_; }
 
 }  // namespace tessera

@@ -24,13 +24,13 @@ class SavedInputs {
   virtual std::unique_ptr<SavedInput> keep(const at::Tensor& tensor) = 0;
 
   // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
-  class Use {
+  class Scope {
    public:
     // Puts `inputs` in the place of what was used before, until destruction.
-    explicit Use(SavedInputs& inputs) : before_(std::exchange(current_, &inputs)) {}
-    ~Use();
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
+    explicit Scope(SavedInputs& inputs) : before_(std::exchange(current_, &inputs)) {}
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
 
    private:
     SavedInputs* const before_;

@@ -23,10 +23,10 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
   MemoryNeed need;
   for (const PlannedParameter& parameter : parameters) {
     const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
-    need.present += bytes;
-    if (parameter.tensor.requires_grad()) need.gradients += bytes;
+    need.present_bytes += bytes;
+    if (parameter.tensor.requires_grad()) need.gradient_bytes += bytes;
   }
-  if (owner_of) need.gradients /= comm->size();
+  if (owner_of) need.gradient_bytes /= comm->size();
   warn_if_short_of_memory(who, need, *comm);
   std::shared_ptr<ReplicatedGradients> made(new ReplicatedGradients(
       std::move(module), std::move(parameters), std::move(comm), std::move(who), std::move(owner_of), options));

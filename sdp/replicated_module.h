@@ -31,7 +31,7 @@ class ReplicatedModule : public DataParallel {
   // parameters(): the module's own, each once, in the module's order.
 
   // All parameters (under each of their names) and buffers by name, as copies. Not collective. Throws
-  // CommError if a collective that they come of was cut.
+  // CommError if a collective that they come of was aborted.
   torch::OrderedDict<std::string, at::Tensor> full_state_dict() const;
 
   // Bytes of parameters and of the gradients that are defined now, and of buckets that are not the gradients

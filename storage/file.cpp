@@ -19,11 +19,6 @@ namespace {
 constexpr int kMode = 0666;
 constexpr int kPrivateMode = 0600;
 
-[[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure) {
-  throw_failure(failure);
-  throw std::logic_error(failure.path.string() + ": a failure that was not thrown");
-}
-
 // Without a name from the start where the file system can; else the name goes at once.
 int open_unnamed(const std::string& directory, int flags) {
   const int descriptor = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode);
@@ -35,6 +30,11 @@ int open_unnamed(const std::string& directory, int flags) {
 }
 
 }  // namespace
+
+void throw_with(ThrowFailure throw_failure, const FileFailure& failure) {
+  throw_failure(failure);
+  throw std::logic_error(failure.path.string() + ": a failure that was not thrown");
+}
 
 std::string FileFailure::reason() const { return std::generic_category().message(error_number); }
 

@@ -21,6 +21,8 @@ struct FileFailure {
 
 // Throws the failure as an error of whoever has the file: CheckpointError, say.
 using ThrowFailure = void (*)(const FileFailure& failure);
+// Calls it, and throws std::logic_error if it returns.
+[[noreturn]] void throw_with(ThrowFailure throw_failure, const FileFailure& failure);
 
 // An open file, read and written at given positions, all that was asked for or a failure. What is const is safe from
 // several threads at a time. Move-only; closed at the end.

@@ -109,7 +109,7 @@ std::string told(const S3Response& response) {
 
 }  // namespace
 
-S3Place s3_place(const std::string& uri) {
+S3Location s3_location(const std::string& uri) {
   const size_t begin = uri.find("://");
   if (begin == std::string::npos) throw std::invalid_argument("'" + uri + "' is not s3://<bucket>/<path>");
   std::string rest = uri.substr(begin + 3);
@@ -195,7 +195,7 @@ S3Client::~S3Client() {
 }
 
 std::string S3Client::url(const S3Request& request) const {
-  const auto& [bucket, key] = request.place;
+  const auto& [bucket, key] = request.location;
   // A name with dots is not a part of a host's that certificates know.
   const bool by_path = !endpoint_.empty() || bucket.find('.') != std::string::npos;
   const std::string host = "s3." + region_ + ".amazonaws.com";

@@ -12,16 +12,16 @@
 namespace tessera {
 
 // "s3://bucket/some/key"; the key has no '/' at its ends and may be empty.
-struct S3Place {
+struct S3Location {
   std::string bucket;
   std::string key;
 };
 // Throws std::invalid_argument for anything else.
-S3Place s3_place(const std::string& uri);
+S3Location s3_location(const std::string& uri);
 
 struct S3Request {
   std::string method;  // "GET", "HEAD", "PUT", "POST", "DELETE"
-  S3Place place;
+  S3Location location;
   std::vector<std::pair<std::string, std::string>> query;  // sorted by name
   std::string range;                                       // "0-1023" of a GET; "": all
   std::string_view body;                                   // of a PUT or POST

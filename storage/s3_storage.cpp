@@ -29,8 +29,7 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
   try {
     return work();
   } catch (const S3Error& error) {
-    fail({path, action, 0, error.what(), dynamic_cast<const S3Unanswered*>(&error) != nullptr});
-    throw std::logic_error(path.string() + ": a failure that was not thrown");
+    throw_with(fail, {path, action, 0, error.what(), dynamic_cast<const S3Unanswered*>(&error) != nullptr});
   }
 }
 
@@ -38,11 +37,11 @@ auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work wo
 class S3Input : public InputFile {
  public:
   S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
-      : InputFile(path), client_(std::move(client)), place_(s3_place(path.native())), fail_(fail) {
+      : InputFile(path), client_(std::move(client)), location_(s3_location(path.native())), fail_(fail) {
     told_of(path, FileAction::kOpen, fail_, [&] {
       S3Response response;
       try {
-        response = client_->send({.method = "GET", .place = place_, .range = range_text(0, kFirstBytes)});
+        response = client_->send({.method = "GET", .location = location_, .range = range_text(0, kFirstBytes)});
       } catch (const S3Error& error) {
         if (error.status() != 416) throw;  // an empty file has no such range
         return;
@@ -99,7 +98,7 @@ class S3Input : public InputFile {
 
   void fetch(char* to, int64_t bytes, int64_t position) const {
     auto response = client_->send({.method = "GET",
-                                   .place = place_,
+                                   .location = location_,
                                    .range = range_text(position, position + bytes),
                                    .target = to,
                                    .target_bytes = bytes});
@@ -111,7 +110,7 @@ class S3Input : public InputFile {
   }
 
   const std::shared_ptr<S3Client> client_;
-  const S3Place place_;
+  const S3Location location_;
   const ThrowFailure fail_;
   int64_t bytes_ = 0;
   std::string tag_;
@@ -124,7 +123,7 @@ class S3Input : public InputFile {
 class S3Output : public OutputFile {
  public:
   S3Output(fs::path path, std::shared_ptr<S3Client> client, ThrowFailure fail, int64_t start_bytes, int64_t bytes)
-      : path_(std::move(path)), client_(std::move(client)), place_(s3_place(path_.native())), fail_(fail) {
+      : path_(std::move(path)), client_(std::move(client)), location_(s3_location(path_.native())), fail_(fail) {
     auto whole = [](int64_t n) { return (n + kMiB - 1) / kMiB * kMiB; };
     part_bytes_ = std::max({kPartBytes, whole(bytes / (kMaxParts - 1)), whole(start_bytes)});
     part_.reserve(static_cast<size_t>(std::min(part_bytes_, bytes)));
@@ -135,7 +134,7 @@ class S3Output : public OutputFile {
     for (auto& upload : uploads_) upload.wait();
     if (upload_id_.empty()) return;
     try {
-      client_->send({.method = "DELETE", .place = place_, .query = {{"uploadId", upload_id_}}});
+      client_->send({.method = "DELETE", .location = location_, .query = {{"uploadId", upload_id_}}});
     } catch (const std::exception&) {  // the bucket's rule for parts that were left clears it away
     }
   }
@@ -156,7 +155,7 @@ class S3Output : public OutputFile {
       std::string& first = first_.empty() ? part_ : first_;
       first.replace(0, start.size(), start);
       if (first_.empty()) {
-        put(client_->send({.method = "PUT", .place = place_, .body = part_}));
+        put(client_->send({.method = "PUT", .location = location_, .body = part_}));
         return;
       }
       begin_upload(std::move(part_));
@@ -176,7 +175,7 @@ class S3Output : public OutputFile {
   void send_part() {
     told_of(path_, FileAction::kWrite, fail_, [&] {
       if (first_.empty()) {
-        const auto response = put(client_->send({.method = "POST", .place = place_, .query = {{"uploads", ""}}}));
+        const auto response = put(client_->send({.method = "POST", .location = location_, .query = {{"uploads", ""}}}));
         const auto ids = xml_texts(response.body, "UploadId");
         if (ids.empty()) throw S3Error(response.status, "the service gave no UploadId");
         upload_id_ = ids[0];
@@ -193,7 +192,7 @@ class S3Output : public OutputFile {
   // Returns the tag of a part.
   std::string upload(size_t number, const std::string& part) const {
     auto response = client_->send({.method = "PUT",
-                                   .place = place_,
+                                   .location = location_,
                                    .query = {{"partNumber", std::to_string(number)}, {"uploadId", upload_id_}},
                                    .body = part});
     if (response.status == 404) throw S3Error(404, "the upload was aborted by somebody else");
@@ -221,15 +220,15 @@ class S3Output : public OutputFile {
       list += "<Part><PartNumber>" + std::to_string(i + 1) + "</PartNumber><ETag>" + tags_[i] + "</ETag></Part>";
     list += "</CompleteMultipartUpload>";
     const auto response =
-        client_->send({.method = "POST", .place = place_, .query = {{"uploadId", upload_id_}}, .body = list});
+        client_->send({.method = "POST", .location = location_, .query = {{"uploadId", upload_id_}}, .body = list});
     // An answer that was lost: asked again, the service knows the upload no more, and the file is there.
-    if (response.status == 404 && client_->send({.method = "HEAD", .place = place_}).status != 200)
+    if (response.status == 404 && client_->send({.method = "HEAD", .location = location_}).status != 200)
       throw S3Error(404, "the upload was aborted by somebody else");
   }
 
   const fs::path path_;
   const std::shared_ptr<S3Client> client_;
-  const S3Place place_;
+  const S3Location location_;
   const ThrowFailure fail_;
   int64_t part_bytes_ = 0;
   std::string part_;   // that is being filled
@@ -256,7 +255,7 @@ class S3Storage : public Storage {
     return told_of(path, FileAction::kRead, fail_, [&] {
       try {
         const auto response =
-            client_->send({.method = "GET", .place = s3_place(path.native()), .range = range_text(0, max_bytes)});
+            client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
         return response.status == 404 ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
       } catch (const S3Error& error) {
         if (error.status() != 416) throw;  // it is empty
@@ -265,13 +264,14 @@ class S3Storage : public Storage {
     });
   }
   bool exists(const fs::path& file) const override {
-    return told_of(file, FileAction::kLookAt, fail_,
-                   [&] { return client_->send({.method = "HEAD", .place = s3_place(file.native())}).status != 404; });
+    return told_of(file, FileAction::kLookAt, fail_, [&] {
+      return client_->send({.method = "HEAD", .location = s3_location(file.native())}).status != 404;
+    });
   }
   std::vector<std::string> list(const fs::path& folder) const override { return list(folder, false); }
   void remove(const fs::path& file) const override {
     told_of(file, FileAction::kWrite, fail_,
-            [&] { client_->send({.method = "DELETE", .place = s3_place(file.native())}); });
+            [&] { client_->send({.method = "DELETE", .location = s3_location(file.native())}); });
   }
   void remove_all(const fs::path& folder) const override {
     for (const auto& name : list(folder, true)) remove(folder / name);
@@ -281,20 +281,20 @@ class S3Storage : public Storage {
 
  private:
   std::vector<std::string> list(const fs::path& folder, bool recursive) const {
-    const S3Place place = s3_place(folder.native());
-    const std::string prefix = place.key.empty() ? "" : place.key + "/";
+    const S3Location location = s3_location(folder.native());
+    const std::string prefix = location.key.empty() ? "" : location.key + "/";
     std::set<std::string> names;
     std::string token;
     told_of(folder, FileAction::kRead, fail_, [&] {
       do {
-        S3Request request{.method = "GET", .place = {place.bucket, ""}};
+        S3Request request{.method = "GET", .location = {location.bucket, ""}};
         if (!token.empty()) request.query.emplace_back("continuation-token", token);
         if (!recursive) request.query.emplace_back("delimiter", "/");
         request.query.emplace_back("encoding-type", "url");
         request.query.emplace_back("list-type", "2");
         request.query.emplace_back("prefix", prefix);
         const auto response = client_->send(request);
-        if (response.status == 404) throw S3Error(404, "there is no bucket '" + place.bucket + "'");
+        if (response.status == 404) throw S3Error(404, "there is no bucket '" + location.bucket + "'");
         std::vector<std::string> keys = xml_texts(response.body, "Key");
         for (const auto& group : xml_texts(response.body, "CommonPrefixes"))
           for (auto& key : xml_texts(group, "Prefix")) keys.push_back(std::move(key));

@@ -6,8 +6,7 @@
 namespace tessera {
 
 void Storage::refuse(const std::filesystem::path& path, FileAction action, std::string problem) const {
-  fail_({path, action, 0, std::move(problem)});
-  throw std::logic_error(path.string() + ": a failure that was not thrown");
+  throw_with(fail_, {path, action, 0, std::move(problem)});
 }
 
 std::string scheme_of(const std::filesystem::path& path) {

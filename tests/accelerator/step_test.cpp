@@ -270,7 +270,7 @@ TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
   at::Tensor weight = torch::ones({4}, device).requires_grad_();
   at::Tensor x = torch::ones({4}, device) * weight, y;
   {
-    ActivationOffload::Use use(activations);
+    ActivationOffload::Scope scope(activations);
     y = checkpointed([&](const at::Tensor& in) { return in * weight; }, x);
   }
   {

@@ -155,7 +155,7 @@ State run_steps(const Case& of, Wrapper& wrapper, torch::optim::Optimizer& optim
     stream.run(step, [&] {
       const at::Tensor x = batch.to(device);
       auto backward = [&](double scale) {
-        std::optional<ActivationOffload::Use> use;
+        std::optional<ActivationOffload::Scope> use;
         if (activations) use.emplace(*activations);
         (wrapper(x) * scale).square().sum().backward();
       };

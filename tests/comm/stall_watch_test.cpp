@@ -138,7 +138,7 @@ TEST(StallWatch, AsksTheTransportFirst) {
     std::atomic<int> interrupts = 0;
     StallWatch watch(
         store, 0, 2,
-        {.interrupt = [&] { ++interrupts; }, .why_cut = [] { return "the connection to rank 1 is closed"; }});
+        {.interrupt = [&] { ++interrupts; }, .why_disconnected = [] { return "the connection to rank 1 is closed"; }});
     if (is_told) store->set("tessera/failure/1", std::vector<uint8_t>{'w', 'h', 'y'});
     watch.begin_wait();
     EXPECT_TRUE(soon([&] { return interrupts > 0; }));

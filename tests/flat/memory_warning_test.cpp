@@ -23,23 +23,24 @@ struct Warnings : c10::WarningHandler {
 };
 
 TEST(MemoryWarning, CountsTheRanksThatShareAMemoryAndWhatGoes) {
-  const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .in_use = kGib};
+  const MemoryNeed need{.parameter_bytes = 4 * kGib, .gradient_bytes = 4 * kGib, .in_use_bytes = kGib};
   EXPECT_EQ(memory_warning("W", need, 2, 18 * kGib), "");
   const std::string text = memory_warning("W on rank 0", need, 2, 18 * kGib - 1);
   expect_contains(text,
                   "W on rank 0: parameters (4.0 GiB), gradients (4.0 GiB) and units in use (1.0 GiB) take 9.0 GiB");
   expect_contains(text, "on each of 2 ranks that share this memory, of which 18.0 GiB are free. The optimizer's state");
   MemoryNeed freeing = need;
-  freeing.freed = 5 * kGib;
+  freeing.freed_bytes = 5 * kGib;
   EXPECT_EQ(memory_warning("W", freeing, 2, 8 * kGib), "");
   expect_contains(memory_warning("W", freeing, 2, 7 * kGib), "of which 7.0 GiB are free, and 10.0 GiB will be");
-  expect_contains(memory_warning("W", {.gradients = 3 << 20}, 1, 2 << 20),
+  expect_contains(memory_warning("W", {.gradient_bytes = 3 << 20}, 1, 2 << 20),
                   "W: gradients (3.0 MiB) take 3.0 MiB on this rank");
 }
 
 // Who has planned knows of optimizer and activations, too.
 TEST(MemoryWarning, GoesByAPlanWhereThereIsOne) {
-  const MemoryNeed need{.parameters = 4 * kGib, .gradients = 4 * kGib, .freed = kGib, .present = kGib};
+  const MemoryNeed need{
+      .parameter_bytes = 4 * kGib, .gradient_bytes = 4 * kGib, .freed_bytes = kGib, .present_bytes = kGib};
   {
     const PlannedMemoryScope planned(20 * kGib);
     EXPECT_EQ(memory_warning("W", need, 2, 36 * kGib), "");

@@ -361,10 +361,10 @@ TEST(QuantizedSharding, ChecksPointsGoOnAtAnyWorldSize) {
 
 // What is computed in, where shards lie, how many copies of the model there are, and whether anybody has had it whole:
 // 4 ranks begin, 3 go on. One process has masters in fp32 and, in mixed precision, a copy that computes in bf16.
-enum class Place { kDevice, kHost, kDisk };
+enum class Tier { kDevice, kHost, kDisk };
 struct Cell {
   bool mixed;
-  Place place;
+  Tier tier;
   int copies;
   bool is_deferred;
 };
@@ -412,12 +412,12 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
   const auto sgd = torch::optim::SGDOptions(0.2).momentum(0.9);
   std::vector<Cell> cells;
   for (const bool mixed : {false, true})
-    for (const Place place : {Place::kDevice, Place::kHost, Place::kDisk})
+    for (const Tier tier : {Tier::kDevice, Tier::kHost, Tier::kDisk})
       for (const int copies : {0, 2})
         for (const bool is_deferred : {false, true})
-          if (has_full_matrix() || ((copies == 2) == (mixed == (place == Place::kDisk)) &&
-                                    is_deferred == (mixed != (place == Place::kHost))))
-            cells.push_back({mixed, place, copies, is_deferred});
+          if (has_full_matrix() ||
+              ((copies == 2) == (mixed == (tier == Tier::kDisk)) && is_deferred == (mixed != (tier == Tier::kHost))))
+            cells.push_back({mixed, tier, copies, is_deferred});
   for (const bool mixed : {false, true}) {
     const Net expected = cell_alone(mixed, sgd);
     for (const Cell& cell : cells) {
@@ -427,8 +427,8 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
         on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
           FsdpOptions options = fsdp_options(copies);
           if (mixed) options.mixed_precision = {.param_dtype = at::kBFloat16, .reduce_dtype = at::kFloat};
-          if (cell.place != Place::kDevice) options.offload = {.params = true, .grads = true};
-          if (cell.place == Place::kDisk) options.offload.directory = disk.path().string();
+          if (cell.tier != Tier::kDevice) options.offload = {.params = true, .grads = true};
+          if (cell.tier == Tier::kDisk) options.offload.directory = disk.path().string();
           Net net = seeded(9, [&] { return cell.is_deferred ? deferred(net_of_cells) : net_of_cells(); });
           FullyShardedDataParallel fsdp(net, comm, options);
           torch::optim::SGD optimizer(fsdp.parameters(), sgd);
@@ -448,7 +448,7 @@ TEST(QuantizedSharding, TrainsInEveryCombination) {
           // A master that rounds to the other neighbour in bf16 moves what comes of it.
           for (const auto& entry : expected->named_parameters())
             EXPECT_TRUE(torch::allclose(state[entry.key()], entry.value().detach(), 1e-5, mixed ? 2e-3 : 1e-5))
-                << "mixed " << mixed << " place " << static_cast<int>(cell.place) << " copies " << cell.copies
+                << "mixed " << mixed << " tier " << static_cast<int>(cell.tier) << " copies " << cell.copies
                 << " deferred " << cell.is_deferred << " " << entry.key() << " "
                 << (state[entry.key()].to(at::kFloat) - entry.value().detach().to(at::kFloat))
                        .abs()

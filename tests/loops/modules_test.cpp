@@ -362,7 +362,7 @@ TEST(Checkpointed, InputChangedAfterTheCall) {
       const at::Tensor x = torch::ones({4, kFeatures}).requires_grad_();
       at::Tensor h = x * 2, y;
       {
-        std::optional<ActivationOffload::Use> use;
+        std::optional<ActivationOffload::Scope> use;
         if (with_offload) use.emplace(offload);
         y = checkpoint ? checkpointed(layer, h) : layer->forward(h);
       }

@@ -28,7 +28,7 @@ TEST(ActivationOffload, GivesTheSameGradients) {
   for (int step = 0; step < 3; ++step) {
     at::Tensor expected = run(plain, x), loss;
     {
-      ActivationOffload::Use use(activations);
+      ActivationOffload::Scope scope(activations);
       loss = run(own, x);
     }
     EXPECT_EQ(activations.host_bytes(), 6 * 32 * 16 * 4);
@@ -51,7 +51,7 @@ TEST(ActivationOffload, DeviceMemoryIsLetGoInForward) {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> seen;
   at::Tensor x = torch::randn({32, 16}).set_requires_grad(true) * 1.0;
   {
-    ActivationOffload::Use use(activations);
+    ActivationOffload::Scope scope(activations);
     for (const auto& block : *list) {
       seen.emplace_back(x.storage().getWeakStorageImpl());
       x = checkpointed([block](const at::Tensor& in) { return block->as<torch::nn::Linear>()->forward(in); }, x);
@@ -74,7 +74,7 @@ TEST(ActivationOffload, KeepsStridesSmallTensorsAndRetainedGraphs) {
   };
   at::Tensor loss, expected = loss_of((wide * 2).t(), narrow * 2);
   {
-    ActivationOffload::Use use(activations);
+    ActivationOffload::Scope scope(activations);
     loss = loss_of((wide * 2).t(), narrow * 2);
   }
   EXPECT_EQ(activations.host_bytes(), 32 * 16 * 4);  // the wide one
@@ -96,7 +96,7 @@ TEST(ActivationOffload, AnInputThatIsChangedLaterIsNamedInBackward) {
       SCOPED_TRACE(std::to_string(changed) + (is_offloaded ? " offloaded" : ""));
       at::Tensor leaf = torch::ones({4}).requires_grad_();
       std::vector<at::Tensor> inputs{torch::ones({4}).requires_grad_() * 2, torch::full({4}, 3.0f), leaf};
-      std::optional<ActivationOffload::Use> use;
+      std::optional<ActivationOffload::Scope> use;
       if (is_offloaded) use.emplace(activations);
       at::Tensor loss = checkpointed([](std::vector<at::Tensor> in) { return in[0] * in[1] * in[2]; }, inputs).sum();
       use.reset();
@@ -119,7 +119,7 @@ TEST(ActivationOffload, KeepsTensorsWithoutVersions) {
     c10::InferenceMode inference;
     fixed = torch::full({4}, 3.0f);
   }
-  ActivationOffload::Use use(activations);
+  ActivationOffload::Scope scope(activations);
   checkpointed([&](const at::Tensor& a, const at::Tensor& b) { return (a.clone() * b).sum(); }, fixed, weight)
       .backward();
   EXPECT_TRUE(torch::equal(weight.grad(), torch::full({4}, 3.0f)));
@@ -135,13 +135,13 @@ TEST(ActivationOffload, UnderFsdpAndWithALimit) {
     const at::Tensor x = seeded(comm->rank(), [] { return torch::randn({4, 16}); });
     run(plain, x).backward();
     {
-      ActivationOffload::Use use(activations);
+      ActivationOffload::Scope scope(activations);
       run(own, x).backward();
     }
     for (size_t i = 0; i < fsdp.parameters().size(); ++i)
       EXPECT_TRUE(same_values(fsdp.parameters()[i].grad(), expected.parameters()[i].grad().cpu())) << i;
     ActivationOffload tight(comm->device(), {.host_limit_bytes = 300, .min_bytes = 0});
-    ActivationOffload::Use use(tight);
+    ActivationOffload::Scope scope(tight);
     expect_contains(error_of<std::runtime_error>([&] { run(own, x); }), "an activation of shape [4, 16]");
   });
 }

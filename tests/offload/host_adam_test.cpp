@@ -3,7 +3,6 @@
 
 #include <cmath>
 
-#include "tessera/flat/shard_mark.h"
 #include "tessera/optim/adam_kernel.h"
 #include "tests/support/reference.h"
 

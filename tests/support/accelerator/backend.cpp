@@ -19,28 +19,28 @@
 
 namespace tessera::accelerator {
 
-class Meeting {
+class SimulatedGroup {
  public:
   using Inputs = std::vector<std::vector<at::Tensor>>;
-  explicit Meeting(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
+  explicit SimulatedGroup(int size) : size_(size), aborted_(size, false), ended_(size, false) {}
 
   // The ranks that share a store find each other.
-  static std::shared_ptr<Meeting> join(c10d::Store& store, int rank, int size) {
+  static std::shared_ptr<SimulatedGroup> join(c10d::Store& store, int rank, int size) {
     static std::mutex mutex;
-    static std::map<int64_t, std::weak_ptr<Meeting>> meetings;
+    static std::map<int64_t, std::weak_ptr<SimulatedGroup>> groups;
     static int64_t next = 0;
     const std::string key = "simulated nccl";
     if (rank > 0) {
       store.wait({key});
       std::lock_guard lock(mutex);
-      if (auto meeting = meetings.at(std::stoll(store.get_to_str(key))).lock()) return meeting;
+      if (auto group = groups.at(std::stoll(store.get_to_str(key))).lock()) return group;
       throw std::runtime_error("the group ended before all had joined");
     }
-    auto meeting = std::make_shared<Meeting>(size);
+    auto group = std::make_shared<SimulatedGroup>(size);
     std::lock_guard lock(mutex);
-    meetings[next] = meeting;
+    groups[next] = group;
     store.set(key, std::to_string(next++));
-    return meeting;
+    return group;
   }
 
   // All ranks' inputs of the collective, once all are there. Nothing if this rank aborts.
@@ -132,11 +132,11 @@ Shelf& shelf() {
 
 class SimulatedWork final : public c10d::Work {
  public:
-  SimulatedWork(Point end, int device, std::shared_ptr<Meeting> meeting, int rank, std::vector<at::Tensor> tensors,
+  SimulatedWork(Point end, int device, std::shared_ptr<SimulatedGroup> group, int rank, std::vector<at::Tensor> tensors,
                 const std::string& failure)
       : end_(std::move(end)),
         device_(device),
-        meeting_(std::move(meeting)),
+        group_(std::move(group)),
         rank_of_group_(rank),
         tensors_(std::move(tensors)) {
     if (!failure.empty()) exception_ = std::make_exception_ptr(std::runtime_error(failure));
@@ -149,7 +149,7 @@ class SimulatedWork final : public c10d::Work {
   bool isCompleted() override { return exception() != nullptr || end_.reached->is_past(); }
   bool isSuccess() const override { throw std::logic_error("WorkNCCL::isSuccess() is deprecated"); }
   bool wait(std::chrono::milliseconds) override {
-    if (meeting_->is_aborted(rank_of_group_)) throw std::runtime_error("NCCL communicator was aborted");
+    if (group_->is_aborted(rank_of_group_)) throw std::runtime_error("NCCL communicator was aborted");
     if (!is_left_out(Request::kCollectiveEnds)) block(current_stream(device_), end_);
     tensors_.clear();
     return true;
@@ -159,7 +159,7 @@ class SimulatedWork final : public c10d::Work {
  private:
   Point end_;
   const int device_;
-  const std::shared_ptr<Meeting> meeting_;
+  const std::shared_ptr<SimulatedGroup> group_;
   const int rank_of_group_;
   std::vector<at::Tensor> tensors_;
 };
@@ -200,7 +200,7 @@ Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int siz
       device_(device),
       owns_stream_(!settings().collectives_in_order),
       stream_(owns_stream_ ? take_stream(device.index()) : stream_of(device.index(), kOrderedStream)),
-      meeting_(Meeting::join(*store, rank, size)) {
+      group_(SimulatedGroup::join(*store, rank, size)) {
   setBoundDeviceId(device);
 }
 
@@ -208,7 +208,7 @@ Backend::~Backend() {
   if (!std::exchange(ended_, true)) {
     if (!record(stream_).reached->is_past())
       Races::get().found("a group was destroyed without shutdown(), which aborts the kernels in flight");
-    meeting_->abort(rank_);
+    group_->abort(rank_);
   }
   if (!owns_stream_) return;
   wait_in_secret(stream_);
@@ -217,12 +217,12 @@ Backend::~Backend() {
 
 void Backend::abort() {
   ended_ = true;
-  meeting_->abort(rank_);
+  group_->abort(rank_);
 }
 
 void Backend::shutdown() {
   synchronize(stream_, "shut a group down");
-  if (settings().groups_end_together) meeting_->end_with_others(rank_);
+  if (settings().groups_end_together) group_->end_with_others(rank_);
   ended_ = true;
 }
 
@@ -233,7 +233,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
   for (const at::Tensor& tensor : inputs)
     if (tensor.scalar_type() == at::kShort || tensor.is_complex())
       throw std::runtime_error(c10::str("Unconvertible NCCL type ", tensor.scalar_type()));
-  if (meeting_->is_aborted(rank_)) throw std::runtime_error("NCCL communicator was aborted");
+  if (group_->is_aborted(rank_)) throw std::runtime_error("NCCL communicator was aborted");
   shelf().clear(device_.index());
   if (!outputs.empty() && std::ranges::all_of(outputs, [&](const at::Tensor& tensor) {
         return is_registered_with(tensor.const_data_ptr(), registration_);
@@ -257,25 +257,24 @@ c10::intrusive_ptr<c10d::Work> Backend::start(const std::string& name, int64_t n
   const std::string what = c10::str(name, " of ", numel, " elements");
   const std::string failure = settings().fails ? settings().fails(device_.index(), what) : "";
   const uint64_t sequence = next_sequence();
-  launch(
-      stream_, what, accesses,
-      [meeting = meeting_, sequence, rank = rank_, what, host_inputs, host_outputs, kernel, fails = !failure.empty()] {
-        if (fails) return meeting->wait_for_abort(rank);
-        const auto met = meeting->meet(sequence, rank, what, host_inputs);
-        bool is_read = false, is_aborted = !met;
-        if (met) {
-          kernel(*met, [&] {
-            is_read = true;
-            is_aborted = !meeting->all_have_read(sequence, rank);
-            return !is_aborted;
-          });
-          if (!is_read) meeting->all_have_read(sequence, rank);
-        }
-        if (!is_aborted) return;
-        for (const at::Tensor& output : host_outputs)
-          if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
-      });
-  return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), meeting_, rank_, std::move(tensors),
+  launch(stream_, what, accesses,
+         [group = group_, sequence, rank = rank_, what, host_inputs, host_outputs, kernel, fails = !failure.empty()] {
+           if (fails) return group->wait_for_abort(rank);
+           const auto met = group->meet(sequence, rank, what, host_inputs);
+           bool is_read = false, is_aborted = !met;
+           if (met) {
+             kernel(*met, [&] {
+               is_read = true;
+               is_aborted = !group->all_have_read(sequence, rank);
+               return !is_aborted;
+             });
+             if (!is_read) group->all_have_read(sequence, rank);
+           }
+           if (!is_aborted) return;
+           for (const at::Tensor& output : host_outputs)
+             if (output.numel() > 0) std::memset(output.mutable_data_ptr(), 0xff, output.nbytes());
+         });
+  return c10::make_intrusive<SimulatedWork>(record(stream_), device_.index(), group_, rank_, std::move(tensors),
                                             failure);
 }
 

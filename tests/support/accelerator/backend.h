@@ -21,7 +21,7 @@
 namespace tessera::accelerator {
 
 // What the ranks of a group share.
-class Meeting;
+class SimulatedGroup;
 
 class Backend final : public c10d::Backend {
  public:
@@ -68,7 +68,7 @@ class Backend final : public c10d::Backend {
   const at::Device device_;
   const bool owns_stream_;
   const int stream_;
-  const std::shared_ptr<Meeting> meeting_;
+  const std::shared_ptr<SimulatedGroup> group_;
   const int64_t registration_ = next_registration();
   uint64_t sequence_ = 0;
   std::optional<uint64_t> late_;  // the next collective's, which the one before has overtaken

@@ -132,7 +132,7 @@ static const bool is_registered = [] {
 
 const Settings& settings() { return chosen; }
 
-bool is_left_out(Request request) { return has_faults && chosen.leave_out(request, Place::here().text()); }
+bool is_left_out(Request request) { return has_faults && chosen.leave_out(request, CallStack::here().text()); }
 
 static void wait_for_all() {
   for (int stream = 0; stream < kStreams; ++stream) wait_in_secret(stream);

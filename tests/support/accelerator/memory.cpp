@@ -260,7 +260,7 @@ void explain_fault(int signal, siginfo_t* info, void* context) {
   for (int device = 0; device < kDevices; ++device) {
     if (!device_arenas[device].contains(info->si_addr)) continue;
     std::fprintf(stderr, "simulated accelerator: the host touches memory of device %d [%s]\n", device,
-                 Place::here().text().c_str());
+                 CallStack::here().text().c_str());
     std::abort();
   }
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)

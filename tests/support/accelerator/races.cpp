@@ -42,14 +42,14 @@ uintptr_t page_up(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
 
 }  // namespace
 
-Place Place::here() {
-  Place place;
-  place.frames_.resize(kMaxFrames);
-  place.frames_.resize(::backtrace(place.frames_.data(), kMaxFrames));
-  return place;
+CallStack CallStack::here() {
+  CallStack stack;
+  stack.frames_.resize(kMaxFrames);
+  stack.frames_.resize(::backtrace(stack.frames_.data(), kMaxFrames));
+  return stack;
 }
 
-std::string Place::text() const {
+std::string CallStack::text() const {
   std::string text;
   int shown = 0;
   for (void* frame : frames_) {
@@ -128,7 +128,7 @@ void join(Clock& clock, const Clock& other) {
 }  // namespace
 
 void Races::launched(int stream, std::string what, const std::vector<Access>& accesses, const Clock* also) {
-  const auto by = std::make_shared<const std::pair<std::string, Place>>(std::move(what), Place::here());
+  const auto by = std::make_shared<const std::pair<std::string, CallStack>>(std::move(what), CallStack::here());
   std::lock_guard lock(mutex_);
   if (by->first != kGivenBack) {
     ++counts_[device_of(stream)].launches;
@@ -212,7 +212,7 @@ void Races::host_knows(int device, const Clock& clock) {
 }
 
 void Races::host_waited(int device, const Clock& clock, const char* what) {
-  const std::string place = Place::here().text();
+  const std::string place = CallStack::here().text();
   std::lock_guard lock(mutex_);
   ++counts_[device].host_waits;
   ++counts_[device].wait_places[std::string(what) + " [" + place + "]"];
@@ -221,7 +221,7 @@ void Races::host_waited(int device, const Clock& clock, const char* what) {
 
 // Told once, then the host goes on with what it finds there, as it would.
 bool Races::host_touched(const void* address) {
-  const std::string place = Place::here().text();
+  const std::string place = CallStack::here().text();
   std::lock_guard lock(mutex_);
   const auto position = find(reinterpret_cast<uintptr_t>(address));
   if (position == blocks_.end() || !position->second.info.is_pinned) return false;

@@ -15,9 +15,9 @@
 namespace tessera::accelerator {
 
 // Where something was asked for: addresses now, names when somebody wants to read them.
-class Place {
+class CallStack {
  public:
-  static Place here();
+  static CallStack here();
   // Functions of ours from the innermost, without their arguments: "Unit::start_gather < Scheduler::use".
   std::string text() const;
 
@@ -68,7 +68,7 @@ class Races {
     Access access;
     int stream;
     uint64_t time;
-    std::shared_ptr<const std::pair<std::string, Place>> by;
+    std::shared_ptr<const std::pair<std::string, CallStack>> by;
     std::string text() const;
   };
   struct Block {
