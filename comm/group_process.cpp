@@ -23,7 +23,8 @@ std::string text_of(const std::exception_ptr& exception) {
   try {
     std::rethrow_exception(exception);
   } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
+    const std::string text = error.what_without_backtrace();
+    return text.substr(0, text.find("\nException raised"));
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {

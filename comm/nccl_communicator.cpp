@@ -18,7 +18,6 @@
 #include <cstdio>
 #include <deque>
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -47,9 +46,7 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // Why it failed; "" for one that did not, or has not ended.
 std::string error_of(const c10d::Work& work) {
   const std::exception_ptr exception = work.exception();
-  if (!exception) return "";
-  const std::string text = text_of(exception);
-  return text.substr(0, text.find("\nException raised"));
+  return exception ? text_of(exception) : "";
 }
 
 class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
@@ -324,7 +321,7 @@ std::string NcclCommunicator::take_ended(std::deque<UnderWay>& over) {
   return "";
 }
 
-// An operation that the group's end has cut has ended as well: that it is broken is known before.
+// An operation that was aborted has ended as well: that it is broken is known before.
 void NcclCommunicator::require_ended(std::string_view what, bool all) {
   const auto began = steady_clock::now();
   std::string waits_for;

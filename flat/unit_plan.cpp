@@ -6,11 +6,12 @@
 #include <utility>
 
 namespace tessera {
-namespace {
 
-std::string join(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "." + name;
+std::string join_names(const std::string& module, const std::string& name) {
+  return module.empty() ? name : module + "." + name;
 }
+
+namespace {
 
 // Walks the module tree three times: in order of registration to see where each parameter is met
 // first, bottom-up to ask the policy, and in order again to hand the parameters out.
@@ -45,7 +46,7 @@ class Planner {
     if (!asked_.insert(&module).second) return 0;  // registered in a second place: counted there
     int64_t unclaimed_numel = 0;
     for (const auto& child : module.named_children())
-      unclaimed_numel += claim(*child.value(), join(fqn, child.key()), false);
+      unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
     for (const auto& parameter : module.named_parameters(/*recurse=*/false))
       if (!is_ignored(parameter.value()) && owners_.at(parameter.value().unsafeGetTensorImpl()) == &module)
         unclaimed_numel += parameter.value().numel();
@@ -62,14 +63,14 @@ class Planner {
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       const at::Tensor& tensor = entry.value();
       if (!tensor.defined() || is_ignored(tensor)) continue;
-      const std::string name = join(fqn, entry.key());
+      const std::string name = join_names(fqn, entry.key());
       auto& parameters = units_[unit].parameters;
       const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
       if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
       const auto [owner, index] = known->second;
       if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
     }
-    for (const auto& child : module.named_children()) collect(*child.value(), join(fqn, child.key()), unit);
+    for (const auto& child : module.named_children()) collect(*child.value(), join_names(fqn, child.key()), unit);
   }
 
   const WrapPolicy& policy_;
@@ -113,7 +114,7 @@ std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Modu
       inside = policy(fqn, module, numel);
     }
     if (inside) found.insert(&module);
-    for (const auto& child : module.named_children()) self(self, *child.value(), join(fqn, child.key()), inside);
+    for (const auto& child : module.named_children()) self(self, *child.value(), join_names(fqn, child.key()), inside);
   };
   walk(walk, root, "", false);
   return found;

@@ -10,6 +10,9 @@
 
 namespace tessera {
 
+// "blocks.3.weight": the dotted name of what `module`, of that dotted name, registers as `name`. "" is the root.
+std::string join_names(const std::string& module, const std::string& name);
+
 // Names the modules that become units: what is gathered, computed with and released together.
 //
 // A policy is asked bottom-up, children before parents, about every module but the root, and is told how many elements

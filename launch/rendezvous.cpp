@@ -14,6 +14,7 @@
 #include "tessera/async/in_time.h"
 #include "tessera/comm/errors.h"
 #include "tessera/comm/fingerprint.h"
+#include "tessera/comm/group_process.h"
 #include "tessera/launch/clock_exchange.h"
 #include "tessera/launch/local_address.h"
 
@@ -37,13 +38,6 @@ constexpr char kEnded[] = "ended";  // which rank, before all had come
 constexpr size_t kMostRanksNamed = 8;
 
 std::string seconds_text(milliseconds duration) { return c10::str(static_cast<double>(duration.count()) / 1000, " s"); }
-
-// libtorch's errors carry a stack trace; a user who mistyped an address does not want it.
-std::string reason_of(const std::exception& error) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-  std::string text = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
-  return text.substr(0, text.find("\nException raised"));
-}
 
 std::string name_ranks(const std::vector<int>& ranks) {
   const size_t named = std::min(ranks.size(), kMostRanksNamed);
@@ -105,8 +99,8 @@ class Joining {
       check_in(store, address);
       reachable = await_all(store);
       run = compare_clocks(store);
-    } catch (const c10::Error& error) {
-      fail("the store was lost, perhaps since rank 0 ended: ", reason_of(error));
+    } catch (const c10::Error&) {
+      fail("the store was lost, perhaps since rank 0 ended: ", text_of(std::current_exception()));
     }
     return {c10::make_intrusive<c10d::PrefixStore>("group", store), reachable_address(address, reachable),
             std::move(run)};
@@ -159,8 +153,8 @@ class Joining {
       // The server listens on all addresses, so its own client need not find the host's name.
       auto store = c10::make_intrusive<c10d::TCPStore>(serves ? "127.0.0.1" : environment_.master_address, options);
       return store_of_run(store, environment_.job, environment_.restart_count);
-    } catch (const std::exception& error) {
-      const auto reason = reason_of(error);
+    } catch (const std::exception&) {
+      const std::string reason = text_of(std::current_exception());
       if (serves && reason.find("EADDRINUSE") != std::string::npos)
         fail("the port is in use by another program, or an earlier run of this one; choose another MASTER_PORT");
       fail("no store answers there: ", reason);

@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "tessera/optim/listed_optimizer.h"
 #include "tessera/paging/disk_pager.h"
 #include "tessera/paging/residency.h"
 
@@ -33,17 +34,9 @@ AdamRule rule_of(const torch::optim::OptimizerOptions& options) {
 }
 
 void require_steppable(const at::Tensor& parameter, const AdamPlacement& placement) {
-  std::string problem = placement.problem(parameter);
-  if (!problem.empty()) {
-  } else if (!at::isFloatingType(parameter.scalar_type())) {
-    problem = c10::str("is ", parameter.scalar_type(), ", expected a floating-point type");
-  } else if (parameter.grad().layout() != at::kStrided) {
-    problem = c10::str("has a gradient of layout ", parameter.grad().layout(), ", expected a dense one");
-  } else if (!parameter.is_non_overlapping_and_dense()) {
-    problem = c10::str("has strides ", parameter.strides(), ", expected dense ones");
-  }
-  if (!problem.empty())
+  if (const std::string problem = placement.problem(parameter); !problem.empty())
     throw std::invalid_argument(c10::str(placement.name, ": a parameter of shape ", parameter.sizes(), " ", problem));
+  require_dense(parameter, placement.name);
 }
 
 // Gives the update the parameter's state, and counts the step in it. Of a parameter of no elements (nothing of it is

@@ -44,9 +44,7 @@ CollectiveFlow flow_of(const RecordedCollective& collective) {
     flow.message_bytes[0] = bytes;
     flow.sum_bytes = (n - 1) * bytes;
   } else {
-    throw std::invalid_argument("the time of a collective '" + name +
-                                "', expected all-gather, reduce-scatter, all-reduce, broadcast, reduce, scatter or "
-                                "all-to-all");
+    refuse_collective(name);
   }
   return flow;
 }

@@ -5,13 +5,19 @@
 #include <cmath>
 #include <map>
 #include <optional>
-#include <set>
 #include <stdexcept>
 #include <string_view>
 
 #include "tessera/plan/quantity_text.h"
 
 namespace tessera {
+
+void refuse_collective(const std::string& operation) {
+  throw std::invalid_argument("the time of a collective '" + operation +
+                              "', expected all-gather, reduce-scatter, all-reduce, broadcast, reduce, scatter or "
+                              "all-to-all");
+}
+
 namespace {
 
 bool is_16bit(c10::ScalarType dtype) { return dtype == c10::ScalarType::Half || dtype == c10::ScalarType::BFloat16; }
@@ -46,9 +52,7 @@ double level_seconds(const std::string& operation, int ranks, double bytes, cons
   if (operation == "all-reduce") return 2 * latency_s + part / reduced + part / link.bytes_per_s;
   if (operation == "broadcast") return latency_s + bytes / link.bytes_per_s;
   if (operation == "reduce") return latency_s + bytes / reduced;
-  throw std::invalid_argument("the time of a collective '" + operation +
-                              "', expected all-gather, reduce-scatter, all-reduce, broadcast, reduce, scatter or "
-                              "all-to-all");
+  refuse_collective(operation);
 }
 
 double known(const std::optional<double>& quantity, const std::string& text, const char* expected) {

@@ -92,6 +92,9 @@ struct CollectiveTime {
   bool between_hosts = false;  // that too, or alone
 };
 
+// Throws std::invalid_argument for a collective whose time is not known.
+[[noreturn]] void refuse_collective(const std::string& operation);
+
 // In one level a rank sends (n - 1) / n of the full tensor for an all-gather, a reduce-scatter, a scatter or an
 // all-to-all, twice that for an all-reduce (as both one after the other), all of it for a broadcast or a reduce; and
 // waits ceil(log2(n)) times for the latency. With m ranks of the group on each of h hosts: the same within hosts (m

@@ -6,17 +6,13 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 
 #include "tessera/flat/deferred.h"
+#include "tessera/flat/unit_plan.h"
 #include "tessera/paging/residency.h"
 
 namespace tessera {
 namespace {
-
-std::string joined(const std::string& prefix, const std::string& name) {
-  return prefix.empty() ? name : prefix + "." + name;
-}
 
 // Every weight of a Linear, and who uses it; names are from `root` on.
 std::vector<LinearWeight> weights_below(torch::nn::Module& root) {
@@ -25,13 +21,13 @@ std::vector<LinearWeight> weights_below(torch::nn::Module& root) {
   auto walk = [&](auto& self, torch::nn::Module& module, const std::string& fqn) -> void {
     if (!seen.insert(&module).second) return;
     if (auto* linear = dynamic_cast<torch::nn::LinearImpl*>(&module))
-      found.push_back({linear, joined(fqn, "weight"), "weight", &linear->weight});
+      found.push_back({linear, join_names(fqn, "weight"), "weight", &linear->weight});
     if (auto* other = dynamic_cast<HasLinearWeights*>(&module))
       for (LinearWeight& weight : other->linear_weights()) {
-        weight.fqn = joined(fqn, weight.fqn);
+        weight.fqn = join_names(fqn, weight.fqn);
         found.push_back(weight);
       }
-    for (const auto& child : module.named_children()) self(self, *child.value(), joined(fqn, child.key()));
+    for (const auto& child : module.named_children()) self(self, *child.value(), join_names(fqn, child.key()));
   };
   walk(walk, root, "");
   return found;
