@@ -10,7 +10,6 @@
 
 #include <barrier>
 #include <cstdlib>
-#include <functional>
 #include <thread>
 
 #include "tessera/comm/backends.h"

@@ -6,7 +6,6 @@
 #include <string_view>
 #include <utility>
 
-#include "tessera/checkpoint/errors.h"
 #include "tessera/exported/arguments.h"
 #include "tessera/exported/errors.h"
 #include "tessera/exported/fields.h"

@@ -3,7 +3,6 @@
 #include <c10/core/Layout.h>
 #include <c10/core/MemoryFormat.h>
 
-#include <cmath>
 #include <limits>
 
 #include "tessera/checkpoint/checked_json.h"

@@ -5,7 +5,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <stdexcept>
 
 #include "tessera/flat/as_wrapped.h"
 #include "tessera/flat/deferred.h"

@@ -8,7 +8,6 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <deque>
 #include <numeric>

@@ -13,7 +13,6 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
-#include <utility>
 
 #include "tessera/paging/boxed_tensors.h"
 #include "tessera/paging/page_views.h"

@@ -13,7 +13,6 @@
 #include <cmath>
 #include <mutex>
 #include <numeric>
-#include <optional>
 #include <utility>
 #include <vector>
 

@@ -14,7 +14,6 @@
 #include <fstream>
 #include <initializer_list>
 #include <map>
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>

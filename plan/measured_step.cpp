@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <stdexcept>
 #include <utility>
 

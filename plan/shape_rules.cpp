@@ -9,7 +9,6 @@
 #include <ATen/ops/sum.h>
 
 #include <unordered_map>
-#include <utility>
 
 namespace tessera {
 namespace {

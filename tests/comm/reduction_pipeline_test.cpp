@@ -7,7 +7,6 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
-#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <future>

@@ -8,7 +8,6 @@
 
 #include <csignal>
 #include <random>
-#include <set>
 #include <thread>
 
 #include "tessera/comm/backends.h"

@@ -3,7 +3,6 @@
 
 #include <deque>
 #include <filesystem>
-#include <set>
 #include <unordered_map>
 
 #include "tests/support/reference.h"

@@ -1,5 +1,4 @@
 // What must not be silent: mistakes of the user, ranks that disagree, peers that die.
-#include <thread>
 
 #include "tests/support/reference.h"
 

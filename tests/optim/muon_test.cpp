@@ -1,5 +1,4 @@
 // Muon: the iteration, and the same under sharding as without.
-#include "tessera/checkpoint/offline.h"
 #include "tests/optim/given_gradients.h"
 #include "tests/support/temporary_folder.h"
 

@@ -5,14 +5,10 @@
 #include <sys/resource.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <csignal>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tests/support/temporary_folder.h"
