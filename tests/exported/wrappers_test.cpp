@@ -43,14 +43,12 @@ void expect_same_loop(const std::string& name, int world, Wrap wrap, ExportedOpt
     torch::optim::AdamW sharded(wrapped.parameters(), torch::optim::AdamWOptions(1e-2));
     torch::optim::AdamW whole(unique_parameters(*reference), torch::optim::AdamWOptions(1e-2));
     for (int step = 0; step < kSteps; ++step) {
-      sharded.zero_grad();
-      whole.zero_grad();
-      const at::Tensor loss = loss_with(wrapped, name, comm->rank(), step);
-      EXPECT_TRUE(at::equal(loss, loss_with(reference, name, comm->rank(), step))) << name << ", step " << step;
-      loss.backward();
-      reference_backward(reference, world, [&](int rank) { return loss_with(reference, name, rank, step); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        const at::Tensor loss = loss_with(wrapped, name, comm->rank(), step);
+        EXPECT_TRUE(at::equal(loss, loss_with(reference, name, comm->rank(), step))) << name << ", step " << step;
+        loss.backward();
+        reference_backward(reference, world, [&](int rank) { return loss_with(reference, name, rank, step); });
+      });
     }
     for (const NamedShard& shard : wrapped.named_shards()) {
       const at::Tensor own = reference->named_parameters()[shard.fqn].detach();
@@ -138,17 +136,15 @@ TEST(ExportedWrappers, AdaptersTrainBesideQuantizedWeights) {
       torch::optim::AdamW sharded(fsdp.parameters(), 1e-2);
       torch::optim::AdamW whole(reference->parameters(), 1e-2);
       for (int step = 0; step < kSteps; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        const at::Tensor loss = loss_with(fsdp, "decoder_meta", comm->rank(), step);
-        EXPECT_TRUE(at::equal(loss, loss_with(reference, "decoder_meta", comm->rank(), step))) << "step " << step;
-        if (step == 0 && comm->rank() == 0) {
-          EXPECT_NEAR(loss.item<double>(), before.item<double>(), 0.3);
-        }
-        loss.backward();
-        reference_backward(reference, 2, [&](int rank) { return loss_with(reference, "decoder_meta", rank, step); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          const at::Tensor loss = loss_with(fsdp, "decoder_meta", comm->rank(), step);
+          EXPECT_TRUE(at::equal(loss, loss_with(reference, "decoder_meta", comm->rank(), step))) << "step " << step;
+          if (step == 0 && comm->rank() == 0) {
+            EXPECT_NEAR(loss.item<double>(), before.item<double>(), 0.3);
+          }
+          loss.backward();
+          reference_backward(reference, 2, [&](int rank) { return loss_with(reference, "decoder_meta", rank, step); });
+        });
       }
       expect_same_parameters(fsdp, *reference, "quantized");
     });
@@ -274,12 +270,10 @@ TEST(ExportedWrappers, TrainsOnTheDeviceOfTheCommunicator) {
       const at::Tensor loss = loss_of(fsdp(moved)), expected = loss_of(reference->forward(inputs));
       EXPECT_EQ(loss.device(), comm->device());
       EXPECT_NEAR(loss.item<float>(), expected.item<float>(), 1e-5) << step;
-      sharded.zero_grad();
-      whole.zero_grad();
-      loss.backward();
-      expected.backward();
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        loss.backward();
+        expected.backward();
+      });
     }
     if (comm->rank() == 0)
       expect_contains(error_of<std::invalid_argument>([&] {

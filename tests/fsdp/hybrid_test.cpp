@@ -25,16 +25,14 @@ TEST(Hybrid, TrainsAsTheUnshardedLoop) {
         torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(unique_parameters(*reference), 0.1);
         auto loss = [&](auto& net, int rank) { return call(net, input(rank, kWidth)).square().mean(); };
         for (int step = 0; step < 5; ++step) {
-          sharded.zero_grad();
-          whole.zero_grad();
-          at::Tensor own = loss(fsdp, comm->rank());
-          if (own.requires_grad()) own.backward();
-          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
-          const double norm = fsdp.clip_grad_norm_(0.5);
-          const double expected = torch::nn::utils::clip_grad_norm_(unique_parameters(*reference), 0.5);
-          EXPECT_NEAR(norm, expected, 1e-4 * expected) << where;
-          sharded.step();
-          whole.step();
+          step_both(sharded, whole, [&] {
+            at::Tensor own = loss(fsdp, comm->rank());
+            if (own.requires_grad()) own.backward();
+            reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+            const double norm = fsdp.clip_grad_norm_(0.5);
+            const double expected = torch::nn::utils::clip_grad_norm_(unique_parameters(*reference), 0.5);
+            EXPECT_NEAR(norm, expected, 1e-4 * expected) << where;
+          });
         }
         auto state = fsdp.full_state_dict();
         for (const auto& entry : reference->named_parameters())

@@ -17,12 +17,10 @@ void expect_parity(Build build, Run run) {
       FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_by_size(1)});
       torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
       for (int step = 0; step < 3; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        run(fsdp, comm->rank()).backward();
-        reference_backward(reference, world, [&](int rank) { return run(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          run(fsdp, comm->rank()).backward();
+          reference_backward(reference, world, [&](int rank) { return run(reference, rank); });
+        });
       }
       expect_same_parameters(fsdp, *reference, "world " + std::to_string(world));
     });

@@ -83,12 +83,10 @@ TEST(Parameters, OfSeveralDtypesInOneUnit) {
       torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
       for (int step = 0; step < 2; ++step) {
         auto loss = [](auto& net, int rank) { return call(net, input(rank)).square().mean(); };
-        sharded.zero_grad();
-        whole.zero_grad();
-        loss(fsdp, comm->rank()).backward();
-        reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          loss(fsdp, comm->rank()).backward();
+          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+        });
       }
       auto state = fsdp.full_state_dict();
       for (const auto& entry : reference->named_parameters()) {
@@ -292,14 +290,13 @@ TEST(UnevenData, JoinedRanksTrainOnAllOfIt) {
     int step = 0;
     for (; int active = ranks_with_data(*comm, step < own_steps); ++step) {
       const double factor = step < own_steps ? 3.0 / active : 0.0;
-      sharded.zero_grad();
-      whole.zero_grad();
-      (fsdp(input(comm->rank() + 10 * step)).square().mean() * factor).backward();
-      int first = 3 - active;  // those with data are the last ones
-      reference_backward(reference, active,
-                         [&](int part) { return reference->forward(input(first + part + 10 * step)).square().mean(); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        (fsdp(input(comm->rank() + 10 * step)).square().mean() * factor).backward();
+        int first = 3 - active;  // those with data are the last ones
+        reference_backward(reference, active, [&](int part) {
+          return reference->forward(input(first + part + 10 * step)).square().mean();
+        });
+      });
     }
     EXPECT_EQ(step, 4);
     auto state = fsdp.full_state_dict();

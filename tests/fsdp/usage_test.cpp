@@ -94,12 +94,10 @@ TEST(Usage, TheModuleMayBeCalledWithoutTheWrapper) {
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
     for (int step = 0; step < 3; ++step) {
-      sharded.zero_grad();
-      whole.zero_grad();
-      model->forward(input(comm->rank())).square().mean().backward();
-      reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        model->forward(input(comm->rank())).square().mean().backward();
+        reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
+      });
     }
     expect_same_parameters(fsdp, *reference, "");
   });
@@ -130,12 +128,10 @@ TEST(Usage, SeveralForwardsBeforeOneBackward) {
       };
       torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
       for (int step = 0; step < 3; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        run(fsdp, comm->rank()).backward();
-        reference_backward(reference, 2, [&](int rank) { return run(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          run(fsdp, comm->rank()).backward();
+          reference_backward(reference, 2, [&](int rank) { return run(reference, rank); });
+        });
       }
       expect_same_parameters(fsdp, *reference, "");
     });
@@ -231,15 +227,13 @@ TEST(Usage, ParametersWithoutGradientOnSomeRanksCountAsZeroThere) {
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(reference->parameters(), 1e-2);
     for (int step = 0; step < 4; ++step) {
-      sharded.zero_grad();
-      whole.zero_grad();
-      auto loss = [&](auto& net, int rank) {
-        return net(input(rank), (rank + step) % 2 == 0, rank == step).square().mean();
-      };
-      loss(fsdp, comm->rank()).backward();
-      reference_backward(reference, 3, [&](int rank) { return loss(reference, rank); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        auto loss = [&](auto& net, int rank) {
+          return net(input(rank), (rank + step) % 2 == 0, rank == step).square().mean();
+        };
+        loss(fsdp, comm->rank()).backward();
+        reference_backward(reference, 3, [&](int rank) { return loss(reference, rank); });
+      });
     }
     expect_same_parameters(fsdp, *reference, "");
   });
@@ -272,12 +266,10 @@ TEST(Usage, FrozenParametersCostNoGradientMemoryAndMayThaw) {
     auto train = [&](int steps) {
       torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
       for (int step = 0; step < steps; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        fsdp(input(comm->rank())).square().mean().backward();
-        reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          fsdp(input(comm->rank())).square().mean().backward();
+          reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
+        });
       }
     };
     train(2);
@@ -337,16 +329,14 @@ TEST(Usage, TiedWeightsStayTiedAcrossUnits) {
       EXPECT_EQ(fsdp.parameters().size(), 3U);  // embedding.weight = head.weight, body's two
       torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
       for (int step = 0; step < 4; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        auto loss = [&](auto& net, int rank) {
-          const at::Tensor six = on_rank_device(torch::arange(6));
-          return torch::nn::functional::cross_entropy(net((six + rank) % 10), (six * 3 + step) % 10);
-        };
-        loss(fsdp, comm->rank()).backward();
-        reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          auto loss = [&](auto& net, int rank) {
+            const at::Tensor six = on_rank_device(torch::arange(6));
+            return torch::nn::functional::cross_entropy(net((six + rank) % 10), (six * 3 + step) % 10);
+          };
+          loss(fsdp, comm->rank()).backward();
+          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+        });
       }
       expect_same_parameters(fsdp, *reference, "");
       EXPECT_TRUE(model->head->weight.is_same(model->embedding->weight));
@@ -373,12 +363,10 @@ TEST(Usage, ParametersOfSeveralDtypes) {
     };
     torch::optim::SGD sharded(fsdp.parameters(), 0.1), whole(reference->parameters(), 0.1);
     for (int step = 0; step < 2; ++step) {
-      sharded.zero_grad();
-      whole.zero_grad();
-      run(model, input(comm->rank())).backward();
-      reference_backward(reference, 2, [&](int rank) { return run(reference, input(rank)); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        run(model, input(comm->rank())).backward();
+        reference_backward(reference, 2, [&](int rank) { return run(reference, input(rank)); });
+      });
     }
     expect_same_parameters(fsdp, *reference, "");
   });
@@ -404,12 +392,10 @@ TEST(Usage, EvaluationUnderNoGradAndInferenceModeBetweenSteps) {
           c10::InferenceMode inference;
           EXPECT_TRUE(same_values(fsdp(input(6)), reference->forward(input(6))));
         }
-        sharded.zero_grad();
-        whole.zero_grad();
-        fsdp(input(comm->rank())).square().mean().backward();
-        reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          fsdp(input(comm->rank())).square().mean().backward();
+          reference_backward(reference, 2, [&](int rank) { return reference->forward(input(rank)).square().mean(); });
+        });
       }
       expect_same_parameters(fsdp, *reference, "");
     });

@@ -73,12 +73,10 @@ TEST(FusedAdam, TrainsUnderFsdpInGroups) {
         return net(seeded(rank, [] { return torch::randn({4, testing_support::kWidth}); })).square().mean();
       };
       for (int step = 0; step < 5; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        loss(fsdp, comm->rank()).backward();
-        reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          loss(fsdp, comm->rank()).backward();
+          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+        });
       }
       auto state = fsdp.full_state_dict();
       for (const auto& entry : reference->named_parameters())

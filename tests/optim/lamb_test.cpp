@@ -38,13 +38,11 @@ TEST_P(LambParity, ShardedEqualsUnsharded) {
         return net(seeded(rank, [] { return torch::randn({4, testing_support::kWidth}); })).square().mean();
       };
       for (int step = 0; step < 6; ++step) {
-        sharded.zero_grad();
-        whole.zero_grad();
-        at::Tensor own = loss(fsdp, comm->rank());
-        if (own.requires_grad()) own.backward();
-        reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
-        sharded.step();
-        whole.step();
+        step_both(sharded, whole, [&] {
+          at::Tensor own = loss(fsdp, comm->rank());
+          if (own.requires_grad()) own.backward();
+          reference_backward(reference, world, [&](int rank) { return loss(reference, rank); });
+        });
       }
       auto state = fsdp.full_state_dict();
       for (const auto& entry : reference->named_parameters())
@@ -69,12 +67,10 @@ TEST(Lamb, WorksOnHybridShards) {
       return call(net, seeded(rank, [] { return torch::randn({4, 8}); })).square().mean();
     };
     for (int step = 0; step < 6; ++step) {
-      sharded.zero_grad();
-      whole.zero_grad();
-      loss(fsdp, comm->rank()).backward();
-      reference_backward(reference, 4, [&](int rank) { return loss(reference, rank); });
-      sharded.step();
-      whole.step();
+      step_both(sharded, whole, [&] {
+        loss(fsdp, comm->rank()).backward();
+        reference_backward(reference, 4, [&](int rank) { return loss(reference, rank); });
+      });
     }
     auto state = fsdp.full_state_dict();
     for (const auto& entry : reference->named_parameters())

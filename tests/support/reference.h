@@ -87,6 +87,16 @@ inline std::vector<at::Tensor> unique_parameters(const torch::nn::Module& module
   return unique;
 }
 
+// A step of two optimizers, for whose parameters `backward` leaves gradients.
+template <class Backward>
+void step_both(torch::optim::Optimizer& sharded, torch::optim::Optimizer& whole, Backward backward) {
+  sharded.zero_grad();
+  whole.zero_grad();
+  backward();
+  sharded.step();
+  whole.step();
+}
+
 // The specification of data-parallel training: one process, the parts of the batch one after the
 // other, gradients added in rank order and divided by the number of parts. A parameter that no
 // part used has no gradient; one that some parts did not use counts as 0 there.
