@@ -84,7 +84,7 @@ class Loader {
       if (saved_.tensors.contains(shard.fqn))
         tensors_.emplace_back(shard.tensor, want_shard(shard.fqn, shard, /*transposed=*/false));
     reader_.fetch();
-    check_twins();
+    check_tied();
     check_states();
   }
 
@@ -166,7 +166,7 @@ class Loader {
         if (const auto other = names.find(alias); other != names.end() && other->second != found->second) {
           if (!used.insert(other->second).second) continue;
           match_tensor(own, other->second);
-          twins_.emplace(own.fqn, other->second);
+          tied_names_.emplace(own.fqn, other->second);
         }
     };
     std::for_each(shards_.begin(), shards_.end(), match);
@@ -191,9 +191,9 @@ class Loader {
   }
 
   // What is saved several times of what the model has once has to be the same.
-  void check_twins() const {
+  void check_tied() const {
     Misfits misfits;
-    for (const auto& [own, other, value, other_value] : twin_values_)
+    for (const auto& [own, other, value, other_value] : tied_values_)
       if (!have_same_bytes(value, other_value))
         misfits["tied in the model, saved with other values"].push_back(saved_name(own) + " and " + other);
     for (const auto& [own, value, once] : expanded_)
@@ -331,7 +331,7 @@ class Loader {
     for (const NamedShard& shard : shards_)
       if (const auto found = saved_names_.find(shard.fqn); found != saved_names_.end()) {
         tensors_.emplace_back(shard.tensor, want_shard(found->second, shard, is_transposed(found->second)));
-        want_twins(shard, tensors_.back().second);
+        want_tied(shard, tensors_.back().second);
       }
     for (const LocalTensor& buffer : buffers_) {
       const auto found = saved_names_.find(buffer.fqn);
@@ -344,7 +344,7 @@ class Loader {
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
       const at::Tensor taken = transposed ? value.t() : value;
       want_buffer(buffer, model_.named_buffers()[buffer.fqn], taken);
-      want_twins(buffer, taken);
+      want_tied(buffer, taken);
     }
   }
 
@@ -357,14 +357,14 @@ class Loader {
     if (target.sizes() != at::IntArrayRef(own.sizes)) expanded_.push_back({own.fqn, value, once});
   }
 
-  void want_twins(const NamedShard& own, const at::Tensor& value) {
-    const auto [begin, end] = twins_.equal_range(own.fqn);
-    for (auto twin = begin; twin != end; ++twin)
-      twin_values_.push_back(
-          {own.fqn, twin->second, value, want_shard(twin->second, own, is_transposed(twin->second))});
+  void want_tied(const NamedShard& own, const at::Tensor& value) {
+    const auto [begin, end] = tied_names_.equal_range(own.fqn);
+    for (auto tied = begin; tied != end; ++tied)
+      tied_values_.push_back(
+          {own.fqn, tied->second, value, want_shard(tied->second, own, is_transposed(tied->second))});
   }
 
-  struct TwinValues {
+  struct TiedValues {
     std::string own, other;  // the model's name, and the other saved one
     at::Tensor value, other_value;
   };
@@ -430,10 +430,10 @@ class Loader {
   const LoadOptions& options_;
   SliceReader reader_;
   std::optional<NamedOptimizer> optimizer_;
-  GeneratorStates generators_;                      // none: they are not restored
-  std::map<std::string, std::string> saved_names_;  // of what the model and the checkpoint have
-  std::multimap<std::string, std::string> twins_;   // to the model's names, further saved ones of the same tensor
-  std::set<std::string> left_out_;                  // saved names that `rename` has no name for
+  GeneratorStates generators_;                          // none: they are not restored
+  std::map<std::string, std::string> saved_names_;      // of what the model and the checkpoint have
+  std::multimap<std::string, std::string> tied_names_;  // to the model's names, further saved ones of the same tensor
+  std::set<std::string> left_out_;                      // saved names that `rename` has no name for
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> saved_parameters_;  // of the saved optimizer
   bool takes_options_ = false;              // hyper-parameters too
@@ -441,7 +441,7 @@ class Loader {
   LoadReport report_;
   // What was read, and what it is for.
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
-  std::vector<TwinValues> twin_values_;
+  std::vector<TiedValues> tied_values_;
   std::vector<Expanded> expanded_;
   std::vector<ReadState> states_;
 };
