@@ -35,10 +35,7 @@ double median(std::vector<double> values) {
 class OverRanks {
  public:
   OverRanks(tessera::Communicator& comm, const std::vector<double>& own) {
-    const auto mine = torch::tensor(own, torch::kFloat64);
-    const auto all = torch::empty({comm.size() * mine.numel()}, torch::kFloat64);
-    comm.all_gather(all, mine, {}, "figures").wait();
-    all_ = all.view({comm.size(), mine.numel()});
+    all_ = tessera::gather_to_host(comm, torch::tensor(own, torch::kFloat64), "figures");
   }
   std::vector<double> most() const { return to_vector(std::get<0>(all_.max(0))); }
   std::vector<double> mean() const { return to_vector(all_.mean(0)); }
@@ -58,8 +55,6 @@ rusage used_so_far() {
   ::getrusage(RUSAGE_SELF, &usage);
   return usage;
 }
-
-double page_faults() { return static_cast<double>(used_so_far().ru_minflt); }
 
 nlohmann::ordered_json settings(const Options& options, int ranks) {
   nlohmann::ordered_json line = {{"model", options.model},
@@ -86,6 +81,38 @@ void load_code() {
   adam.step();
 }
 
+// What this rank has moved and used so far.
+struct Spent {
+  tessera::Traffic traffic;
+  double cpu_s = 0, page_faults = 0;
+  static Spent so_far(const tessera::Communicator& comm) {
+    return {comm.traffic(), cpu_seconds(), static_cast<double>(used_so_far().ru_minflt)};
+  }
+};
+
+struct Steps {
+  std::vector<double> losses;  // of those before, too
+  std::vector<double> step_s;
+  Spent before, after;
+};
+
+Steps run_steps(const Options& options, tessera::Communicator& comm, Trainer& trainer, const Batch& batch) {
+  Steps steps;
+  for (int step = 0; step < options.warmup + options.steps; ++step) {
+    if (step == options.warmup) {
+      comm.barrier("the end of warming up");
+      steps.before = Spent::so_far(comm);
+    }
+    const auto began = Clock::now();
+    trainer.zero_grad();
+    const auto loss = trainer.step(batch);
+    if (step >= options.warmup) steps.step_s.push_back(std::chrono::duration<double>(Clock::now() - began).count());
+    steps.losses.push_back(loss.item<double>());
+  }
+  steps.after = Spent::so_far(comm);
+  return steps;
+}
+
 }  // namespace
 
 double cpu_seconds() {
@@ -103,51 +130,21 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
   const Batch batch = make_batch(options, comm->rank());
   const auto trainer = make_trainer(options, comm);
 
-  std::vector<double> losses, step_s;
-  tessera::Traffic before;
-  double cpu_before = 0, faults_before = 0;
-  for (int step = 0; step < options.warmup + options.steps; ++step) {
-    if (step == options.warmup) {
-      comm->barrier("the end of warming up");
-      before = comm->traffic();
-      cpu_before = cpu_seconds();
-      faults_before = page_faults();
-    }
-    const auto began = Clock::now();
-    trainer->zero_grad();
-    const auto loss = trainer->step(batch);
-    if (step >= options.warmup) step_s.push_back(std::chrono::duration<double>(Clock::now() - began).count());
-    losses.push_back(loss.item<double>());
-  }
-  const double cpu_after = cpu_seconds(), faults_after = page_faults();
-  const tessera::Traffic after = comm->traffic();
+  const auto [own_losses, step_s, before, after] = run_steps(options, *comm, *trainer, batch);
   const tessera::MemoryReport report = trainer->memory();
   const double steps = options.steps;
-  enum Column {
-    kParam,
-    kGrad,
-    kOptimizer,
-    kGathered,
-    kBucket,
-    kRssBefore,
-    kRssPeak,
-    kSent,
-    kCollectives,
-    kWait,
-    kCpu,
-    kFaults
-  };
+  enum { kParam, kGrad, kOptimizer, kGathered, kBucket, kRssBefore, kRssPeak, kSent, kCalls, kWait, kCpu, kFaults };
   const OverRanks figures(
-      *comm,
-      {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
-       static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
-       static_cast<double>(report.peak_bucket_bytes), rss_before, static_cast<double>(resident_bytes("VmHWM:")),
-       static_cast<double>(after.sent_bytes - before.sent_bytes) / steps,
-       static_cast<double>(after.collectives - before.collectives) / steps, (after.wait_s - before.wait_s) / steps,
-       (cpu_after - cpu_before) / steps, (faults_after - faults_before) / steps});
+      *comm, {static_cast<double>(report.shard_bytes), static_cast<double>(report.grad_bytes),
+              static_cast<double>(trainer->optimizer_bytes()), static_cast<double>(report.peak_gathered_bytes),
+              static_cast<double>(report.peak_bucket_bytes), rss_before, static_cast<double>(resident_bytes("VmHWM:")),
+              static_cast<double>(after.traffic.sent_bytes - before.traffic.sent_bytes) / steps,
+              static_cast<double>(after.traffic.collectives - before.traffic.collectives) / steps,
+              (after.traffic.wait_s - before.traffic.wait_s) / steps, (after.cpu_s - before.cpu_s) / steps,
+              (after.page_faults - before.page_faults) / steps});
   const auto most = figures.most(), mean = figures.mean();
   const auto slowest = OverRanks(*comm, step_s).most();
-  losses = OverRanks(*comm, losses).mean();
+  const auto losses = OverRanks(*comm, own_losses).mean();
 
   auto line = settings(options, comm->size());
   const auto bytes = [](double value) { return static_cast<int64_t>(value); };
@@ -163,7 +160,7 @@ nlohmann::ordered_json measure(const Options& options, const std::shared_ptr<tes
   line["rss_before_bytes"] = bytes(figures.of_highest(kRssBefore, kRssPeak));
   line["rss_peak_bytes"] = bytes(most[kRssPeak]);
   line["sent_bytes"] = bytes(mean[kSent]);
-  line["collectives"] = mean[kCollectives];
+  line["collectives"] = mean[kCalls];
   line["comm_wait_s"] = most[kWait];
   line["page_faults"] = mean[kFaults];
   line["loss"] = losses.back();
