@@ -40,7 +40,8 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
     }
     late_reports_.look();
   }
-  if (options_.is_static) first_ = own;
+  const bool is_any_used = std::ranges::find(own.used, true) != own.used.end();  // not by torch::autograd::grad()
+  if (options_.is_static && is_any_used) first_ = own;
   return own;
 }
 

@@ -44,6 +44,7 @@ CopyWatch::Seen CopyWatch::look(size_t parameter) const {
 
 void CopyWatch::note(Since since) {
   since_ = since;
+  are_scaled_ = false;
   seen_.clear();
   for (size_t i = 0; i < binding_.parameters().size(); ++i) seen_.push_back(look(i));
   samples_ = copies_are_equal_ ? ValueSamples::of(binding_.parameters()) : ValueSamples();
@@ -54,7 +55,8 @@ void CopyWatch::require_no_gradient_by_hand() const {
   for (size_t i = 0; i < seen_.size(); ++i) {
     const Seen now = look(i);
     if (now.gradient == nullptr) continue;
-    if (now.gradient == seen_[i].gradient && now.gradient_version == seen_[i].gradient_version) continue;
+    if (now.gradient == seen_[i].gradient && (are_scaled_ || now.gradient_version == seen_[i].gradient_version))
+      continue;
     if (binding_.tensor(i).grad().count_nonzero().item<int64_t>() == 0) continue;  // cleared
     throw std::logic_error("a step with a gradient of " + binding_.label(i) + " that was put there after " +
                            kGradInstead);

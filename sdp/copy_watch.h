@@ -19,7 +19,9 @@ namespace tessera {
 class CopyWatch {
  public:
   enum class Since {
-    kNoGradient,    // a backward pass from the wrapper's outputs gave no parameter of any rank a gradient
+    // A backward pass from the wrapper's outputs gave no parameter of any rank a gradient, but maybe its caller one, of
+    // this rank's rows.
+    kNoGradient,
     kOwnSums,       // gradients were made under no_sync()
     kOwnersAverage  // averages came to their owners
   };
@@ -38,6 +40,8 @@ class CopyWatch {
     seen_.clear();
     samples_ = {};
   }
+  // Gradients that are there are clipped: another version of one is not put there by hand.
+  void gradients_are_scaled() { are_scaled_ = true; }
   // Of an optimizer that knows who owns a parameter: its owner's values will be everybody's.
   void step_begins() {
     if (since_ == Since::kOwnersAverage) forget();
@@ -68,6 +72,7 @@ class CopyWatch {
   const bool copies_are_equal_;
   Since since_ = Since::kNoGradient;
   std::vector<Seen> seen_;    // empty: nothing is noted
+  bool are_scaled_ = false;   // since then
   ValueSamples samples_;      // the same, of values
   LateReports late_reports_;  // of forwards before, on a device
 };

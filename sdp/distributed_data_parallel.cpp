@@ -87,7 +87,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
 
 GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_clip_arguments(max_norm, norm_type);
-  gradients().require_averages();
+  gradients().require_averages_to_clip();
   std::vector<at::Tensor> present;
   for (const at::Tensor& parameter : parameters())
     if (parameter.grad().defined()) present.push_back(parameter.grad().detach());

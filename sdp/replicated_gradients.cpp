@@ -2,6 +2,8 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -65,8 +67,8 @@ void ReplicatedGradients::install() {
   keeper_.emplace(while_alive(
       self,
       [](auto& owner, bool steps) {
+        if (!steps) return owner.require_averages_to_clip();
         owner.require_averages();
-        if (!steps) return;
         owner.copies_.step_begins();
         owner.seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
       },
@@ -282,7 +284,21 @@ void ReplicatedGradients::note_what_came_before() {
   }
 }
 
+// Whether the caller of the pass that begins may get a parameter's gradient of this rank's rows:
+// torch::autograd::grad() gives what it was asked for, and keeps it from the parameter. Inputs alone are none.
+bool ReplicatedGradients::hands_out_gradients() const {
+  const auto* asked_for = torch::autograd::get_current_graph_task_exec_info();
+  if (asked_for == nullptr || asked_for->empty()) return true;  // backward(), maybe within such a pass
+  for (const PlannedParameter& parameter : binding_.parameters()) {
+    const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
+    const auto found = asked_for->find(node.get());
+    if (found != asked_for->end() && found->second.captures_ != nullptr) return true;
+  }
+  return false;
+}
+
 void ReplicatedGradients::begin() {
+  hands_out_gradients_ = hands_out_gradients();
   note_failed_forward();
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
@@ -298,7 +314,6 @@ void ReplicatedGradients::begin() {
 
 void ReplicatedGradients::end() {
   reducer_.finish();
-  any_backward_ = true;
   bool any_used = false;
   for (size_t i = 0; i < states_.size(); ++i) {
     states_[i].awaits_reduction = false;
@@ -306,11 +321,12 @@ void ReplicatedGradients::end() {
     any_used = states_[i].used = true;
     if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
   }
+  any_backward_ = any_backward_ || any_used;  // torch::autograd::grad() for inputs is none that has to use all
   if (mesh_.world->size() > 1) {
-    if (!any_used)
-      copies_.note(CopyWatch::Since::kNoGradient);
-    else
+    if (any_used)
       owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
+    else if (hands_out_gradients_)
+      copies_.note(CopyWatch::Since::kNoGradient);
   }
   if (options_.copies_are_equal && mesh_.world->size() > 1) seen_ = ValueSamples::of(binding_.parameters());
   if (!order_agreed_ && any_used) agree_on_order();
@@ -379,6 +395,12 @@ void ReplicatedGradients::require_averages() const {
                              "outside it");
   }
   copies_.require_no_gradient_by_hand();
+}
+
+void ReplicatedGradients::require_averages_to_clip() {
+  require_averages();
+  std::lock_guard lock(mutex_);
+  copies_.gradients_are_scaled();
 }
 
 void ReplicatedGradients::report(MemoryReport& report) const {

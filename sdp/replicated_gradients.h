@@ -56,6 +56,8 @@ class ReplicatedGradients : public BackwardPass {
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;
+  // The same, before they are scaled by their norm.
+  void require_averages_to_clip();
 
   // Throws std::logic_error, naming it, for a parameter that the module has got since it was wrapped.
   void require_nothing_new() const { binding_.require_nothing_new(); }
@@ -93,6 +95,7 @@ class ReplicatedGradients : public BackwardPass {
   void require_all_used();
   void note_failed_forward();
   void note_what_came_before();
+  bool hands_out_gradients() const;
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
   const Mesh mesh_;
@@ -109,8 +112,9 @@ class ReplicatedGradients : public BackwardPass {
   ValueSamples seen_;  // when the last pass ended
   bool order_agreed_ = false;
   bool has_own_sums_ = false;  // that passed through
-  bool any_backward_ = false;  // since the last forward
+  bool any_backward_ = false;  // that gave a gradient, since the last forward
   bool is_forward_open_ = false;
+  bool hands_out_gradients_ = false;  // the pass that goes on
   bool first_backward_ = true;
 };
 

@@ -98,7 +98,7 @@ void SdpModule::refresh_trainable() { gradients().refresh_trainable(); }
 
 GradNorm SdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_optimizers();
-  gradients().require_averages();
+  gradients().require_averages_to_clip();
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> owned;
   for (const PlannedParameter& parameter : planned_parameters()) {
