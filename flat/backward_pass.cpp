@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <functional>
@@ -12,6 +13,7 @@
 
 #include "tessera/comm/errors.h"
 #include "tessera/flat/quiet.h"
+#include "tessera/flat/shard_mark.h"
 
 namespace tessera {
 
@@ -20,10 +22,34 @@ namespace {
 using torch::autograd::Engine;
 using NodePointer = decltype(torch::autograd::Edge::function);  // libtorch 2.15 has its own kind
 
-// libtorch's engine, in which a pass that fails is known to have failed before the caller of backward() is told. The
+// libtorch's engine, which refuses to be asked for gradients of shards. It would find no way to them, and do nothing.
+class AskedEngine : public Engine {
+ public:
+  torch::autograd::variable_list execute(const torch::autograd::edge_list& roots,
+                                         const torch::autograd::variable_list& inputs, bool keep_graph,
+                                         bool create_graph, bool accumulate_grad,
+                                         const torch::autograd::edge_list& outputs) override {
+    for (const torch::autograd::Edge& asked : outputs) {
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(asked.function.get());
+      if (leaf != nullptr && is_shard(leaf->variable))
+        throw std::logic_error("backward() or torch::autograd::grad() was asked for a gradient of the shard of " +
+                               shard_label(leaf->variable) +
+                               ", one of fsdp.parameters(), which no forward uses: ask for that of the module's own "
+                               "parameter, or call backward() without inputs");
+    }
+    return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
+  }
+
+  static Engine& get() {
+    static auto* const engine = new AskedEngine;
+    return *engine;
+  }
+};
+
+// The same, in which a pass that fails is known to have failed before the caller of backward() is told. The
 // engine's thread for a device lets go of the pass when it likes, after the caller has gone on: what the end of a
 // failed pass does to gradients would come after the caller's zero_grad().
-class PunctualEngine final : public Engine {
+class PunctualEngine final : public AskedEngine {
  public:
   void thread_on_exception(const std::shared_ptr<torch::autograd::GraphTask>& task, const NodePointer& node,
                            std::exception& error) override {
@@ -40,7 +66,7 @@ class PunctualEngine final : public Engine {
   static Engine& get() {
     static const bool has_devices = at::globalContext().hasCUDA();
     static auto* const engine = new PunctualEngine;  // its threads outlive main()
-    return has_devices ? *engine : Engine::get_base_engine();
+    return has_devices ? *engine : AskedEngine::get();
   }
 };
 

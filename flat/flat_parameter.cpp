@@ -113,11 +113,10 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   std::vector<GradientBuffer::Member> members;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const at::Tensor shard = part_of(shard_, i).detach().set_requires_grad(parameters_[i].tensor.requires_grad());
-    mark_as_shard(shard, low_precision_part(i));
+    mark_as_shard(shard, shard_label(i), low_precision_part(i));
     parameter_shards_.push_back(shard);
     members.push_back({shard, {{shard.numel()}, {1}}, layout_.offset_in_shard(static_cast<int64_t>(i), rank_)});
-    if (layout_.world_size() > 1)
-      members.back().part_label = c10::str("parameter '", parameters_[i].fqn, "' on rank ", rank_);
+    if (layout_.world_size() > 1) members.back().part_label = shard_label(i);
   }
   // The shard may be in host memory and its gradient not, or the other way round.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
@@ -127,6 +126,10 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
   };
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout_.shard_numel(), dtype_, std::move(memory));
   own_uses_of_shard_ = shard_.storage().use_count() - parameter_shards_.size();
+}
+
+std::string FlatParameter::shard_label(size_t parameter) const {
+  return c10::str("parameter '", parameters_[parameter].fqn, "' on rank ", rank_);
 }
 
 // Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
@@ -147,7 +150,7 @@ void FlatParameter::bring_shard_home(size_t parameter) {
   at::Tensor& own = parameter_shards_[parameter];
   const at::Tensor given = own.detach();
   own.set_data(part_of(shard_, parameter));
-  mark_as_shard(own, low_precision_part(parameter));
+  mark_as_shard(own, shard_label(parameter), low_precision_part(parameter));
   own.copy_(given);  // last: who hears of the write may look again
 }
 

@@ -119,6 +119,7 @@ class FlatParameter {
     return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
   }
   at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
+  std::string shard_label(size_t parameter) const;
   LowPrecisionPart low_precision_part(size_t parameter) const;
 
   const std::string name_;

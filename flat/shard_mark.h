@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "tessera/paging/residency.h"
@@ -28,10 +29,13 @@ struct LowPrecisionPart {
   }
 };
 
-// Marks a leaf tensor as a wrapper's part of a parameter, so that code which expects whole parameters can refuse it,
-// and optimizers find its copy in 16 bit, if it has one. The mark stays with the TensorImpl.
-void mark_as_shard(const at::Tensor& tensor, LowPrecisionPart low_precision = {});
+// Marks a leaf tensor as a wrapper's part of a parameter, so that code which expects whole parameters can refuse it by
+// its label ("parameter 'fc.weight' on rank 1"), and optimizers find its copy in 16 bit, if it has one. The mark stays
+// with the TensorImpl.
+void mark_as_shard(const at::Tensor& tensor, std::string label, LowPrecisionPart low_precision = {});
 bool is_shard(const at::Tensor& tensor);
+// Of a shard.
+const std::string& shard_label(const at::Tensor& tensor);
 // Null if there is none.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 

@@ -1,7 +1,7 @@
 #include "tessera/fsdp/sharded_gradients.h"
 
 #include <ATen/ops/zeros_like.h>
-#include <torch/csrc/autograd/variable.h>
+#include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <mutex>
@@ -211,6 +211,10 @@ void ShardedGradients::inspect(const Unit& unit) {
         state.shard.set_requires_grad(parameter.requires_grad());
       }
       state.shard_requires_grad = parameter.requires_grad();
+      if (state.shard_requires_grad) {
+        const c10::AutoGradMode recording(true);
+        state.accumulator = torch::autograd::impl::grad_accumulator(state.shard);
+      }
       if (has_hooks(state.shard))
         throw std::logic_error(binding_.label(i) +
                                ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <torch/csrc/autograd/variable.h>
+
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tessera/flat/binding.h"
@@ -77,6 +80,8 @@ class ShardedGradients {
     bool is_cleared = false;   // by way of the parameter's, since the last look
     bool is_by_hand = false;   // a guard stands for what the user has put into the parameter's
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
+    // The shard's, which autograd holds only weakly: by it autograd knows a shard that it is asked for (AskedEngine).
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) accumulator = {};
   };
   void place_guards();  // where they belong, after a pass
   void show_version(const Unit& unit);
