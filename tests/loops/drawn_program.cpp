@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <future>
+#include <iterator>
 #include <optional>
 #include <random>
 #include <sstream>
@@ -248,6 +249,8 @@ class Drawer {
                                     &Drawer::optimizer_through_torch,
                                     &Drawer::closure,
                                     &Drawer::gradients_of_inputs,
+                                    &Drawer::gradients_of_parameters,
+                                    &Drawer::penalty_on_slope,
                                     &Drawer::forget,
                                     &Drawer::skip,
                                     &Drawer::look_at_state,
@@ -488,6 +491,30 @@ class Drawer {
               const at::Tensor loss = torch::mse_loss(player.run(x), player.run.y(batch));
               const at::Tensor gradient = torch::autograd::grad({loss}, {x})[0];
               player.run.note(gradient.sum());
+            }};
+  }
+
+  Action gradients_of_parameters() {
+    const int batch = static_cast<int>(pick(12));
+    return {"note(torch::autograd::grad(loss(" + std::to_string(batch) + "), model->parameters()))",
+            [batch](Player& player) {
+              const auto all = player.module_parameters();
+              std::vector<at::Tensor> trained;
+              std::ranges::copy_if(all, std::back_inserter(trained),
+                                   [](const at::Tensor& parameter) { return parameter.requires_grad(); });
+              const at::Tensor loss = player.run.loss(batch);
+              if (trained.empty() || !loss.requires_grad()) return;
+              for (const auto& gradient : torch::autograd::grad({loss}, trained, {}, std::nullopt, false, true))
+                if (gradient.defined()) player.run.note(gradient.sum());
+            }};
+  }
+  Action penalty_on_slope() {
+    const int batch = static_cast<int>(pick(12));
+    return {"losses.push_back(the mean square of torch::autograd::grad(sum of out(" + std::to_string(batch) + "), x))",
+            [batch](Player& player) {
+              const at::Tensor x = player.run.x(batch).requires_grad_();
+              const at::Tensor slope = torch::autograd::grad({player.run(x).sum()}, {x}, {}, true, true)[0];
+              player.losses.push_back(slope.square().mean());
             }};
   }
 
