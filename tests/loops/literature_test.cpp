@@ -125,6 +125,22 @@ TEST_P(Literature, GradientsOfTheWrappersParametersOnTheWay) {
        });
 }
 
+// Who is refused them and catches that trains on as if he had not asked.
+TEST_P(Literature, GradientsOfTheWrappersParametersAskedForInVain) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      try {
+        torch::autograd::grad({loss}, run.parameters(), {}, /*retain_graph=*/true, false, true);
+      } catch (const std::logic_error&) {
+      }
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 // Elastic weight consolidation: what the first task found is kept, weighted by its Fisher information.
 TEST_P(Literature, WeightsHeldWhereTheFirstTaskLeftThem) {
   play(GetParam(), {.same_data = true}, [](Trainer& run) {

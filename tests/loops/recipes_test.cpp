@@ -2,6 +2,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include "tests/loops/loops.h"
 
@@ -146,12 +148,16 @@ TEST_P(Recipes, LossesThatAreNoNumbersAreLeftOut) {
        });
 }
 
+std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> halves(const std::vector<at::Tensor>& all) {
+  const auto middle = all.begin() + static_cast<int64_t>(all.size() / 2);
+  return {{all.begin(), middle}, {middle, all.end()}};
+}
+
 TEST_P(Recipes, TwoOptimizersForTwoHalves) {
   play(GetParam(), {.expect = by_hand(GetParam())}, [](Trainer& run) {
-    const std::vector<at::Tensor> all = run.parameters();
-    const auto middle = all.begin() + static_cast<int64_t>(all.size() / 2);
-    torch::optim::SGD first(std::vector<at::Tensor>(all.begin(), middle), torch::optim::SGDOptions(0.1).momentum(0.9));
-    torch::optim::RMSprop second(std::vector<at::Tensor>(middle, all.end()), 0.01);
+    const auto [front, back] = halves(run.parameters());
+    torch::optim::SGD first(front, torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::RMSprop second(back, 0.01);
     for (int step = 0; step < 4; ++step) {
       run.zero_grad();
       run.loss(step).backward();
@@ -164,10 +170,9 @@ TEST_P(Recipes, TwoOptimizersForTwoHalves) {
 // What was loaded is what the other half steps on from, though it has not stepped yet.
 TEST_P(Recipes, ALoadBetweenTheStepsOfTwoHalves) {
   play(GetParam(), {.expect = by_hand(GetParam())}, [](Trainer& run) {
-    const std::vector<at::Tensor> all = run.parameters();
-    const auto middle = all.begin() + static_cast<int64_t>(all.size() / 2);
-    torch::optim::SGD first(std::vector<at::Tensor>(all.begin(), middle), torch::optim::SGDOptions(0.1).momentum(0.9));
-    torch::optim::Adam second(std::vector<at::Tensor>(middle, all.end()), 0.01);
+    const auto [front, back] = halves(run.parameters());
+    torch::optim::SGD first(front, torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::Adam second(back, 0.01);
     for (int step = 0; step < 3; ++step) {
       run.zero_grad();
       run.loss(step).backward();
