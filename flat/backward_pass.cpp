@@ -39,11 +39,6 @@ class AskedEngine : public Engine {
     }
     return Engine::execute(roots, inputs, keep_graph, create_graph, accumulate_grad, outputs);
   }
-
-  static Engine& get() {
-    static auto* const engine = new AskedEngine;
-    return *engine;
-  }
 };
 
 // The same, in which a pass that fails is known to have failed before the caller of backward() is told. The
@@ -61,19 +56,18 @@ class PunctualEngine final : public AskedEngine {
     dropped.clear();  // with their tokens
     Engine::thread_on_exception(task, node, error);
   }
-
-  // CPUs have no threads of the engine's.
-  static Engine& get() {
-    static const bool has_devices = at::globalContext().hasCUDA();
-    static auto* const engine = new PunctualEngine;  // its threads outlive main()
-    return has_devices ? *engine : AskedEngine::get();
-  }
 };
+
+// CPUs have no threads of the engine's.
+Engine& engine() {
+  static AskedEngine& made = at::globalContext().hasCUDA() ? *new PunctualEngine : *new AskedEngine;
+  return made;  // its threads outlive main()
+}
 
 // Unless somebody else has put an engine there, Python for one.
 [[maybe_unused]] const bool kHasSetEngine = [] {
   const bool is_libtorchs = &Engine::get_default_engine() == &Engine::get_base_engine();
-  if (is_libtorchs) torch::autograd::set_default_engine_stub(&PunctualEngine::get);
+  if (is_libtorchs) torch::autograd::set_default_engine_stub(&engine);
   return is_libtorchs;
 }();
 

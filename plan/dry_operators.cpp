@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/flat/as_wrapped.h"
 #include "tessera/paging/boxed_tensors.h"
 #include "tessera/paging/residency.h"
 #include "tessera/plan/processor_time.h"
@@ -219,18 +220,17 @@ void skip(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack
   }
 }
 
-bool is_same_view(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
-         a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
-}
-
 // Zeros stand for values that the host asks for. That a tensor equals itself is known: attention asks whether queries,
 // keys and values are one.
 void stand_in(const Traits& traits, torch::jit::Stack& stack, size_t count, Recorder& recorder) {
-  if (traits.name == "aten::equal" &&
-      is_same_view(torch::jit::peek(stack, 0, count).toTensor(), torch::jit::peek(stack, 1, count).toTensor())) {
-    torch::jit::drop(stack, count);
-    return torch::jit::push(stack, true);
+  if (traits.name == "aten::equal") {
+    const at::Tensor one = torch::jit::peek(stack, 0, count).toTensor(),
+                     other = torch::jit::peek(stack, 1, count).toTensor();
+    if (one.is_alias_of(other) && one.scalar_type() == other.scalar_type() &&
+        is_view_at(one, other.sizes(), other.strides(), other.storage_offset())) {
+      torch::jit::drop(stack, count);
+      return torch::jit::push(stack, true);
+    }
   }
   recorder.read_value(traits.name);
   const at::ScalarType dtype = stack.back().isTensor() ? stack.back().toTensor().scalar_type() : at::kFloat;
