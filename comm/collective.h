@@ -23,6 +23,7 @@ struct Collective {
   int root = 0;
   std::vector<int64_t> send_counts{};  // of kAllToAll, whose `counts` are those of what is received
   int64_t numel = 0;                   // of `full`, wherever that is
+  std::vector<at::Tensor> pieces{};    // of kReduceScatter, in place of `full`: what lies one after the other there
 
   std::string description() const;  // "all-gather of unit 'blocks.3'"
 };

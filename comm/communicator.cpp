@@ -1,5 +1,6 @@
 #include "tessera/comm/communicator.h"
 
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -13,6 +14,7 @@
 
 #include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/host_results.h"
+#include "tessera/comm/reduce_scatter_pieces.h"
 #include "tessera/memory/memory_kind.h"
 #include "tessera/trace/trace.h"
 
@@ -122,7 +124,7 @@ void check_all_to_all(const Collective& collective, int rank, int size, const Re
 
 void Communicator::check(Collective& collective) const {
   const KindTraits& traits = kTraits[collective.kind];
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const Require require{collective, rank_};
   const auto flatten = [&](at::Tensor& tensor, const char* name) {
     require(tensor.defined(), name, " is undefined");
@@ -133,6 +135,14 @@ void Communicator::check(Collective& collective) const {
   require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);
   if (kind == Collective::kScatter && rank_ != root) {
     full.reset();
+  } else if (!pieces.empty()) {
+    flatten(shard, "the shard");
+    for (at::Tensor& piece : pieces) {
+      flatten(piece, "a piece of the full tensor");
+      require(piece.scalar_type() == shard.scalar_type(), "a piece of the full tensor is ", piece.scalar_type(),
+              " and the shard ", shard.scalar_type(), ", expected one dtype");
+    }
+    if (!exchanges_pieces(*this)) full = at::cat(std::exchange(pieces, {}));
   } else {
     flatten(full, traits.has_shards ? "the full tensor" : "the tensor");
     numel = full.numel();
@@ -144,6 +154,10 @@ void Communicator::check(Collective& collective) const {
     for (int64_t count : counts) require(count >= 0, "a count of ", count);
     require(shard.numel() == counts[rank_], "the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
     numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const auto full_numel = std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                                            [](int64_t sum, const at::Tensor& piece) { return sum + piece.numel(); });
+    require(pieces.empty() || full_numel == numel, "the full tensor's pieces have ", full_numel, " elements, expected ",
+            numel);
     if (full.defined()) {
       require(full.numel() == numel, "the full tensor has ", full.numel(), " elements, expected ", numel);
       require(full.scalar_type() == shard.scalar_type(), "the full tensor is ", full.scalar_type(), " and the shard ",
@@ -156,10 +170,11 @@ void Communicator::check(Collective& collective) const {
     numel = 0;  // ranks differ in it
   }
   const bool is_average = op == ReduceOp::kAverage;
-  if (traits.reduces)
-    require(is_reducible(full.scalar_type(), op), "the tensor is ", full.scalar_type(), ", expected ",
-            is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
-            is_average ? " for an average" : "");
+  if (!traits.reduces) return;
+  const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
+  require(is_reducible(dtype, op), "the tensor is ", dtype, ", expected ",
+          is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
+          is_average ? " for an average" : "");
 }
 
 at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
@@ -196,6 +211,16 @@ Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp
   return begin(
       {Collective::kReduceScatter, std::move(full), std::move(shard), std::string(what), std::move(counts), op});
 }
+
+Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces, ReduceOp op,
+                              std::string_view what) {
+  if (pieces.size() == 1) return comm.reduce_scatter(std::move(shard), std::move(pieces[0]), op, {}, what);
+  Collective collective{Collective::kReduceScatter, {}, std::move(shard), std::string(what), {}, op};
+  collective.pieces = std::move(pieces);
+  return comm.begin(std::move(collective));
+}
+
+bool exchanges_pieces(const Communicator& comm) { return comm.size() > 1 && comm.takes_pieces(); }
 
 Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
   return begin({Collective::kAllReduce, std::move(tensor), {}, std::string(what), {}, op});

@@ -123,6 +123,9 @@ class Communicator {
   // Throws CommError if an operation that has ended was aborted. With `all`, waits for those that have begun.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
+  // Whether start() takes Collective::pieces.
+  virtual bool takes_pieces() const { return false; }
+
   // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
   virtual void require_other_ranks(std::string_view /*what*/) const {}
 
@@ -131,6 +134,8 @@ class Communicator {
 
  private:
   friend Pending backend_all_reduce(Communicator&, at::Tensor, std::string_view);
+  friend Pending reduce_scatter_pieces(Communicator&, at::Tensor, std::vector<at::Tensor>, ReduceOp, std::string_view);
+  friend bool exchanges_pieces(const Communicator&);
   Pending begin(Collective collective);
   std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
   void check(Collective& collective) const;

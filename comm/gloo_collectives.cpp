@@ -1,4 +1,5 @@
 // The collectives of the gloo backend, as messages of an operation or as one round in shared memory.
+#include <algorithm>
 #include <bit>
 #include <functional>
 #include <string>
@@ -27,10 +28,29 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
   return counts;
 }
 
+// What of a full tensor, which lies in `pieces` one after the other, belongs to each rank: by rank its segments, in
+// order, none of them empty.
+std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pieces,
+                                              const std::vector<int64_t>& counts) {
+  std::vector<std::vector<at::Tensor>> parts(counts.size());
+  size_t piece = 0;
+  int64_t begin = 0;  // in the piece
+  for (size_t rank = 0; rank < counts.size(); ++rank) {
+    for (int64_t missing = counts[rank]; missing > 0;) {
+      const int64_t numel = std::min(missing, pieces[piece].numel() - begin);
+      if (numel > 0) parts[rank].push_back(pieces[piece].narrow(0, begin, numel));
+      missing -= numel;
+      begin += numel;
+      if (begin == pieces[piece].numel()) ++piece, begin = 0;
+    }
+  }
+  return parts;
+}
+
 }  // namespace
 
 Pending GlooCommunicator::start(Collective collective) {
-  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel, pieces] = collective;
   std::string description = collective.description();
   if (kind == Collective::kReduce) description += " to rank " + std::to_string(root);
   description += " (" + std::to_string(numel) + " elements)";
@@ -45,7 +65,7 @@ Pending GlooCommunicator::start(Collective collective) {
       exchange_shards(*op, full, shard, counts);
       break;
     case Collective::kReduceScatter:
-      reduce_scatter(*op, full, shard, counts, reduce);
+      reduce_scatter(*op, pieces.empty() ? std::vector<at::Tensor>{full} : pieces, shard, counts, reduce);
       break;
     case Collective::kAllReduce:
       all_reduce(*op, full, reduce);
@@ -76,7 +96,7 @@ Pending GlooCommunicator::start(Collective collective) {
 }
 
 bool GlooCommunicator::fits_in_a_round(const Collective& collective) const {
-  if (!rounds_ || collective.numel == 0) return false;
+  if (!rounds_ || collective.numel == 0 || !collective.pieces.empty()) return false;
   switch (collective.kind) {
     case Collective::kAllGather:
     case Collective::kReduceScatter:
@@ -90,7 +110,7 @@ bool GlooCommunicator::fits_in_a_round(const Collective& collective) const {
 }
 
 void GlooCommunicator::gather_in_a_round(GlooOperation& op, const Collective& collective) {
-  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel, pieces] = collective;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
   std::vector<uint64_t> bytes;
   for (const int64_t count : counts) bytes.push_back(static_cast<uint64_t>(count) * element_bytes);
@@ -109,7 +129,7 @@ void GlooCommunicator::gather_in_a_round(GlooOperation& op, const Collective& co
 
 // Of all that a rank has each other rank reads its part, or all of it.
 void GlooCommunicator::reduce_in_a_round(GlooOperation& op, const Collective& collective) {
-  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel] = collective;
+  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel, pieces] = collective;
   const bool has_parts = kind == Collective::kReduceScatter;
   const at::Tensor& out = has_parts ? shard : full;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
@@ -167,14 +187,21 @@ void GlooCommunicator::exchange_shards(GlooOperation& op, const at::Tensor& full
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Each rank's part of everybody's full tensor, in rank order; this rank's own is a view of `full`.
-std::vector<at::Tensor> GlooCommunicator::exchange_parts(GlooOperation& op, const at::Tensor& full,
-                                                         const std::vector<int64_t>& counts) {
-  const auto sent = full.split_with_sizes(counts);
-  auto parts = sent;
-  exchange([&](int to) { op.send(sent[to], to); },
-           [&](int from) { parts[from] = op.receive_new(counts[rank()], full.scalar_type(), from); });
-  return parts;
+// Each rank's part of what everybody has, this rank's `parts` by rank: its segments one after the other, of each every
+// rank's in rank order. This rank's own are where they were.
+GlooCommunicator::Segments GlooCommunicator::exchange_parts(GlooOperation& op, const Segments& parts) {
+  const auto& own = parts[rank()];
+  Segments segments;
+  for (const at::Tensor& segment : own) segments.emplace_back(size(), segment);
+  exchange(
+      [&](int to) {
+        for (size_t i = 0; i < parts[to].size(); ++i) op.send(parts[to][i], to, i);
+      },
+      [&](int from) {
+        for (size_t i = 0; i < own.size(); ++i)
+          segments[i][from] = op.receive_new(own[i].numel(), own[i].scalar_type(), from, i);
+      });
+  return segments;
 }
 
 // Root's parts[i] into rank i's `own`, for the others; these need no parts.
@@ -189,22 +216,34 @@ bool GlooCommunicator::reduces_in_background(const at::Tensor& tensor) const {
   return memory_ == nullptr && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
 }
 
-void GlooCommunicator::reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+void GlooCommunicator::reduce_scatter(GlooOperation& op, const std::vector<at::Tensor>& pieces, const at::Tensor& shard,
                                       const std::vector<int64_t>& counts, ReduceOp reduce) {
+  const Segments parts = parts_of(pieces, counts);
+  const auto& own = parts[rank()];
   const auto in_background = [&] {
     if (!reduces_in_background(shard)) return false;
     // A sum that comes before all is sent must not come where something is sent from.
-    return !shard.is_alias_of(full) || shard.const_data_ptr() == full.split_with_sizes(counts)[rank()].const_data_ptr();
+    const bool is_apart =
+        std::ranges::none_of(pieces, [&](const at::Tensor& piece) { return shard.is_alias_of(piece); });
+    return is_apart || (own.size() == 1 && shard.const_data_ptr() == own[0].const_data_ptr());
   };
   if (!in_background()) {
-    op.complete = [shard, reduce, parts = exchange_parts(op, full, counts)] {
-      reduce_in_rank_order(shard, parts, reduce);
+    op.complete = [shard, reduce, segments = exchange_parts(op, parts), rank = rank()] {
+      int64_t begin = 0;
+      for (const auto& segment : segments) {
+        const int64_t numel = segment[rank].numel();
+        reduce_in_rank_order(shard.narrow(0, begin, numel), segment, reduce);
+        begin += numel;
+      }
     };
     return;
   }
-  const auto parts = full.split_with_sizes(counts);
-  op.reduce_in_background(parts[rank()], shard, reduce, /*publish=*/false);
-  exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
+  op.reduce_in_background(own, shard, reduce, /*publish=*/false);
+  exchange(
+      [&](int to) {
+        for (size_t i = 0; i < parts[to].size(); ++i) op.send(parts[to][i], to, i);
+      },
+      [](int) {});
   op.start_pipeline();
 }
 
@@ -227,16 +266,17 @@ void GlooCommunicator::all_reduce(GlooOperation& op, const at::Tensor& tensor, R
   const auto counts = even_counts(tensor.numel(), size());
   if (reduces_in_background(tensor)) {
     const auto parts = tensor.split_with_sizes(counts);
-    op.reduce_in_background(parts[rank()], parts[rank()], reduce, /*publish=*/true);
+    op.reduce_in_background({parts[rank()]}, parts[rank()], reduce, /*publish=*/true);
     exchange([&](int to) { op.send(parts[to], to); }, [](int) {});
     op.next_step();
     exchange([](int) {}, [&](int from) { op.receive(parts[from], from); });
     return op.start_pipeline();
   }
-  op.complete = [this, &op, tensor, parts = exchange_parts(op, tensor, counts), reduce, counts] {
-    reduce_in_rank_order(parts[rank()], parts, reduce);
+  const Segments parts = parts_of({tensor}, counts);
+  op.complete = [this, &op, tensor, own = parts[rank()][0], segments = exchange_parts(op, parts), reduce, counts] {
+    reduce_in_rank_order(own, segments[0], reduce);
     op.next_step();
-    exchange_shards(op, tensor, parts[rank()], counts);
+    exchange_shards(op, tensor, own, counts);
     op.wait_for_messages();
   };
 }
@@ -262,7 +302,7 @@ void GlooCommunicator::reduce_by_doubling(GlooOperation& op, const at::Tensor& t
 void GlooCommunicator::reduce_to_root(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce, int root) {
   if (rank() != root) return op.send(tensor, root);
   if (reduces_in_background(tensor)) {
-    op.reduce_in_background(tensor, tensor, reduce, /*publish=*/false);
+    op.reduce_in_background({tensor}, tensor, reduce, /*publish=*/false);
     return op.start_pipeline();
   }
   std::vector<at::Tensor> parts(size(), tensor);

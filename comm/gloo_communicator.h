@@ -44,6 +44,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override;
   Pending start(Collective collective) override;
+  bool takes_pieces() const override { return true; }
 
  private:
   friend class GlooOperation;
@@ -53,7 +54,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   void reduce_in_a_round(GlooOperation& op, const Collective& collective);
   int64_t bytes_sent_to_reduce(const Collective& collective) const;
   bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const;
-  void reduce_scatter(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
+  void reduce_scatter(GlooOperation& op, const std::vector<at::Tensor>& pieces, const at::Tensor& shard,
                       const std::vector<int64_t>& counts, ReduceOp reduce);
   void all_reduce(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
   void reduce_by_doubling(GlooOperation& op, const at::Tensor& tensor, ReduceOp reduce);
@@ -65,7 +66,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   void exchange(Send send, Receive receive);
   void exchange_shards(GlooOperation& op, const at::Tensor& full, const at::Tensor& shard,
                        const std::vector<int64_t>& counts);
-  std::vector<at::Tensor> exchange_parts(GlooOperation& op, const at::Tensor& full, const std::vector<int64_t>& counts);
+  using Segments = std::vector<std::vector<at::Tensor>>;
+  Segments exchange_parts(GlooOperation& op, const Segments& parts);
   void send_parts(GlooOperation& op, const std::vector<at::Tensor>& parts, const at::Tensor& own, int root);
 
   bool reduces_in_background(const at::Tensor& tensor) const;

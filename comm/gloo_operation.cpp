@@ -59,26 +59,30 @@ int GlooOperation::tag(int peer, bool is_send, int step) const {
          connection_bit(comm_->rank(), peer, is_send);
 }
 
-uint64_t GlooOperation::memory_tag() const {
-  return sequence_ << 34 | static_cast<uint64_t>(step_) << 32 | fingerprint_;
+// In memory messages are found by their tags alone, in any order: of two parts of an operation these differ, since the
+// factor is odd.
+uint64_t GlooOperation::memory_tag(size_t part) const {
+  const uint32_t of_part = fingerprint_ + static_cast<uint32_t>(part) * 0x9e3779b9U;
+  return sequence_ << 34 | static_cast<uint64_t>(step_) << 32 | of_part;
 }
 
-void GlooOperation::send(const at::Tensor& tensor, int peer) {
-  start_message(tensor, peer, /*is_send=*/true);
+void GlooOperation::send(const at::Tensor& tensor, int peer, size_t part) {
+  start_message(tensor, peer, part, /*is_send=*/true);
   comm_->count_sent(static_cast<int64_t>(tensor.nbytes()));
 }
 
-at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer) {
+at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part) {
   staging_.push_back(at::empty({numel}, at::TensorOptions(at::kCPU).dtype(dtype)));
-  receive(staging_.back(), peer);
+  receive(staging_.back(), peer, part);
   return staging_.back();
 }
 
-void GlooOperation::start_message(const at::Tensor& tensor, int peer, bool is_send) {
+void GlooOperation::start_message(const at::Tensor& tensor, int peer, size_t part, bool is_send) {
   if (tensor.numel() == 0) return;
   try {
     if (PeerMemory* memory = comm_->memory_.get(); memory != nullptr && memory->reaches(peer)) {
-      auto announced = is_send ? memory->send(tensor, peer, memory_tag()) : memory->receive(tensor, peer, memory_tag());
+      auto announced =
+          is_send ? memory->send(tensor, peer, memory_tag(part)) : memory->receive(tensor, peer, memory_tag(part));
       if (announced) messages_.push_back({nullptr, std::move(announced), tensor, peer, is_send});
       return;
     }
@@ -127,7 +131,8 @@ void GlooOperation::wait_for_room() {
   comm_->count_wait(steady_clock::now() - began, description_);
 }
 
-void GlooOperation::reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish) {
+void GlooOperation::reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce,
+                                         bool publish) {
   // Tags are of the step, so they are made here; the communicator outlives its pipelines.
   std::vector<int> receive_tags, publish_tags;
   for (int peer = 0; peer < comm_->size(); ++peer) {

@@ -37,17 +37,20 @@ class GlooOperation : public Pending::Operation {
   GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description);
   ~GlooOperation() override;
 
-  void send(const at::Tensor& tensor, int peer);
-  void receive(const at::Tensor& tensor, int peer) { start_message(tensor, peer, /*is_send=*/false); }
+  // `part`: which of those that go the same way in a step, the same number on both sides.
+  void send(const at::Tensor& tensor, int peer, size_t part = 0);
+  void receive(const at::Tensor& tensor, int peer, size_t part = 0) {
+    start_message(tensor, peer, part, /*is_send=*/false);
+  }
   // Into a tensor [numel] that is kept until the operation is over.
-  at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer);
+  at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
   void all_reduce_by_gloo(const at::Tensor& tensor);
   // All of the operation, as a round of the group's SharedRounds: see there.
   void begin_round(const SharedRounds::Contribution& own, std::vector<uint64_t> expected,
                    std::function<void(const SharedRounds::Contributions&)> read);
-  // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own` and what the
-  // others send in this step, into `out`. `publish`: and to all others, in the next step.
-  void reduce_in_background(const at::Tensor& own, const at::Tensor& out, ReduceOp reduce, bool publish);
+  // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own`, segment by
+  // segment, and what the others send in this step, into `out`. `publish`: and to all others, in the next step.
+  void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();
   void next_step() { ++step_; }
@@ -58,12 +61,12 @@ class GlooOperation : public Pending::Operation {
   const std::string& description() const { return description_; }
 
  private:
-  void start_message(const at::Tensor& tensor, int peer, bool is_send);
+  void start_message(const at::Tensor& tensor, int peer, size_t part, bool is_send);
   void wait_for_room();
   bool wait_for(GlooMessage& message, std::string* cause) const;
   void wait_for_pipeline();
   int tag(int peer, bool is_send, int step) const;
-  uint64_t memory_tag() const;
+  uint64_t memory_tag(size_t part = 0) const;
 
   const std::shared_ptr<GlooCommunicator> comm_;
   const std::string description_;

@@ -194,7 +194,7 @@ class NcclOperation : public Pending::Operation {
 
 // What only moves travels as bytes where NCCL has no type for it; sums need a type.
 void NcclCommunicator::make_sendable(Collective& collective) const {
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
   constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar,     at::kInt,   at::kLong,
                                        at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
@@ -212,7 +212,7 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
 
 Pending NcclCommunicator::start(Collective collective) {
   make_sendable(collective);
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const std::string description =
       c10::str(collective.description(), kind == Collective::kReduce ? c10::str(" to rank ", root) : "", " (", numel,
                " elements)", label().empty() ? "" : " in the group of ", label());
@@ -262,7 +262,7 @@ int64_t NcclCommunicator::sent_bytes(const Collective& collective) const {
 }
 
 Work NcclCommunicator::launch(Collective& collective) {
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(op)];
   const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
   std::vector<std::vector<at::Tensor>> parts;  // of `full`, where it is not one tensor to NCCL

@@ -22,19 +22,23 @@ std::vector<at::Tensor> chunks_of(const at::Tensor& tensor) {
   return tensor.split(chunk_numel);
 }
 
-ReductionPipeline::ReductionPipeline(int rank, int world, const at::Tensor& own, const at::Tensor& out, ReduceOp op,
-                                     Transport transport)
-    : rank_(rank),
-      world_(world),
-      op_(op),
-      transport_(std::move(transport)),
-      own_(chunks_of(own)),
-      out_(chunks_of(out)) {
+ReductionPipeline::ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out,
+                                     ReduceOp op, Transport transport)
+    : rank_(rank), world_(world), op_(op), transport_(std::move(transport)) {
   std::fegetenv(&rounding_);
+  int64_t begin = 0, most_numel = 0;
+  for (const at::Tensor& segment : own) {
+    for (const at::Tensor& chunk : chunks_of(segment)) {
+      most_numel = std::max(most_numel, chunk.numel());
+      own_.push_back(chunk);
+      out_.push_back(out.narrow(0, begin, chunk.numel()));
+      begin += chunk.numel();
+    }
+  }
   if (own_.empty()) return;
   const auto count = static_cast<int64_t>(own_.size());
   const int64_t ahead = std::min(count, std::max(kLeastAhead, kStagingBytes / kChunkBytes / (world - 1)));
-  staging_ = at::empty({ahead, world - 1, own_[0].numel()}, own.options());
+  staging_ = at::empty({ahead, world - 1, most_numel}, out.options());
   for (int64_t place = 0; place < ahead; ++place) {
     auto rows = staging_.select(0, place).unbind(0);
     rows.insert(rows.begin() + rank, at::Tensor());
@@ -57,8 +61,7 @@ void ReductionPipeline::receive(size_t chunk) {
   is_send_ = false;
   for (int step = 1; step < world_; ++step) {
     peer_ = (rank_ - step + world_) % world_;
-    at::Tensor& tensor = places_[place][peer_];
-    if (tensor.numel() != own_[chunk].numel()) tensor = tensor.narrow(0, 0, own_[chunk].numel());
+    const at::Tensor tensor = places_[place][peer_].narrow(0, 0, own_[chunk].numel());
     received_[place][peer_] = transport_.receive(tensor, peer_);
   }
 }

@@ -54,9 +54,9 @@ class ReductionPipeline {
     std::function<Work(const at::Tensor& chunk, int peer)> publish;  // null: the sum stays here
   };
 
-  // `own` is what this rank has of its part, `out` where the sum comes (the same tensor, or apart): flat, contiguous,
-  // of one dtype.
-  ReductionPipeline(int rank, int world, const at::Tensor& own, const at::Tensor& out, ReduceOp op,
+  // `own` is what this rank has of its part, in segments that every rank has, `out` where the sum comes (one segment's
+  // memory, or apart): flat, contiguous, of one dtype. No chunk is of two segments.
+  ReductionPipeline(int rank, int world, const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp op,
                     Transport transport);
 
   // Announces the first chunks; or why that failed. Once, before it is run.

@@ -9,6 +9,43 @@
 
 namespace tessera {
 
+namespace {
+
+[[noreturn]] void throw_changed(const GradientBucket& bucket, size_t member,
+                                const std::vector<PlannedParameter>& parameters, int rank) {
+  throw std::logic_error("the gradient of parameter '" + parameters[bucket.members[member]].fqn + "' on rank " +
+                         std::to_string(rank) +
+                         " was changed in place after it had been handed over: a hook that changes a gradient has to "
+                         "return another tensor");
+}
+
+}  // namespace
+
+BucketContent BucketContent::of_members(size_t members) {
+  BucketContent content;
+  content.filled.assign(members, false);
+  return content;
+}
+
+void BucketContent::borrow(size_t piece, const at::Tensor& values) {
+  uses.begin(values.device());
+  parts[piece] = {values, /*is_borrowed=*/true, values._version()};
+}
+
+int64_t BucketContent::borrowed_bytes() const {
+  int64_t bytes = 0;
+  for (const Part& part : parts)
+    if (part.is_borrowed) bytes += static_cast<int64_t>(part.values.nbytes());
+  return bytes;
+}
+
+void BucketContent::require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
+                                        int rank) const {
+  for (size_t piece = 0; piece < parts.size(); ++piece)
+    if (parts[piece].is_borrowed && parts[piece].values._version() != parts[piece].version)
+      throw_changed(bucket, *bucket.pieces[piece].member, parameters, rank);
+}
+
 bool BucketContent::may_wait(const at::Tensor& gradient) {
   constexpr size_t kSmallBytes = size_t{256} << 10;
   return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
@@ -27,21 +64,19 @@ void BucketContent::put(const GradientBucket& bucket, size_t member, const at::T
 }
 
 at::Tensor BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
-  return view_in(flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
+  const size_t piece = bucket.piece_of[member];
+  const int64_t offset = bucket.layout.offset(static_cast<int64_t>(member)) - bucket.pieces[piece].range.begin;
+  return view_in(parts[piece].values, bucket.geometries[member], offset);
 }
 
 void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                                  int rank) {
   if (waiting.empty()) return;
   uses.join();
-  const c10::Stream here = current_stream(flat.device());
+  const c10::Stream here = current_stream(waiting[0].gradient.device());
   std::vector<at::Tensor> places, gradients;
   for (const Waiting& each : std::exchange(waiting, {})) {
-    if (each.gradient._version() != each.version)
-      throw std::logic_error("the gradient of parameter '" + parameters[bucket.members[each.member]].fqn +
-                             "' on rank " + std::to_string(rank) +
-                             " was changed in place after it had been handed over: a hook that changes a gradient has "
-                             "to return another tensor");
+    if (each.gradient._version() != each.version) throw_changed(bucket, each.member, parameters, rank);
     if (each.stream != here) each.gradient.record_stream(here);
     places.push_back(place_of(bucket, each.member));
     gradients.push_back(each.gradient);
@@ -53,7 +88,13 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
   const FlatLayout& layout = bucket.layout;
   std::vector<at::Tensor> gaps;
   auto add_gap = [&](int64_t from, int64_t to) {
-    if (to > from) gaps.push_back(flat.narrow(0, from, to - from));
+    for (size_t piece = 0; piece < parts.size() && from < to; ++piece) {
+      const Range& range = bucket.pieces[piece].range;
+      const int64_t end = std::min(to, range.end);
+      if (from >= end) continue;
+      gaps.push_back(parts[piece].values.narrow(0, from - range.begin, end - from));
+      from = end;
+    }
   };
   int64_t end = 0;
   for (size_t member = 0; member < bucket.members.size(); ++member) {
@@ -65,15 +106,16 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
     end = end_of_member;
   }
   if (between_members) add_gap(end, layout.full_numel());
-  if (flat.is_cpu()) {
+  if (parts[0].values.is_cpu()) {
     for (at::Tensor& gap : gaps) gap.zero_();
   } else if (!gaps.empty()) {
     at::_foreach_zero_(gaps);  // one launch
   }
 }
 
-bool BucketContent::forget(size_t member) {
+bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
   filled[member] = false;
+  if (Part& part = parts[bucket.piece_of[member]]; part.is_borrowed) part = {};
   std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
   return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
 }

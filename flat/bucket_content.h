@@ -15,11 +15,16 @@ namespace tessera {
 
 // The gradients that one bucket has got so far in a pass. Its owner, GradientReducer, gives it its memory.
 struct BucketContent {
-  at::Tensor flat;           // [layout.full_numel()] of the bucket's dtype, undefined until the first gradient
-  bool is_result = false;    // it is the result's own memory
-  bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
-  std::vector<bool> filled;  // by member
-  StreamUses uses{};         // of `flat`: hooks run on the streams of the operators before them
+  // By piece of the bucket; none until the first gradient.
+  struct Part {
+    at::Tensor values;         // [numel of the piece] of the bucket's dtype, undefined until it is needed
+    bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
+    int64_t version = 0;       // when it was borrowed
+  };
+  std::vector<Part> parts{};
+  bool is_result = false;      // the only part is the result's own memory
+  std::vector<bool> filled{};  // by member
+  StreamUses uses{};           // of the memory: hooks run on the streams of the operators before them
   // On a device: small gradients, which are copied together when one launch is enough for all.
   struct Waiting {
     size_t member;
@@ -28,6 +33,17 @@ struct BucketContent {
     c10::Stream stream;
   };
   std::vector<Waiting> waiting{};
+
+  // One without gradients, for so many members.
+  static BucketContent of_members(size_t members);
+  bool is_begun() const { return !parts.empty(); }
+
+  // The part that is this gradient as it is, without copying it.
+  void borrow(size_t piece, const at::Tensor& values);
+  int64_t borrowed_bytes() const;
+  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since it came.
+  void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
+                           int rank) const;
 
   // A gradient that may wait for others: on a device a launch takes the host longer than the copy of so few bytes takes
   // the device.
@@ -39,10 +55,10 @@ struct BucketContent {
   // Copies those that wait. `parameters` are the bucket's members' list, `rank` this one: throws std::logic_error, with
   // both, if one was changed since it came.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
-  // Zeros where no gradient has been put: between members only if asked for.
+  // Zeros where no gradient has been put: between members only if asked for. All parts have their memory.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
   // Forgets a member's gradient. Returns whether that was the last one.
-  bool forget(size_t member);
+  bool forget(const GradientBucket& bucket, size_t member);
 
  private:
   at::Tensor place_of(const GradientBucket& bucket, size_t member) const;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/flat/bucket_pieces.h"
 #include "tessera/flat/flat_layout.h"
 #include "tessera/flat/gradient_buffer.h"
 #include "tessera/flat/int8_blocks.h"
@@ -25,6 +26,10 @@ struct GradientBucket {
   // In blocks (not where the cut is whole): rounded by each rank, sent to those whose parts they are, added in fp32.
   WireFormat wire = WireFormat::kDtype;
   GradientBuffer* result = nullptr;  // where this rank's part becomes .grad; null: it gets none
+  // The tensors that the buffer consists of, in order, at least one; and by member which one it lies in.
+  // GradientReducer makes them.
+  std::vector<BucketPiece> pieces{};
+  std::vector<size_t> piece_of{};
 };
 
 }  // namespace tessera

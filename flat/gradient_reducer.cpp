@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "tessera/comm/backend_all_reduce.h"
+#include "tessera/comm/reduce_scatter_pieces.h"
 #include "tessera/flat/finite_check.h"
 
 namespace tessera {
@@ -46,12 +47,32 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   reports_.forget_first_pass();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     const auto& members = buckets_[bucket].members;
-    contents_[bucket].content.filled.assign(members.size(), false);
-    contents_[bucket].late.filled.assign(members.size(), false);
+    cut(buckets_[bucket]);
+    contents_[bucket].content = contents_[bucket].late = BucketContent::of_members(members.size());
     for (size_t member = 0; member < members.size(); ++member) {
       states_[members[member]].bucket = bucket;
       states_[members[member]].member = member;
     }
+  }
+}
+
+// Into pieces, of which gradients can be some as they are: where what comes is apart from what is sent, all of it in
+// the bucket's own dtype. Cut by owner, the only member of an owner that is another rank.
+void GradientReducer::cut(GradientBucket& bucket) const {
+  const FlatLayout& layout = bucket.layout;
+  bucket.pieces = {{{0, layout.full_numel()}}};
+  bucket.piece_of.assign(bucket.members.size(), 0);
+  if (layout.cut() == FlatLayout::Cut::kByOwner && bucket.result == nullptr && bucket.members.size() == 1)
+    bucket.pieces[0].member = 0;
+  if (layout.cut() != FlatLayout::Cut::kEvenly || layout.full_numel() == 0 || bucket.wire_dtype || is_encoded(bucket) ||
+      !exchanges_pieces(*mesh_.shard))
+    return;
+  bucket.pieces = cut_into_pieces(layout, static_cast<int64_t>(c10::elementSize(bucket.dtype)));
+  size_t piece = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const int64_t begin = layout.offset(static_cast<int64_t>(member));
+    while (piece + 1 < bucket.pieces.size() && begin >= bucket.pieces[piece].range.end) ++piece;
+    bucket.piece_of[member] = piece;
   }
 }
 
@@ -78,7 +99,7 @@ void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
   for (size_t bucket : order)
     if (frozen_too || contents_[bucket].missing > 0) enqueue(bucket);
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)  // what earlier passes left
-    if (contents_[bucket].content.flat.defined()) enqueue(bucket);
+    if (contents_[bucket].content.is_begun()) enqueue(bucket);
 }
 
 bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool reduce) {
@@ -106,52 +127,58 @@ void GradientReducer::collect(size_t parameter, const at::Tensor& gradient) {
 }
 
 void GradientReducer::collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient) {
+  const GradientBucket& plan = buckets_[bucket];
+  const size_t piece = plan.piece_of[member];
   const bool is_first = !content.filled[member];
   content.filled[member] = true;
-  if (is_first && !content.flat.defined()) {
-    if (at::Tensor values = as_it_is(bucket, gradient); values.defined()) {
-      content.flat = values;
-      content.uses.begin(values.device());
-      content.is_borrowed = true;
+  content.parts.resize(plan.pieces.size());
+  if (!content.parts[piece].values.defined()) {
+    if (const at::Tensor values = as_it_is(plan, member, gradient); values.defined()) {
+      content.borrow(piece, values);
       borrowed_bytes_ += static_cast<int64_t>(values.nbytes());
       return note_bytes();
     }
+    make_room(content, bucket, piece);
   }
-  if (content.is_borrowed) {  // it is autograd's: the sum needs memory of its own
-    const at::Tensor first = std::exchange(content.flat, at::Tensor());
-    content.is_borrowed = false;
-    borrowed_bytes_ -= static_cast<int64_t>(first.nbytes());
-    content.uses.join();
-    make_room(content, bucket);
-    content.flat.copy_(first);
-  }
-  if (!content.flat.defined()) make_room(content, bucket);
+  own(content, bucket, piece);
   if (is_first && BucketContent::may_wait(gradient)) return content.wait_for_more(member, gradient);
   if (!is_first) copy_waiting(content, bucket);
-  content.put(buckets_[bucket], member, gradient, is_first);
+  content.put(plan, member, gradient, is_first);
 }
 
 void GradientReducer::copy_waiting(BucketContent& content, size_t bucket) const {
   content.copy_waiting(buckets_[bucket], parameters_, mesh_.world->rank());
 }
 
-// A gradient that can be sent to its owner where it lies; else undefined.
-at::Tensor GradientReducer::as_it_is(size_t bucket, const at::Tensor& gradient) const {
-  const GradientBucket& plan = buckets_[bucket];
-  if (plan.result != nullptr || plan.members.size() != 1 || gradient.scalar_type() != plan.dtype ||
-      gradient.layout() != at::kStrided || gradient.strides() != at::IntArrayRef(plan.geometries[0].strides))
+// A gradient that can be sent from where it lies; else undefined.
+at::Tensor GradientReducer::as_it_is(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
+  if (plan.pieces[plan.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
+      gradient.layout() != at::kStrided || gradient.is_inference() ||
+      gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return {};
   return gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
 }
 
+// What is borrowed gets memory of its own: for a sum, or for a later pass.
+void GradientReducer::own(BucketContent& content, size_t bucket, size_t piece) {
+  if (!content.parts[piece].is_borrowed) return;
+  content.require_as_borrowed(buckets_[bucket], parameters_, mesh_.world->rank());
+  const at::Tensor borrowed = std::exchange(content.parts[piece], {}).values;
+  borrowed_bytes_ -= static_cast<int64_t>(borrowed.nbytes());
+  content.uses.join();
+  make_room(content, bucket, piece);
+  content.parts[piece].values.copy_(borrowed);
+}
+
 // Straight in the result's memory, where this rank gets all of the bucket and nothing stands in the way.
-void GradientReducer::make_room(BucketContent& content, size_t bucket) {
+void GradientReducer::make_room(BucketContent& content, size_t bucket, size_t piece) {
   const GradientBucket& plan = buckets_[bucket];
-  const int64_t full_numel = plan.layout.full_numel();
-  content.is_result = plan.result != nullptr && options_.to_host == nullptr && plan.result->numel() == full_numel &&
-                      plan.result->dtype() == plan.dtype && plan.result->is_free() && !is_busy(bucket);
-  content.flat = content.is_result ? plan.result->room() : buffers_.take(full_numel, plan.dtype);
-  content.uses.begin(content.flat.device());
+  const int64_t numel = plan.pieces[piece].range.numel();
+  content.is_result = plan.pieces.size() == 1 && plan.result != nullptr && options_.to_host == nullptr &&
+                      plan.result->numel() == numel && plan.result->dtype() == plan.dtype && plan.result->is_free() &&
+                      !is_busy(bucket);
+  content.parts[piece].values = content.is_result ? plan.result->room() : buffers_.take(numel, plan.dtype);
+  content.uses.begin(content.parts[piece].values.device());
   note_bytes();
 }
 
@@ -164,9 +191,10 @@ void GradientReducer::forget(size_t parameter) {
   if (!keeps(parameter)) return;
   BucketContent& content = contents_[states_[parameter].bucket].content;
   used_[parameter] = false;
-  if (!content.forget(states_[parameter].member)) return;
-  if (content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(content.flat.nbytes());
-  content = {{}, false, false, std::move(content.filled)};
+  borrowed_bytes_ -= content.borrowed_bytes();
+  if (content.forget(buckets_[states_[parameter].bucket], states_[parameter].member))
+    content = BucketContent::of_members(content.filled.size());
+  borrowed_bytes_ += content.borrowed_bytes();
 }
 
 // ---- reductions ---------------------------------------------------------------------------------
@@ -180,16 +208,16 @@ void GradientReducer::start(size_t bucket) {
   BucketState& state = contents_[bucket];
   state.started = true;
   reduced_[bucket] = true;
-  Flight flight{bucket,
-                std::exchange(state.content, {{}, false, false, std::vector<bool>(plan.members.size(), false)})};
-  if (!flight.content.flat.defined()) make_room(flight.content, bucket);
+  Flight flight{bucket, std::exchange(state.content, BucketContent::of_members(plan.members.size()))};
+  flight.content.parts.resize(plan.pieces.size());
+  for (size_t piece = 0; piece < plan.pieces.size(); ++piece)
+    if (!flight.content.parts[piece].values.defined()) make_room(flight.content, bucket, piece);
   copy_waiting(flight.content, bucket);
   flight.content.uses.join();
   // Between members only where it comes into a shard's gradient, whose norm is taken whole, or into a block, whose
   // scale is that of its largest element.
-  if (!flight.content.is_borrowed)
-    flight.content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(plan));
-  log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, flight.content.flat.numel());
+  flight.content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(plan));
+  log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel());
   flight.pending = reduce(flight);
   flights_[kReducing].push_back(std::move(flight));
   while (flights_[kReducing].size() > options_.in_flight) finish_oldest(kReducing);
@@ -206,14 +234,15 @@ Pending GradientReducer::exchange_encoded(Flight& flight) {
   const GradientBucket& plan = buckets_[flight.bucket];
   const int world = mesh_.shard->size(), rank = mesh_.shard->rank();
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;
-  const int64_t part_numel = is_even ? plan.layout.shard_numel() : flight.content.flat.numel();
+  const at::Tensor& full = flight.content.parts[0].values;
+  const int64_t part_numel = is_even ? plan.layout.shard_numel() : full.numel();
   const int64_t part_bytes = Int8Blocks().encoded_bytes(part_numel);
   std::vector<int64_t> send_counts(world, is_even ? part_bytes : 0), receive_counts(world, 0);
   send_counts[is_even ? rank : plan.owner] = part_bytes;
   if (is_even || plan.owner == rank) receive_counts.assign(world, part_bytes);
   flight.wire = buffers_.take(is_even ? world * part_bytes : part_bytes, at::kByte);
   for (int part = 0; part * part_bytes < flight.wire.numel(); ++part)
-    Int8Blocks().encode(flight.content.flat.narrow(0, part * part_numel, part_numel),
+    Int8Blocks().encode(full.narrow(0, part * part_numel, part_numel),
                         flight.wire.narrow(0, part * part_bytes, part_bytes));
   flight.encoded = buffers_.take(receive_counts[rank] * world, at::kByte);
   note_bytes();
@@ -235,7 +264,7 @@ void GradientReducer::add_encoded(Flight& flight) {
 
 Pending GradientReducer::reduce(Flight& flight) {
   const GradientBucket& plan = buckets_[flight.bucket];
-  const at::Tensor& full = flight.content.flat;
+  const at::Tensor& full = flight.content.parts[0].values;  // where it is in one piece
   const bool encoded = is_encoded(plan);
   flight.wire = full;
   if (plan.wire_dtype && at::isFloatingType(full.scalar_type())) flight.wire = full.to(*plan.wire_dtype);
@@ -257,7 +286,10 @@ Pending GradientReducer::reduce(Flight& flight) {
   if (options_.to_host != nullptr)
     received = flight.staging = options_.staging->take(flight.reduced.numel(), flight.reduced.scalar_type());
   if (encoded) return exchange_encoded(flight);
-  return mesh_.shard->reduce_scatter(travelling(received), travelling(flight.wire), op, {}, plan.name);
+  std::vector<at::Tensor> pieces{travelling(flight.wire)};
+  for (size_t piece = 1; piece < plan.pieces.size(); ++piece)
+    pieces.push_back(travelling(flight.content.parts[piece].values));
+  return reduce_scatter_pieces(*mesh_.shard, travelling(received), std::move(pieces), op, plan.name);
 }
 
 void GradientReducer::finish_oldest(Stage stage, bool accept) {
@@ -270,18 +302,20 @@ void GradientReducer::finish_oldest(Stage stage, bool accept) {
     return;
   }
   flight.pending.wait();
-  if (flight.content.is_borrowed && !flight.content.flat.is_cpu())  // whose stream need not be the current one
-    flight.content.flat.record_stream(current_stream(flight.content.flat.device()));
-  if (flight.content.is_borrowed) borrowed_bytes_ -= static_cast<int64_t>(flight.content.flat.nbytes());
+  borrowed_bytes_ -= flight.content.borrowed_bytes();
+  if (accept) flight.content.require_as_borrowed(buckets_[flight.bucket], parameters_, mesh_.world->rank());
+  for (const auto& part : flight.content.parts)  // whose stream need not be the current one
+    if (part.is_borrowed && !part.values.is_cpu()) part.values.record_stream(current_stream(part.values.device()));
   if (!accept || !flight.reduced.defined()) return;
   if (stage == kReducing) {
     if (flight.encoded.defined())
       add_encoded(flight);
-    else if (!flight.wire.is_same(flight.content.flat) && flight.reduced.is_same(flight.content.flat))
+    else if (const at::Tensor& full = flight.content.parts.at(0).values;
+             !flight.wire.is_same(full) && flight.reduced.is_same(full))
       flight.reduced.copy_(flight.wire);
     flight.wire.reset();
     flight.encoded.reset();
-    flight.content.flat.reset();
+    flight.content.parts.clear();
     if (options_.backend_all_reduce && !divisor_) flight.reduced.div_(mesh_.world->size());
     if (mesh_.replicas) {
       flight.pending =
@@ -343,7 +377,7 @@ void GradientReducer::note_bytes() { peak_bytes_ = std::max(peak_bytes_, bucket_
 void GradientReducer::finish() {
   while (started_ < queue_.size()) start(queue_[started_++]);
   PassUse use{used_, {}};
-  for (const BucketState& state : contents_) use.late.push_back(state.late.flat.defined());
+  for (const BucketState& state : contents_) use.late.push_back(state.late.is_begun());
   try {
     use = reports_.exchange(std::move(use), [this] {
       drain();
@@ -366,8 +400,8 @@ void GradientReducer::finish() {
   }
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
     if (!use.late[bucket]) continue;
-    contents_[bucket].content = std::exchange(contents_[bucket].late, {});
-    contents_[bucket].content.filled.resize(buckets_[bucket].members.size(), false);
+    contents_[bucket].content =
+        std::exchange(contents_[bucket].late, BucketContent::of_members(buckets_[bucket].members.size()));
     start(bucket);
     drain();
     for (Flight& flight : std::exchange(undecided_, {}))
@@ -387,7 +421,9 @@ void GradientReducer::end_without_reducing() {
   queue_.clear();
   started_ = 0;
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    copy_waiting(contents_[bucket].content, bucket);  // autograd's memory is not kept from pass to pass
+    BucketContent& content = contents_[bucket].content;  // autograd's memory is not kept from pass to pass
+    copy_waiting(content, bucket);
+    for (size_t piece = 0; piece < content.parts.size(); ++piece) own(content, bucket, piece);
     contents_[bucket].queued = false;
   }
 }
@@ -396,8 +432,7 @@ void GradientReducer::abandon() {
   drain(/*accept=*/false);
   log_.clear();
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    const std::vector<bool> none(buckets_[bucket].members.size(), false);
-    contents_[bucket].content = contents_[bucket].late = {{}, false, false, none};
+    contents_[bucket].content = contents_[bucket].late = BucketContent::of_members(buckets_[bucket].members.size());
   }
   borrowed_bytes_ = 0;
   used_.assign(used_.size(), false);
@@ -410,7 +445,7 @@ void GradientReducer::reset() {
   started_ = 0;
   for (BucketState& state : contents_) {
     state.queued = state.started = false;
-    state.late = {{}, false, false, std::vector<bool>(state.content.filled.size(), false)};
+    state.late = BucketContent::of_members(state.content.filled.size());
   }
 }
 

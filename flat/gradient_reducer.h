@@ -108,8 +108,10 @@ class GradientReducer {
   void collect(size_t parameter, const at::Tensor& gradient);
   void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
   void copy_waiting(BucketContent& content, size_t bucket) const;
-  void make_room(BucketContent& content, size_t bucket);
-  at::Tensor as_it_is(size_t bucket, const at::Tensor& gradient) const;
+  void cut(GradientBucket& bucket) const;
+  void make_room(BucketContent& content, size_t bucket, size_t piece);
+  void own(BucketContent& content, size_t bucket, size_t piece);
+  static at::Tensor as_it_is(const GradientBucket& plan, size_t member, const at::Tensor& gradient);
   void start_full_ones();
   void start(size_t bucket);
   Pending reduce(Flight& flight);

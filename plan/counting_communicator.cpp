@@ -31,6 +31,17 @@ void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int6
   }
 }
 
+// To `to` what lies from element `begin` on in the pieces, one after the other.
+void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
+  int64_t done = 0;
+  for (const at::Tensor& piece : pieces) {
+    const int64_t numel = std::min(piece.numel() - begin, to.numel() - done);
+    if (numel > 0) to.narrow(0, done, numel).copy_(piece.narrow(0, begin, numel));
+    done += std::max<int64_t>(numel, 0);
+    begin = std::max<int64_t>(begin - piece.numel(), 0);
+  }
+}
+
 // Over when it begins, but when it is waited for says what can go on at the same time.
 class WaitedOperation : public AsyncOperation {
  public:
@@ -97,7 +108,7 @@ void CountingCommunicator::count_as_sent(const Collective& collective, int64_t b
 
 // As if all ranks had what this one has.
 void CountingCommunicator::fill(const Collective& collective) const {
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel] = collective;
+  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   c10::InferenceMode quiet;
   const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
   switch (kind) {
@@ -107,7 +118,9 @@ void CountingCommunicator::fill(const Collective& collective) const {
       break;
     case Collective::kReduceScatter:
     case Collective::kScatter:
-      if (full.defined() && shard.numel() > 0) {
+      if (!pieces.empty()) {
+        copy_part(shard, pieces, own_begin);
+      } else if (full.defined() && shard.numel() > 0) {
         std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
       } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
         recorder->make_void(shard);  // nobody is there to send it
@@ -139,7 +152,9 @@ Pending CountingCommunicator::start(Collective collective) {
     pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
   }
   count_as_sent(collective, bytes);
-  if (!Recorder::is_void(full) && !Recorder::is_void(shard)) {
+  const bool is_void =
+      Recorder::is_void(full) || Recorder::is_void(shard) || std::ranges::any_of(collective.pieces, &Recorder::is_void);
+  if (!is_void) {
     fill(collective);
   } else if (recorder != nullptr) {
     for (const at::Tensor& tensor : {full, shard})

@@ -25,6 +25,7 @@ class CountingCommunicator : public Communicator {
 
  protected:
   Pending start(Collective collective) override;
+  bool takes_pieces() const override { return true; }  // as gloo does
   void abort_this(const std::string& reason) noexcept override;
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override;

@@ -5,11 +5,16 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <atomic>
 #include <barrier>
 #include <csignal>
+#include <numeric>
+#include <random>
 
 #include "tessera/comm/backend_all_reduce.h"
+#include "tessera/comm/reduce_scatter_pieces.h"
 #include "tessera/comm/reduced_report.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
@@ -112,6 +117,54 @@ TEST_P(Collectives, ReduceScatterGivesEachRankItsPart) {
     at::Tensor shard = torch::full({numel}, -1.0f);
     comm->reduce_scatter(shard, numbers(comm->rank(), world() * numel)).wait();
     EXPECT_TRUE(torch::equal(shard, summed(world(), world() * numel).narrow(0, comm->rank() * numel, numel)));
+  });
+}
+
+// The same bits as one tensor gives, and nothing is written to the pieces.
+TEST_P(Collectives, ReduceScatterOfPiecesIsThatOfAllOfThem) {
+  constexpr int64_t kMostNumel = 600'000;  // more than one chunk of TCP's
+  std::vector<std::vector<int64_t>> cuts{{0, 5, 0}, {1, 2, 3, 4}, {70001, 1, 300'000, 64, 2}};
+  std::mt19937 random(static_cast<unsigned>(world()));
+  for (int round = 0; round < 6; ++round) {
+    cuts.emplace_back();
+    for (size_t i = 0; i < 2 + random() % 5; ++i)
+      cuts.back().push_back(random() % 4 == 0 ? random() % 3 : random() % (kMostNumel / 6));
+  }
+  over_each_transport(world(), [&](std::shared_ptr<Communicator> comm) {
+    at::Generator draws = at::make_generator<at::CPUGeneratorImpl>(100 + comm->rank());
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+      const ReduceOp op = dtype == at::kLong ? ReduceOp::kMax : ReduceOp::kAverage;
+      for (std::vector<int64_t> numels : cuts) {
+        const int64_t sum = std::accumulate(numels.begin(), numels.end(), int64_t{0});
+        numels.push_back((world() - sum % world()) % world());
+        const int64_t shard_numel = (sum + numels.back()) / world();
+        const at::Tensor full = (100 * torch::randn({world() * shard_numel}, draws)).to(dtype);
+        std::vector<at::Tensor> pieces;
+        for (const at::Tensor& piece : full.split_with_sizes(numels)) pieces.push_back(piece.clone());
+        const at::Tensor shard = torch::zeros({shard_numel}, dtype), expected = torch::zeros_like(shard);
+        Pending of_pieces = reduce_scatter_pieces(*comm, shard, pieces, op, "pieces");
+        comm->reduce_scatter(expected, full.clone(), op, {}, "all").wait();
+        of_pieces.wait();
+        EXPECT_TRUE(torch::equal(shard, expected)) << c10::Join(" ", numels) << " " << dtype;
+        EXPECT_TRUE(torch::equal(torch::cat(pieces), full));
+      }
+    }
+    EXPECT_EQ(exchanges_pieces(*comm), world() > 1);
+  });
+}
+
+TEST(CollectivesErrors, PiecesThatAreNotOfOneTensor) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const at::Tensor shard = torch::zeros({3});
+    auto error = [&](std::vector<at::Tensor> pieces) {
+      return error_of<std::invalid_argument>(
+          [&] { reduce_scatter_pieces(*comm, shard, pieces, ReduceOp::kSum, "w").wait(); });
+    };
+    expect_contains(error({torch::zeros({2}), torch::zeros({3})}), "pieces have 5 elements, expected 6");
+    expect_contains(error({torch::zeros({2}), torch::zeros({4}, at::kDouble)}), "expected one dtype");
+    expect_contains(error({torch::zeros({2}), torch::zeros({8}).slice(0, 0, 8, 2)}), "not contiguous");
+    expect_contains(error({torch::zeros({2}), at::Tensor()}), "undefined");
+    comm->barrier();
   });
 }
 

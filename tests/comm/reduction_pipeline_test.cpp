@@ -271,7 +271,7 @@ TEST(ReductionPipeline, ARankThatLeavesInTheMiddleEndsWaitsAndWhatIsUnderWay) {
 // A peer whose connection is closed is named also where the first announcement of a sum finds that out.
 TEST(ReductionPipeline, NamesThePeerThatAnAnnouncementFailsFor) {
   const at::Tensor tensor = torch::ones({kChunkFloats});
-  ReductionPipeline pipeline(0, 4, tensor, tensor, ReduceOp::kSum,
+  ReductionPipeline pipeline(0, 4, {tensor}, tensor, ReduceOp::kSum,
                              {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Work {
                                 if (peer == 2) throw std::runtime_error("closed");
                                 return nullptr;

@@ -559,6 +559,43 @@ TEST(Usage, AGradientThatTheUserKeepsIsNotOverwritten) {
   });
 }
 
+// A large gradient is sent from where autograd has left it: what is written to it meanwhile is refused by name, and
+// the wrapper goes on.
+TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
+  constexpr int64_t kWidth = 260;  // 264 KiB
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(1, [] { return chain(3, kWidth); });
+    auto reference = seeded(1, [] { return chain(3, kWidth); });
+    FullyShardedDataParallel fsdp(model, comm, per_linear());
+    at::Tensor kept;
+    bool writes = false;
+    model[2]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+    model[1]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor&) {
+      if (writes) kept.mul_(2);
+    });
+    torch::optim::SGD optimizer(fsdp.parameters(), 0.1), expected(reference->parameters(), 0.1);
+    for (int step = 0; step < 3; ++step) {
+      writes = step == 1;
+      optimizer.zero_grad();
+      const at::Tensor loss = fsdp(input(0, kWidth)).square().mean();
+      if (writes) {
+        expect_contains(error_of<std::logic_error>([&] { loss.backward(); }),
+                        "the gradient of parameter '2.weight' on rank " + std::to_string(comm->rank()) +
+                            " was changed in place after it had been handed over");
+        continue;
+      }
+      loss.backward();
+      optimizer.step();
+      expected.zero_grad();
+      reference->forward(input(0, kWidth)).square().mean().backward();
+      expected.step();
+    }
+    const auto state = fsdp.full_state_dict();
+    for (const auto& entry : reference->named_parameters())
+      EXPECT_TRUE(same_values(state[entry.key()], entry.value())) << entry.key();
+  });
+}
+
 TEST(Usage, AutogradGradGivesFullGradients) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = seeded(1, [] { return chain(2, 8); });

@@ -163,6 +163,66 @@ TEST_P(Literature, WeightsHeldWhereTheFirstTaskLeftThem) {
 }
 
 // The first backward that a static graph sees gives parameters nothing.
+// A pull that is not of the loss is handed to autograd as the gradient of the weight itself, in a tensor that the user
+// goes on to write to.
+TEST_P(Literature, APullOnAWeightInATensorThatIsUsedAgain) {
+  play(GetParam(), {}, [](Trainer& run) {
+    const at::Tensor weight = run.model->parameters()[2];  // of a Linear
+    at::Tensor pull = torch::zeros(weight.sizes(), weight.options().requires_grad(false));
+    const auto backward = [&](int step, double strength) {
+      torch::autograd::backward({run.loss(step) / 2, weight}, {torch::ones({}, pull.options()), pull.fill_(strength)});
+      pull.fill_(1e3);
+    };
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      {
+        const auto scope = run.no_sync();
+        backward(2 * step, 0.05);
+      }
+      backward(2 * step + 1, 0.1);
+      run.optimizer().step();
+    }
+  });
+}
+
+// Where gradients are copied when they come, that does nothing, as in one process; where they are sent from where they
+// lie, it would change what is sent.
+TEST_P(Literature, AGradientThatAHookHasKeptIsWrittenTo) {
+  play(GetParam(), {.expect = Expect::kEither, .says = {"was changed in place after it had been handed over"}},
+       [](Trainer& run) {
+         at::Tensor kept;
+         Mlp& mlp = mlp_of(*run.model);
+         mlp.fc3->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+         mlp.fc2->weight.register_hook([&](const at::Tensor&) {
+           if (kept.defined()) kept.mul_(3);
+         });
+         for (int step = 0; step < 3; ++step) run.train(step);
+       });
+}
+
+// Both gradients of a sum are one tensor.
+TEST_P(Literature, TwoWeightsThatAreAddedHaveOneGradient) {
+  struct Sum : Net {
+    Sum() {
+      slow = register_parameter("slow", torch::randn({kFeatures, kFeatures}));
+      fast = register_parameter("fast", torch::randn({kFeatures, kFeatures}));
+    }
+    at::Tensor forward(const at::Tensor& x) override { return torch::linear(x, slow + fast); }
+    at::Tensor slow, fast;
+  };
+  play(GetParam(), {.model = [] { return seeded_model<Sum>(6); }}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      if (step == 1) {
+        const auto scope = run.no_sync();
+        run.loss(5).backward();
+      }
+      run.loss(step).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 TEST(LiteratureOwn, InputsAreLookedAtBeforeAStaticGraph) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const Model model = mlp(), alone = mlp();

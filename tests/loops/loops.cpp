@@ -15,12 +15,19 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
+#include "tessera/flat/bucket_pieces.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::loops {
 namespace {
+
+// Models are small: each gradient under FSDP travels from where it lies, as large ones do, but in a world of one.
+[[maybe_unused]] const bool all_are_large = [] {
+  least_piece_bytes = 1;
+  return true;
+}();
 
 std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector<at::Tensor> parameters) {
   using torch::optim::Adam, torch::optim::AdamOptions, torch::optim::SGD, torch::optim::SGDOptions;
