@@ -165,7 +165,7 @@ int64_t GlooCommunicator::bytes_sent_to_reduce(const Collective& collective) con
                       : size() - 1);
 }
 
-// In memory each rank announces its sends first, so that what waits is read by whoever comes second.
+// In memory each rank announces its sends first, so that what is small is read by whoever comes second.
 //
 // Peers in turn from the next rank on, so that not everybody sends to rank 0 first.
 template <class Send, class Receive>

@@ -45,11 +45,25 @@ GlooOperation::~GlooOperation() {
   std::lock_guard lock(comm_->mutex_);
   comm_->operations_.erase(this);
   // Never waited for: the peers still count on the messages, so they and their tensors live on.
+  if (!comm_->is_closed_) copy_what_is_matched();
   if (!comm_->is_closed_ && !messages_.empty()) {
     std::move(messages_.begin(), messages_.end(), std::back_inserter(comm_->orphans_));
     std::move(staging_.begin(), staging_.end(), std::back_inserter(comm_->orphan_staging_));
   }
   if (!comm_->is_closed_ && pipeline_) comm_->orphan_pipelines_.push_back(std::move(pipeline_));
+}
+
+// This rank may be about to leave, and these messages with it.
+void GlooOperation::copy_what_is_matched() noexcept {
+  if (!comm_->process_.is_this()) return;
+  std::erase_if(messages_, [this](const GlooMessage& message) {
+    if (!message.announced) return false;
+    try {
+      comm_->memory_->copy_if_matched(message.announced);
+    } catch (const PeerMemory::Unreachable&) {  // which the next that waits finds out, too
+    }
+    return message.announced->slot == nullptr;
+  });
 }
 
 // 14 bits of number keep operations apart that are in flight together, 2 of step, 14 of hash, and the last says which
@@ -183,9 +197,9 @@ void GlooOperation::wait_for_messages() {
 
 bool GlooOperation::wait_for(GlooMessage& message, std::string* cause) const {
   if (!message.work) {
-    const auto outcome = round_ ? comm_->rounds_->wait(*round_, deadline_, message.peer)
-                                : comm_->memory_->wait(message.announced, deadline_);
-    *cause = kCauses[static_cast<size_t>(outcome)];
+    const auto outcome =
+        round_ ? comm_->rounds_->wait(*round_, deadline_, message.peer) : wait_in_memory(message, cause);
+    if (cause->empty()) *cause = kCauses[static_cast<size_t>(outcome)];
     return outcome == PeerMemory::Outcome::kDone;
   }
   try {
@@ -194,6 +208,16 @@ bool GlooOperation::wait_for(GlooMessage& message, std::string* cause) const {
   } catch (const std::exception& error) {
     *cause = error.what();
     return false;
+  }
+}
+
+PeerMemory::Outcome GlooOperation::wait_in_memory(GlooMessage& message, std::string* cause) const {
+  try {
+    return comm_->memory_->wait(message.announced, deadline_);
+  } catch (const PeerMemory::Unreachable& error) {
+    message.peer = error.peer;  // of another message of this operation, maybe
+    *cause = error.what();
+    return PeerMemory::Outcome::kPeerDied;
   }
 }
 

@@ -64,6 +64,8 @@ class GlooOperation : public Pending::Operation {
   void start_message(const at::Tensor& tensor, int peer, size_t part, bool is_send);
   void wait_for_room();
   bool wait_for(GlooMessage& message, std::string* cause) const;
+  PeerMemory::Outcome wait_in_memory(GlooMessage& message, std::string* cause) const;
+  void copy_what_is_matched() noexcept;
   void wait_for_pipeline();
   int tag(int peer, bool is_send, int step) const;
   uint64_t memory_tag(size_t part = 0) const;

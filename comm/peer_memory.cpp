@@ -246,41 +246,64 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   PublishedMemory published;
   if (peers_[other].process.is_this()) published = PublishedMemory(data, tensor.nbytes(), /*is_written=*/!is_send);
   const uint64_t address = published.number() != 0 ? published.number() : as_integer(data);
-  SharedBoard::Announced slots;
+  SharedBoard::Announced made;
   const auto try_to_announce = [&] {
     if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
-    slots = SharedBoard::announce(channel, kind, tag, address, tensor.nbytes(), until);
-    return slots.matched != nullptr || slots.own != nullptr;
+    made = SharedBoard::announce(channel, kind, tag, {address, tensor.nbytes()}, kAtOnceBytes, until);
+    return made.slot != nullptr;
   };
   if (!try_to_announce()) {
-    // Full, of what this rank's peer has yet to match, and of what either has yet to free.
-    const auto outcome = watch(peer, until, [&] {
+    // Full, of what this rank's peer has yet to match, of what nobody has copied, and of what either has yet to free.
+    const auto outcome = watch(peer, SharedBoard::kNoTag, until, [&] {
+      copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
       if (reap()) SharedBoard::notify(member(peer), self);
       return try_to_announce();
     });
     if (outcome != Outcome::kDone)
       throw std::runtime_error(c10::str("it is ", size_t{SharedBoard::Channel::kSlots}, " messages behind"));
   }
-  if (slots.matched != nullptr) {
-    fulfil(*slots.matched, is_send, data, peer);
+  Announced message = std::make_shared<Announcement>(
+      Announcement{made.slot, kind, data, tensor.nbytes(), tag, peer, std::move(published)});
+  if (made.state == SharedBoard::kOtherBytes) {
+    SharedBoard::notify(member(peer), self);
+    throw std::runtime_error(c10::str("it has ", made.slot->side(SharedBoard::opposite(kind)).bytes,
+                                      " bytes where this rank has ", message->bytes));
+  }
+  if (made.state == SharedBoard::copying(kind)) {
+    copy_claimed(*message);
     return nullptr;
   }
+  if (made.state == SharedBoard::kMatched) SharedBoard::notify(member(peer), self, tag);
   if (announced_.size() >= reap_at_) reap();
-  announced_.push_back(std::make_shared<Announcement>(slots.own, peer, std::move(published)));
-  return announced_.back();
+  announced_.push_back(message);
+  return message;
 }
 
-void PeerMemory::fulfil(SharedBoard::Slot& slot, bool is_send, void* own, int peer) {
-  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(peer), local_[rank_]); });
-  if (slot.bytes != slot.other_bytes)
-    throw std::runtime_error(c10::str("it has ", slot.bytes, " bytes where this rank has ", slot.other_bytes));
+// What this rank has claimed.
+void PeerMemory::copy_claimed(Announcement& message) {
+  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(message.peer), local_[rank_]); });
   try {
-    copy(is_send, own, slot.address, slot.bytes, peer);
-  } catch (...) {
-    slot.state.store(SharedBoard::kBroken, std::memory_order_release);
-    throw;
+    const uint64_t theirs = message.slot->side(SharedBoard::opposite(message.kind)).address;
+    copy(message.kind == SharedBoard::kSend, message.data, theirs, message.bytes, message.peer);
+  } catch (const std::exception& error) {
+    message.slot->state.store(SharedBoard::kBroken, std::memory_order_release);
+    throw Unreachable(message.peer, error.what());
   }
-  slot.state.store(SharedBoard::kDone, std::memory_order_release);
+  copied_bytes_ += message.bytes;
+  message.published = {};
+  std::exchange(message.slot, nullptr)->state.store(SharedBoard::kDone, std::memory_order_release);
+}
+
+void PeerMemory::copy_if_matched(const Announced& message) {
+  if (message && message->slot != nullptr && SharedBoard::claim(*message->slot, message->kind)) copy_claimed(*message);
+}
+
+// What is received first: this rank needs it, and where the peer waits too, that one does the same.
+template <class IsMeant>
+void PeerMemory::copy_all_matched(IsMeant is_meant) {
+  for (const auto kind : {SharedBoard::kReceive, SharedBoard::kSend})
+    for (const Announced& message : announced_)
+      if (message->kind == kind && is_meant(*message)) copy_if_matched(message);
 }
 
 // Frees the slots of messages that are over, and forgets those. Whether there were any.
@@ -301,11 +324,16 @@ bool PeerMemory::reap() {
 PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
   if (!message || message->slot == nullptr) return Outcome::kDone;
   uint32_t state = SharedBoard::kFree;
-  const Outcome outcome = watch(message->peer, until, [&] {
+  const auto is_over = [&] {
     state = message->slot->state.load(std::memory_order_acquire);
     return state == SharedBoard::kDone || state == SharedBoard::kOtherBytes || state == SharedBoard::kBroken;
+  };
+  const Outcome outcome = watch(message->peer, message->tag, until, [&] {
+    if (is_over()) return true;
+    copy_all_matched([&](const Announcement& other) { return other.tag == message->tag; });
+    return message->slot == nullptr || is_over();
   });
-  if (outcome != Outcome::kDone) return outcome;
+  if (outcome != Outcome::kDone || message->slot == nullptr) return outcome;
   if (state == SharedBoard::kOtherBytes) return Outcome::kOtherBytes;
   if (state == SharedBoard::kBroken) return Outcome::kPeerLeft;
   message->published = {};
@@ -314,12 +342,13 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
 }
 
 template <class IsOver>
-PeerMemory::Outcome PeerMemory::watch(int peer, Deadline until, IsOver is_over) {
+PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t tag, Deadline until, IsOver is_over) {
   SharedBoard::Member& self = member(rank_);
   if (is_over()) return Outcome::kDone;
   const auto began = steady_clock::now();
   auto asked = began;
   self.awaited.store(local_[peer]);
+  self.awaited_tag.store(tag);
   for (;;) {
     // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
     const uint32_t seen = self.events.load();

@@ -188,11 +188,13 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
 
 std::byte* SharedBoard::rounds_area() const { return base_ + bytes_before_rounds(sizeof(Header), ranks_); }
 
-// None is lost: this counts before it looks whether the member sleeps and for whom, and the member says for whom before
+// None is lost: this counts before it looks whether the member sleeps and for what, and the member says for what before
 // it reads the count, and that it sleeps before the system compares the count with `seen`.
-void SharedBoard::notify(Member& member, int from) {
+void SharedBoard::notify(Member& member, int from, uint64_t tag) {
   member.events.fetch_add(1);
-  if (from != kAnyone && member.awaited.load() != from) return;
+  const bool is_awaited =
+      from == kAnyone || member.awaited.load() == from || (tag != kNoTag && member.awaited_tag.load() == tag);
+  if (!is_awaited) return;
   if (member.is_asleep.load() != 0) ::syscall(SYS_futex, &member.events, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }
 
@@ -231,27 +233,32 @@ SharedBoard::WaitForRoom::WaitForRoom(const SharedBoard& board) : board_(board) 
 
 SharedBoard::WaitForRoom::~WaitForRoom() { board_.header().waits_for_room.fetch_sub(1); }
 
-SharedBoard::Announced SharedBoard::announce(Channel& channel, State kind, uint64_t tag, uint64_t address,
-                                             uint64_t bytes, Deadline until) {
-  const uint32_t opposite = kind == kSend ? kReceive : kSend;
+SharedBoard::Announced SharedBoard::announce(Channel& channel, State kind, uint64_t tag, Side own,
+                                             uint64_t at_once_bytes, Deadline until) {
   const ChannelLock lock(channel, until);
   Slot* free_slot = nullptr;
   for (uint32_t i = 0; i < channel.used; ++i) {
     Slot& slot = channel.slots[i];
     const uint32_t state = slot.state.load(std::memory_order_acquire);
     if (state == kFree && free_slot == nullptr) free_slot = &slot;
-    if (state != opposite || slot.tag != tag) continue;
-    slot.other_bytes = bytes;
-    slot.state.store(slot.bytes == bytes ? kCopying : kOtherBytes, std::memory_order_release);
-    return {.matched = &slot};
+    if (state != opposite(kind) || slot.tag != tag) continue;
+    slot.side(kind) = own;
+    State matched = own.bytes <= at_once_bytes ? copying(kind) : kMatched;
+    if (slot.side(opposite(kind)).bytes != own.bytes) matched = kOtherBytes;
+    slot.state.store(matched, std::memory_order_release);
+    return {&slot, matched};
   }
   if (free_slot == nullptr && channel.used < Channel::kSlots) free_slot = &channel.slots[channel.used++];
   if (free_slot == nullptr) return {};
   free_slot->tag = tag;
-  free_slot->address = address;
-  free_slot->bytes = bytes;
+  free_slot->side(kind) = own;
   free_slot->state.store(kind, std::memory_order_release);
-  return {.own = free_slot};
+  return {free_slot, kind};
+}
+
+bool SharedBoard::claim(Slot& slot, State kind) {
+  uint32_t state = kMatched;
+  return slot.state.compare_exchange_strong(state, copying(kind), std::memory_order_acq_rel);
 }
 
 bool SharedBoard::take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying) {
@@ -260,13 +267,18 @@ bool SharedBoard::take_back(Channel& channel, State kind, Deadline until, const 
     const ChannelLock lock(channel, until);
     used = channel.used;
     for (uint32_t i = 0; i < used; ++i) {
-      uint32_t state = kind;
-      channel.slots[i].state.compare_exchange_strong(state, kFree);
+      std::atomic<uint32_t>& state = channel.slots[i].state;
+      uint32_t announced = kind, matched = kMatched;
+      state.compare_exchange_strong(announced, kFree);
+      state.compare_exchange_strong(matched, kBroken);
     }
   }
   for (uint32_t i = 0; i < used; ++i)
-    while (channel.slots[i].state.load(std::memory_order_acquire) == kCopying && while_copying())
+    for (;;) {
+      const uint32_t state = channel.slots[i].state.load(std::memory_order_acquire);
+      if ((state != kPushing && state != kPulling) || !while_copying()) break;
       if (std::chrono::steady_clock::now() >= until) return false;
+    }
   return true;
 }
 

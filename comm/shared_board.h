@@ -23,22 +23,29 @@ namespace tessera {
 class SharedBoard {
  public:
   using Deadline = std::chrono::steady_clock::time_point;
-  enum State : uint32_t { kFree, kSend, kReceive, kCopying, kDone, kOtherBytes, kBroken };
+  // Announced by one side; by the other too, and either may copy; copied by the sender or the receiver, who is through
+  // with it at kDone: the other side frees it. The last two end the group: nobody copies, and nobody frees.
+  enum State : uint32_t { kFree, kSend, kReceive, kMatched, kPushing, kPulling, kDone, kOtherBytes, kBroken };
 
-  // One announced message, and what became of it: kCopying and the states after it are its peer's doing.
-  // Its announcer frees it.
+  // What one side has announced: where, in its memory; to a peer of its process, PublishedMemory::number().
+  struct Side {
+    uint64_t address, bytes;
+  };
+  // One message, and what became of it.
   struct Slot {
     std::atomic<uint32_t> state;
     uint64_t tag;
-    uint64_t address;  // in the announcer's memory; for a peer of its process, PublishedMemory::number()
-    uint64_t bytes;
-    uint64_t other_bytes;  // kOtherBytes: what the peer came with
+    Side sender, receiver;
+    Side& side(State kind) { return kind == kSend ? sender : receiver; }
   };
+  static constexpr State opposite(State kind) { return kind == kSend ? kReceive : kSend; }
+  static constexpr State copying(State kind) { return kind == kSend ? kPushing : kPulling; }
 
   struct alignas(64) Member {
     std::atomic<uint32_t> events;  // counts up at whatever this rank may wait for
     std::atomic<uint32_t> is_asleep;
-    std::atomic<int32_t> awaited;  // the rank on whose doing alone it wakes up
+    std::atomic<int32_t> awaited;       // the rank on whose doing it wakes up
+    std::atomic<uint64_t> awaited_tag;  // and of what messages, if there is something to copy
     std::atomic<uint32_t> has_left;
     int32_t pid;
     uint64_t magic;  // a number that lies in its memory, where the next says: whether it can be reached
@@ -70,25 +77,28 @@ class SharedBoard {
   // For their SharedRounds: SharedRoundsPlan(ranks()).bytes(), on a page of its own.
   std::byte* rounds_area() const;
 
-  // The slot that the peer announced with this tag and the opposite kind, which the caller then has to fulfil
-  // (kCopying; kOtherBytes if it has another number of bytes, and all is said); else the caller's own, newly announced;
-  // neither if there is no room. Throws std::runtime_error if the peer died in here, or has stopped in here until then.
+  // The slot of what the peer announced with this tag and the opposite kind, and what it is now: kMatched; up to
+  // `at_once_bytes` copying(kind), so the caller has to copy; kOtherBytes. Else a new one, in the state `kind`, or none
+  // if there is no room. Throws std::runtime_error if the peer died in here, or has stopped in here until then.
   struct Announced {
-    Slot* matched = nullptr;
-    Slot* own = nullptr;
+    Slot* slot = nullptr;
+    State state = kFree;
   };
-  static Announced announce(Channel& channel, State kind, uint64_t tag, uint64_t address, uint64_t bytes,
+  static Announced announce(Channel& channel, State kind, uint64_t tag, Side own, uint64_t at_once_bytes,
                             Deadline until);
-  // Frees what was announced in this kind and not matched yet. `while_copying` is called for as long as something is
-  // being copied, until it returns false. False if something still was at the deadline.
+  // Whether the caller, who announced it in this kind, is now the one to copy it.
+  static bool claim(Slot& slot, State kind);
+  // Frees what was announced in this kind and not matched yet, and breaks what was and nobody copies. `while_copying`
+  // is called for as long as something is being copied, until it returns false. False if it still was at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
   // Lets the member look again at what it waits for, if it is something of rank `from`, or of any where that is
-  // kAnyone: of many ranks each has news for each, and who wakes up for other news than it waits for does so in vain.
+  // kAnyone, or of the tag: of many ranks each has news for each, and who wakes up for other news does so in vain.
   static constexpr int kAnyone = -1;
-  static void notify(Member& member, int from);
-  // Returns when `events` is not `seen` any more, unless that was of another rank than `awaited`, or after that time,
-  // or for no reason. The caller has set `awaited` before it read `events`.
+  static constexpr uint64_t kNoTag = UINT64_MAX;
+  static void notify(Member& member, int from, uint64_t tag = kNoTag);
+  // Returns when `events` is not `seen` any more, unless that was of neither `awaited` nor `awaited_tag`, or after that
+  // time, or for no reason. The caller has set these before it read `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
   // Wakes all that listen; with the second, where one of them waits for room.

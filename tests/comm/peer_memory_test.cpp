@@ -30,10 +30,14 @@ using namespace std::chrono_literals;
 using testing_support::on_processes;
 using Outcome = PeerMemory::Outcome;
 
-// The body on both of two ranks, threads of this process.
+constexpr int64_t kLargeNumel = PeerMemory::kAtOnceBytes / sizeof(float) + 1;
+
+// The body on both of two ranks, threads of this process: without others for operators, which processes that are forked
+// later would take for theirs.
 void on_two_threads(const std::function<void(PeerMemory&, int rank)>& body, std::chrono::milliseconds timeout = 20s) {
   auto store = c10::make_intrusive<c10d::HashStore>();
   auto rank_main = [&](int rank) {
+    at::set_num_threads(1);
     auto memory = PeerMemory::connect(*store, rank, 2, timeout, true);
     ASSERT_NE(memory, nullptr);
     body(*memory, rank);
@@ -47,6 +51,9 @@ void meet(c10d::Store& store, const std::string& where) {
   if (store.add(where, 1) == 2) store.set(where + "/all", std::string("yes"));
   store.wait({where + "/all"});
 }
+
+void put(c10d::Store& store, const std::string& key, const std::string& text = "yes") { store.set(key, text); }
+std::string read(c10d::Store& store, const std::string& key) { return store.get_to_str(key); }
 
 // Counts the values that a rank reads in the store.
 class CountingStore : public c10d::PrefixStore {
@@ -107,30 +114,171 @@ TEST(PeerMemory, TagsMeetInAnyOrderWhoeverComesFirst) {
   });
 }
 
+// ---- who copies -----------------------------------------------------------------------------------
+
+// Either rank's two messages of a tag.
+struct Exchange {
+  Exchange(PeerMemory& memory, uint64_t tag, int64_t numel)
+      : own(torch::full({numel}, 1.0f + memory.rank())), theirs(torch::zeros({numel})) {
+    messages.push_back(memory.send(own, 1 - memory.rank(), tag));
+    messages.push_back(memory.receive(theirs, 1 - memory.rank(), tag));
+  }
+  uint64_t bytes() const { return own.nbytes(); }
+  void finish(PeerMemory& memory) const {
+    for (const auto& message : messages) EXPECT_EQ(memory.wait(message), Outcome::kDone);
+    EXPECT_TRUE(theirs.eq(2.0f - memory.rank()).all().item<bool>());
+  }
+
+  at::Tensor own, theirs;
+  std::vector<PeerMemory::Announced> messages;
+};
+
+TEST(PeerMemoryCopies, WhoWaitsCopiesBothForOneThatComputes) {
+  c10d::HashStore store;
+  for (const int first : {0, 1})
+    on_two_threads([&](PeerMemory& memory, int rank) {
+      const std::string round = std::to_string(first);
+      if (rank != first) store.wait({"first " + round});
+      const Exchange exchange(memory, 7, kLargeNumel);
+      if (rank == first) put(store, "first " + round);
+      meet(store, "announced " + round);
+      if (rank == 1) exchange.finish(memory);
+      EXPECT_EQ(memory.copied_bytes(), rank == 1 ? 2 * exchange.bytes() : 0);
+      meet(store, "copied " + round);
+      if (rank == 0) exchange.finish(memory);
+      EXPECT_EQ(memory.copied_bytes(), rank == 1 ? 2 * exchange.bytes() : 0);
+      meet(store, "over " + round);
+    });
+}
+
+TEST(PeerMemoryCopies, WhoComesSecondToASmallMessageCopiesAtOnce) {
+  c10d::HashStore store;
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    if (rank == 1) store.wait({"first"});
+    const Exchange exchange(memory, 7, PeerMemory::kAtOnceBytes / sizeof(float));
+    if (rank == 0) put(store, "first");
+    EXPECT_EQ(memory.copied_bytes(), rank == 1 ? 2 * exchange.bytes() : 0);
+    meet(store, "announced");
+    exchange.finish(memory);
+    meet(store, "over");
+  });
+}
+
+// What a rank receives takes it long enough for the other one to begin, now or in another round.
+TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
+  constexpr int kRounds = 10;
+  c10d::HashStore store;
+  std::atomic<bool> is_seen = false;
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    for (int round = 0; round < kRounds && !is_seen; ++round) {
+      const std::string name = std::to_string(round);
+      const Exchange exchange(memory, static_cast<uint64_t>(round), 1 << 24);
+      const uint64_t before = memory.copied_bytes();
+      meet(store, "announced " + name);
+      exchange.finish(memory);
+      const uint64_t copied = memory.copied_bytes() - before;
+      put(store, name + " copied by " + std::to_string(rank), std::to_string(copied));
+      meet(store, "over " + name);
+      const auto others = std::stoull(read(store, name + " copied by " + std::to_string(1 - rank)));
+      EXPECT_EQ(copied + others, 2 * exchange.bytes());
+      if (copied > 0 && others > 0) is_seen = true;
+      meet(store, "seen " + name);
+    }
+  });
+  EXPECT_TRUE(is_seen);
+}
+
+// It sleeps for what it receives, and gives meanwhile what it sends.
+TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsTagIsMatchedMeanwhile) {
+  c10d::HashStore store;
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    if (rank == 1) {
+      const Exchange exchange(memory, 7, kLargeNumel);
+      put(store, "waits");
+      EXPECT_EQ(memory.wait(exchange.messages[1]), Outcome::kDone);
+      EXPECT_EQ(memory.copied_bytes(), 2 * exchange.bytes());
+      return exchange.finish(memory);
+    }
+    store.wait({"waits"});
+    std::this_thread::sleep_for(20ms);
+    const at::Tensor own = torch::ones({kLargeNumel}), theirs = torch::zeros({kLargeNumel});
+    const auto received = memory.receive(theirs, 1, 7);
+    const auto& state = received->slot->state;
+    const auto until = std::chrono::steady_clock::now() + 20s;
+    while (state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+    EXPECT_EQ(state.load(), SharedBoard::kDone);
+    EXPECT_TRUE(theirs.eq(2.0).all().item<bool>());
+    const auto sent = memory.send(own, 1, 7);
+    while (sent->slot->state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until)
+      std::this_thread::yield();
+    for (const auto& message : {received, sent}) EXPECT_EQ(memory.wait(message), Outcome::kDone);
+    EXPECT_EQ(memory.copied_bytes(), 0u);
+  });
+}
+
+// Neither waits for any of them: who finds no room copies.
+TEST(PeerMemoryCopies, BothRanksMayBeAThousandMessagesAhead) {
+  constexpr int kMessages = SharedBoard::Channel::kSlots + 100;
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    const at::Tensor all = rank == 0 ? torch::ones({1, kLargeNumel}).expand({kMessages, kLargeNumel})
+                                     : torch::zeros({kMessages, kLargeNumel});
+    std::vector<PeerMemory::Announced> announced;
+    for (int i = 0; i < kMessages; ++i)
+      announced.push_back(rank == 0 ? memory.send(all[i], 1, i) : memory.receive(all[i], 0, i));
+    for (const auto& message : announced) ASSERT_EQ(memory.wait(message), Outcome::kDone);
+    EXPECT_TRUE(all.eq(1.0).all().item<bool>());
+  });
+}
+
+TEST(PeerMemoryCopies, NobodyCopiesWhatBothHadAnnouncedWhenOneLeft) {
+  c10d::HashStore store;
+  for (const int first : {0, 1})
+    for (const bool receives : {true, false})
+      on_two_threads([&](PeerMemory& memory, int rank) {
+        const std::string round = std::to_string(2 * first + receives);
+        const at::Tensor tensor = torch::full({kLargeNumel}, static_cast<float>(rank));
+        if (rank != first) store.wait({"first " + round});
+        const auto message =
+            receives == (rank == 0) ? memory.receive(tensor, 1 - rank, 7) : memory.send(tensor, 1 - rank, 7);
+        if (rank == first) put(store, "first " + round);
+        meet(store, "announced " + round);
+        if (rank == 0) {
+          EXPECT_TRUE(memory.close());
+        }
+        meet(store, "left " + round);
+        if (rank == 1) {
+          EXPECT_EQ(memory.wait(message), Outcome::kPeerLeft);
+        }
+        meet(store, "tried " + round);
+        EXPECT_TRUE(tensor.eq(static_cast<float>(rank)).all().item<bool>());
+      });
+}
+
 // What stands on the board leads to memory that a rank has announced, for what it has announced it, or nowhere.
 TEST(PeerMemory, NothingOnTheBoardIsFollowedAsAnAddress) {
   c10d::HashStore store;
   const at::Tensor secret = torch::full({8}, 7.0);
-  for (const uint64_t written : {uint64_t{8}, reinterpret_cast<uint64_t>(secret.const_data_ptr())}) {
-    on_two_threads([&](PeerMemory& memory, int rank) {
-      at::Tensor x = torch::full({8}, static_cast<float>(rank));
-      const std::string round = std::to_string(written);
-      PeerMemory::Announced announced;
-      if (rank == 0) {
-        announced = memory.send(x, 1, 5);
-        memory.board()->channel(0, 1).slots[0].address = written;
-      }
-      meet(store, "announced " + round);
-      if (rank == 1) {
-        EXPECT_THROW(memory.receive(x, 0, 5), std::runtime_error);
-        EXPECT_TRUE(x.eq(1.0).all().item<bool>());
-      }
-      meet(store, "received " + round);
-      if (rank == 0) {
-        EXPECT_EQ(memory.wait(announced), Outcome::kPeerLeft);
-      }
-    });
-  }
+  for (const int64_t numel : {int64_t{8}, kLargeNumel})
+    for (const uint64_t written : {uint64_t{8}, reinterpret_cast<uint64_t>(secret.const_data_ptr())}) {
+      on_two_threads([&](PeerMemory& memory, int rank) {
+        at::Tensor x = torch::full({numel}, static_cast<float>(rank));
+        const std::string round = std::to_string(numel) + " " + std::to_string(written);
+        PeerMemory::Announced announced;
+        if (rank == 0) {
+          announced = memory.send(x, 1, 5);
+          memory.board()->channel(0, 1).slots[0].sender.address = written;
+        }
+        meet(store, "announced " + round);
+        if (rank == 1) {
+          EXPECT_THROW(memory.wait(memory.receive(x, 0, 5)), PeerMemory::Unreachable);
+          EXPECT_TRUE(x.eq(1.0).all().item<bool>());
+        }
+        meet(store, "received " + round);
+        if (rank == 0) {
+          EXPECT_EQ(memory.wait(announced), Outcome::kPeerLeft);
+        }
+      });
+    }
 }
 
 TEST(PublishedMemory, IsFoundForAsLongAsItIs) {
@@ -176,17 +324,19 @@ TEST(PeerMemory, APeerThatDoesNotComeIsWaitedForOnlySoLong) {
 
 TEST(PeerMemory, OtherNumbersOfBytesAreAnErrorOnBothSides) {
   c10d::HashStore store;
-  on_two_threads([&](PeerMemory& memory, int rank) {
-    if (rank == 0) {
-      const auto message = memory.receive(torch::zeros({4}), 1, 7);
-      meet(store, "announced");
-      EXPECT_EQ(memory.wait(message), Outcome::kOtherBytes);
-    } else {
-      meet(store, "announced");
-      EXPECT_THROW((void)memory.send(torch::zeros({5}), 0, 7), std::runtime_error);
-    }
-    meet(store, "seen");
-  });
+  for (const int64_t numel : {int64_t{4}, kLargeNumel})
+    on_two_threads([&](PeerMemory& memory, int rank) {
+      const std::string round = std::to_string(numel);
+      if (rank == 0) {
+        const auto message = memory.receive(torch::zeros({numel}), 1, 7);
+        meet(store, "announced " + round);
+        EXPECT_EQ(memory.wait(message), Outcome::kOtherBytes);
+      } else {
+        meet(store, "announced " + round);
+        EXPECT_THROW((void)memory.send(torch::zeros({numel + 1}), 0, 7), std::runtime_error);
+      }
+      meet(store, "seen " + round);
+    });
 }
 
 TEST(PeerMemory, NobodyTouchesTheMemoryOfARankThatLeft) {
@@ -329,10 +479,12 @@ TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
   EXPECT_EQ(codes[0], static_cast<int>(Outcome::kPeerDied));
 }
 
-// This thread stops the process when it is about to write into another one's memory.
-void stop_instead_of_writing() {
+// This thread ends or stops (SIGKILL, SIGSTOP) the process when it is about to write into another one's memory.
+void end_instead_of_writing(int signal) {
+  static int ends;
+  ends = signal;
   struct sigaction action = {};
-  action.sa_handler = [](int) { ::kill(::getpid(), SIGSTOP); };
+  action.sa_handler = [](int) { ::kill(::getpid(), ends); };
   ::sigaction(SIGSYS, &action, nullptr);
   sock_filter instructions[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
@@ -345,40 +497,84 @@ void stop_instead_of_writing() {
     throw std::runtime_error("no seccomp here");
 }
 
-TEST(PeerMemoryProcesses, ARankThatStopsWhileItCopiesEndsTheOthersInTime) {
+// What /proc says a process does: 'T' where it is stopped, 'Z' where it has ended.
+char state_of(pid_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const size_t name_end = text.rfind(") ");
+  return name_end == text.npos ? 'X' : text.at(name_end + 2);
+}
+
+void await_state(pid_t pid, char state) {
+  const auto until = std::chrono::steady_clock::now() + 20s;
+  while (state_of(pid) != state && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(1ms);
+}
+
+TEST(PeerMemoryProcesses, ARankThatStopsOrDiesWhileItCopiesEndsTheOthersInTime) {
   constexpr int64_t kNumel = 1 << 20;
-  const auto codes = on_processes(2, [](c10::intrusive_ptr<c10d::Store> store, int rank) {
-    store->set("pid " + std::to_string(rank), std::to_string(::getpid()));
-    auto comm = make_gloo_communicator(store, rank, 2, {"127.0.0.1", 2s});
+  for (const int signal : {SIGSTOP, SIGKILL}) {
+    const auto codes = on_processes(2, [&](c10::intrusive_ptr<c10d::Store> store, int rank) {
+      store->set("pid " + std::to_string(rank), std::to_string(::getpid()));
+      auto comm = make_gloo_communicator(store, rank, 2, {"127.0.0.1", signal == SIGSTOP ? 2s : 60s});
+      comm->barrier();
+      if (rank == 1) {
+        store->wait({"announced"});
+        end_instead_of_writing(signal);
+        at::Tensor all = torch::empty({2 * kNumel});
+        comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'").wait();
+        return 1;
+      }
+      const pid_t other = std::stoi(store->get_to_str("pid 1"));
+      auto began = std::chrono::steady_clock::now();
+      const void* address = nullptr;
+      int code = 2;
+      try {
+        at::Tensor all = torch::empty({2 * kNumel});
+        address = all.const_data_ptr();
+        auto gathering = comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'");
+        store->set("announced", std::string("yes"));
+        await_state(other, signal == SIGSTOP ? 'T' : 'Z');
+        began = std::chrono::steady_clock::now();
+        gathering.wait();
+      } catch (const CommError& error) {
+        const std::string text = error.what();
+        code = text.find("unit 'a'") != text.npos && text.find("rank 1") != text.npos ? 0 : 3;
+        if (code != 0) fprintf(stderr, "%s\n", text.c_str());
+      }
+      comm.reset();
+      if (std::chrono::steady_clock::now() - began > 6s) code = 4;
+      // When it is continued it goes on to write there: nothing else may ever be in that place.
+      for (int i = 0; i < 4 && code == 0 && signal == SIGSTOP; ++i)
+        if (torch::empty({2 * kNumel}).const_data_ptr() == address) code = 5;
+      ::kill(other, SIGKILL);
+      return code;
+    });
+    EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL})) << signal;
+  }
+}
+
+// It has not copied yet when it drops what it came second to, and does so then.
+TEST(PeerMemoryProcesses, ARankThatDropsAnOperationAndLeavesTakesNothingFromTheOthers) {
+  constexpr int64_t kNumel = 1 << 20;
+  const auto codes = on_processes(2, [](const c10::intrusive_ptr<c10d::Store>& store, int rank) {
+    auto comm = make_gloo_communicator(store, rank, 2, {"127.0.0.1", 20s});
     comm->barrier();
-    if (rank == 1) {
-      std::this_thread::sleep_for(200ms);  // it comes second to every message, and copies
-      stop_instead_of_writing();
-      at::Tensor all = torch::empty({2 * kNumel});
-      comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'").wait();
-      return 1;
+    if (rank == 0) {
+      store->wait({"announced"});
+      (void)comm->all_gather(torch::empty({2 * kNumel}), torch::ones({kNumel}));
+      comm.reset();
+      store->set("left", std::string("yes"));
+      return 0;
     }
-    const auto began = std::chrono::steady_clock::now();
-    const void* address = nullptr;
-    int code = 2;
-    try {
-      at::Tensor all = torch::empty({2 * kNumel});
-      address = all.const_data_ptr();
-      comm->all_gather(all, torch::ones({kNumel}), {}, "unit 'a'").wait();
-    } catch (const CommError& error) {
-      const std::string text = error.what();
-      code = text.find("unit 'a'") != text.npos && text.find("rank 1") != text.npos ? 0 : 3;
-      if (code != 0) fprintf(stderr, "%s\n", text.c_str());
-    }
-    comm.reset();
-    if (std::chrono::steady_clock::now() - began > 6s) code = 4;
-    // When it is continued it goes on to write there: nothing else may ever be in that place.
-    for (int i = 0; i < 4 && code == 0; ++i)
-      if (torch::empty({2 * kNumel}).const_data_ptr() == address) code = 5;
-    ::kill(std::stoi(store->get_to_str("pid 1")), SIGKILL);
-    return code;
+    at::Tensor all = torch::zeros({2 * kNumel});
+    auto gathering = comm->all_gather(all, torch::ones({kNumel}));
+    store->set("announced", std::string("yes"));
+    store->wait({"left"});
+    gathering.wait();
+    return all.eq(1.0).all().item<bool>() ? 0 : 1;
   });
-  EXPECT_EQ(codes, (std::vector<int>{0, 128 + SIGKILL}));
+  EXPECT_EQ(codes, std::vector<int>(2, 0));
 }
 
 TEST(PeerMemoryProcesses, AreReadByTheRanksOfTheirGroupAlone) {
@@ -407,6 +603,29 @@ TEST(TracerPermission, IsForTheNearestCommonAncestor) {
   ASSERT_GE(own.size(), 2u);
   EXPECT_EQ(own[0], ::getpid());
   EXPECT_EQ(own[1], ::getppid());
+}
+
+// Who waits for messages of one rank, and may copy those of others.
+TEST(SharedBoard, WakesWhoeverAwaitsTheRankOrTheTag) {
+  constexpr auto kLong = 20s;
+  const auto board = SharedBoard::create(3);
+  SharedBoard::Member& member = board->member(0);
+  member.awaited.store(1);
+  member.awaited_tag.store(7);
+  const auto sleeps_until = [&](int from, uint64_t tag) {
+    const auto began = std::chrono::steady_clock::now();
+    std::thread notifier([&] {
+      while (member.is_asleep.load() == 0) std::this_thread::yield();
+      std::this_thread::sleep_for(20ms);
+      SharedBoard::notify(member, from, tag);
+    });
+    SharedBoard::sleep(member, member.events.load(), kLong);
+    notifier.join();
+    return std::chrono::steady_clock::now() - began;
+  };
+  EXPECT_LT(sleeps_until(1, SharedBoard::kNoTag), kLong / 2);
+  EXPECT_LT(sleeps_until(2, 7), kLong / 2);
+  EXPECT_LT(sleeps_until(SharedBoard::kAnyone, SharedBoard::kNoTag), kLong / 2);
 }
 
 // What stands in the store may be anybody's.
