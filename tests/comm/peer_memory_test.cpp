@@ -188,6 +188,25 @@ TEST(PeerMemoryCopies, OfTwoThatWaitEachCopies) {
   EXPECT_TRUE(is_seen);
 }
 
+// So that of two that wait neither takes the other one's half. Here what it sends goes nowhere.
+TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
+  c10d::HashStore store;
+  on_two_threads([&](PeerMemory& memory, int rank) {
+    if (rank == 1) store.wait({"first"});
+    const Exchange exchange(memory, 7, kLargeNumel);
+    if (rank == 0) {
+      memory.board()->channel(1, 0).slots[0].receiver.address = 0;
+      put(store, "first");
+    }
+    meet(store, "announced");
+    if (rank == 1) {
+      EXPECT_THROW((void)memory.wait(exchange.messages[0]), PeerMemory::Unreachable);
+      EXPECT_TRUE(exchange.theirs.eq(1.0).all().item<bool>());
+    }
+    meet(store, "over");
+  });
+}
+
 // It sleeps for what it receives, and gives meanwhile what it sends.
 TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsTagIsMatchedMeanwhile) {
   c10d::HashStore store;
@@ -203,12 +222,14 @@ TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsTagIsMatchedMeanwhile) {
     std::this_thread::sleep_for(20ms);
     const at::Tensor own = torch::ones({kLargeNumel}), theirs = torch::zeros({kLargeNumel});
     const auto received = memory.receive(theirs, 1, 7);
+    ASSERT_NE(received, nullptr);
     const auto& state = received->slot->state;
     const auto until = std::chrono::steady_clock::now() + 20s;
     while (state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until) std::this_thread::yield();
     EXPECT_EQ(state.load(), SharedBoard::kDone);
     EXPECT_TRUE(theirs.eq(2.0).all().item<bool>());
     const auto sent = memory.send(own, 1, 7);
+    ASSERT_NE(sent, nullptr);
     while (sent->slot->state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until)
       std::this_thread::yield();
     for (const auto& message : {received, sent}) EXPECT_EQ(memory.wait(message), Outcome::kDone);
