@@ -62,6 +62,8 @@ const uint64_t& magic() {
   return number;
 }
 
+uint64_t operation_of(uint64_t tag) { return tag >> 32; }
+
 uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 
 std::string first_line(const char* path) {
@@ -254,7 +256,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
   };
   if (!try_to_announce()) {
     // Full, of what this rank's peer has yet to match, of what nobody has copied, and of what either has yet to free.
-    const auto outcome = watch(peer, SharedBoard::kNoTag, until, [&] {
+    const auto outcome = watch(peer, SharedBoard::kNoOperation, until, [&] {
       copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
       if (reap()) SharedBoard::notify(member(peer), self);
       return try_to_announce();
@@ -273,7 +275,7 @@ PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Te
     copy_claimed(*message);
     return nullptr;
   }
-  if (made.state == SharedBoard::kMatched) SharedBoard::notify(member(peer), self, tag);
+  if (made.state == SharedBoard::kMatched) SharedBoard::notify(member(peer), self, operation_of(tag));
   if (announced_.size() >= reap_at_) reap();
   announced_.push_back(message);
   return message;
@@ -328,9 +330,10 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
     state = message->slot->state.load(std::memory_order_acquire);
     return state == SharedBoard::kDone || state == SharedBoard::kOtherBytes || state == SharedBoard::kBroken;
   };
-  const Outcome outcome = watch(message->peer, message->tag, until, [&] {
+  const uint64_t operation = operation_of(message->tag);
+  const Outcome outcome = watch(message->peer, operation, until, [&] {
     if (is_over()) return true;
-    copy_all_matched([&](const Announcement& other) { return other.tag == message->tag; });
+    copy_all_matched([&](const Announcement& other) { return operation_of(other.tag) == operation; });
     return message->slot == nullptr || is_over();
   });
   if (outcome != Outcome::kDone || message->slot == nullptr) return outcome;
@@ -342,13 +345,13 @@ PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
 }
 
 template <class IsOver>
-PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t tag, Deadline until, IsOver is_over) {
+PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline until, IsOver is_over) {
   SharedBoard::Member& self = member(rank_);
   if (is_over()) return Outcome::kDone;
   const auto began = steady_clock::now();
   auto asked = began;
   self.awaited.store(local_[peer]);
-  self.awaited_tag.store(tag);
+  self.awaited_operation.store(operation);
   for (;;) {
     // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
     const uint32_t seen = self.events.load();

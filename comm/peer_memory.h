@@ -21,8 +21,8 @@ namespace tessera {
 //
 // A message is announced by both sides on a board that the ranks share (shared_board.h): where the tensor lies, and a
 // tag. Either may then copy, by process_vm_writev or process_vm_readv, or memcpy where ranks are threads of one
-// process: who waits copies what nobody else does of all messages with that tag, what it receives first. So of two that
-// wait each copies its half, and one that comes late finds all done. A small message is copied by who announces it
+// process: who waits copies what nobody else does of all messages of the operation, what it receives first. So of two
+// that wait each copies its half, and one that comes late finds all done. A small message is copied by who announces it
 // second, which is sooner done than looked at again. (Cross-memory attach, as Open MPI and UCX move messages within a
 // host.)
 //
@@ -72,7 +72,7 @@ class PeerMemory {
   // The peer's message with the same tag gets, or gives, the tensor's bytes. The tensor is contiguous, on the CPU, and
   // stays alive and as it is until wait() or close(). Throws Unreachable, or std::runtime_error if the peer has another
   // number of bytes for this tag. A rank that is a thousand messages ahead of its peer waits for it here, at most the
-  // timeout.
+  // timeout. Tags whose upper halves are equal are of one operation.
   Announced send(const at::Tensor& tensor, int peer, uint64_t tag) {
     return announce(SharedBoard::kSend, tensor, peer, tag);
   }
@@ -83,7 +83,7 @@ class PeerMemory {
   using Deadline = SharedBoard::Deadline;
 
   // Returns when the message is over, or then. After anything but kDone it is still announced: close() follows. Throws
-  // Unreachable, as of any peer of a message with its tag.
+  // Unreachable, as of any peer of a message of its operation.
   Outcome wait(const Announced& message, Deadline until);
   Outcome wait(const Announced& message) { return wait(message, std::chrono::steady_clock::now() + timeout_); }
 
@@ -119,7 +119,7 @@ class PeerMemory {
   void copy_all_matched(IsMeant is_meant);
   void copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const;
   template <class IsOver>
-  Outcome watch(int peer, uint64_t tag, Deadline until, IsOver is_over);
+  Outcome watch(int peer, uint64_t operation, Deadline until, IsOver is_over);
   bool reap();
   SharedBoard::Member& member(int peer) const { return board_->member(local_[peer]); }
 

@@ -190,10 +190,10 @@ std::byte* SharedBoard::rounds_area() const { return base_ + bytes_before_rounds
 
 // None is lost: this counts before it looks whether the member sleeps and for what, and the member says for what before
 // it reads the count, and that it sleeps before the system compares the count with `seen`.
-void SharedBoard::notify(Member& member, int from, uint64_t tag) {
+void SharedBoard::notify(Member& member, int from, uint64_t operation) {
   member.events.fetch_add(1);
-  const bool is_awaited =
-      from == kAnyone || member.awaited.load() == from || (tag != kNoTag && member.awaited_tag.load() == tag);
+  const bool is_awaited = from == kAnyone || member.awaited.load() == from ||
+                          (operation != kNoOperation && member.awaited_operation.load() == operation);
   if (!is_awaited) return;
   if (member.is_asleep.load() != 0) ::syscall(SYS_futex, &member.events, FUTEX_WAKE, 1, nullptr, nullptr, 0);
 }

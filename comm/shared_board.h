@@ -44,8 +44,8 @@ class SharedBoard {
   struct alignas(64) Member {
     std::atomic<uint32_t> events;  // counts up at whatever this rank may wait for
     std::atomic<uint32_t> is_asleep;
-    std::atomic<int32_t> awaited;       // the rank on whose doing it wakes up
-    std::atomic<uint64_t> awaited_tag;  // and of what messages, if there is something to copy
+    std::atomic<int32_t> awaited;             // the rank on whose doing it wakes up
+    std::atomic<uint64_t> awaited_operation;  // or of what messages, if there is something to copy
     std::atomic<uint32_t> has_left;
     int32_t pid;
     uint64_t magic;  // a number that lies in its memory, where the next says: whether it can be reached
@@ -92,13 +92,13 @@ class SharedBoard {
   // is called for as long as something is being copied, until it returns false. False if it still was at the deadline.
   static bool take_back(Channel& channel, State kind, Deadline until, const std::function<bool()>& while_copying);
 
-  // Lets the member look again at what it waits for, if it is something of rank `from`, or of any where that is
-  // kAnyone, or of the tag: of many ranks each has news for each, and who wakes up for other news does so in vain.
+  // Lets the member look again at what it waits for, if it is something of rank `from` (kAnyone: of any) or of that
+  // operation: of many ranks each has news for each, and who wakes up for other news does so in vain.
   static constexpr int kAnyone = -1;
-  static constexpr uint64_t kNoTag = UINT64_MAX;
-  static void notify(Member& member, int from, uint64_t tag = kNoTag);
-  // Returns when `events` is not `seen` any more, unless that was of neither `awaited` nor `awaited_tag`, or after that
-  // time, or for no reason. The caller has set these before it read `events`.
+  static constexpr uint64_t kNoOperation = UINT64_MAX;
+  static void notify(Member& member, int from, uint64_t operation = kNoOperation);
+  // Returns when `events` is not `seen` any more, unless that was of nothing `awaited`, or after that time, or for no
+  // reason. The caller has set what is awaited before it read `events`.
   static void sleep(Member& self, uint32_t seen, std::chrono::nanoseconds most);
 
   // Wakes all that listen; with the second, where one of them waits for room.

@@ -207,33 +207,41 @@ TEST(PeerMemoryCopies, WhatIsReceivedComesFirst) {
   });
 }
 
-// It sleeps for what it receives, and gives meanwhile what it sends.
-TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsTagIsMatchedMeanwhile) {
+// It sleeps for what it receives, and gives meanwhile what it sends under another tag of the same operation.
+TEST(PeerMemoryCopies, AWaitCopiesWhateverOfItsOperationIsMatchedMeanwhile) {
+  constexpr uint64_t kReceived = uint64_t{5} << 32 | 7, kSent = uint64_t{5} << 32 | 9, kLater = uint64_t{6} << 32 | 9;
   c10d::HashStore store;
   on_two_threads([&](PeerMemory& memory, int rank) {
+    const at::Tensor own = torch::full({kLargeNumel}, 1.0f + rank), theirs = torch::zeros({kLargeNumel}),
+                     later = torch::zeros({kLargeNumel});
     if (rank == 1) {
-      const Exchange exchange(memory, 7, kLargeNumel);
+      const auto sent_later = memory.send(own, 0, kLater), sent = memory.send(own, 0, kSent);
+      const auto received = memory.receive(theirs, 0, kReceived);
       put(store, "waits");
-      EXPECT_EQ(memory.wait(exchange.messages[1]), Outcome::kDone);
-      EXPECT_EQ(memory.copied_bytes(), 2 * exchange.bytes());
-      return exchange.finish(memory);
+      EXPECT_EQ(memory.wait(received), Outcome::kDone);
+      EXPECT_TRUE(theirs.eq(1.0).all().item<bool>());
+      EXPECT_EQ(memory.copied_bytes(), 2 * own.nbytes());
+      for (const auto& message : {sent, sent_later}) EXPECT_EQ(memory.wait(message), Outcome::kDone);
+      return;
     }
     store.wait({"waits"});
     std::this_thread::sleep_for(20ms);
-    const at::Tensor own = torch::ones({kLargeNumel}), theirs = torch::zeros({kLargeNumel});
-    const auto received = memory.receive(theirs, 1, 7);
-    ASSERT_NE(received, nullptr);
-    const auto& state = received->slot->state;
-    const auto until = std::chrono::steady_clock::now() + 20s;
-    while (state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until) std::this_thread::yield();
-    EXPECT_EQ(state.load(), SharedBoard::kDone);
+    const auto expect_done = [](const PeerMemory::Announced& message) {
+      ASSERT_NE(message, nullptr);
+      const auto until = std::chrono::steady_clock::now() + 20s;
+      while (message->slot->state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until)
+        std::this_thread::yield();
+      EXPECT_EQ(message->slot->state.load(), SharedBoard::kDone);
+    };
+    const auto received_later = memory.receive(later, 1, kLater), received = memory.receive(theirs, 1, kSent);
+    expect_done(received);
     EXPECT_TRUE(theirs.eq(2.0).all().item<bool>());
-    const auto sent = memory.send(own, 1, 7);
-    ASSERT_NE(sent, nullptr);
-    while (sent->slot->state.load() != SharedBoard::kDone && std::chrono::steady_clock::now() < until)
-      std::this_thread::yield();
-    for (const auto& message : {received, sent}) EXPECT_EQ(memory.wait(message), Outcome::kDone);
+    EXPECT_EQ(received_later->slot->state.load(), SharedBoard::kMatched);
+    const auto sent = memory.send(own, 1, kReceived);
+    expect_done(sent);
     EXPECT_EQ(memory.copied_bytes(), 0u);
+    for (const auto& message : {received, sent, received_later}) EXPECT_EQ(memory.wait(message), Outcome::kDone);
+    EXPECT_TRUE(later.eq(2.0).all().item<bool>());
   });
 }
 
@@ -627,26 +635,26 @@ TEST(TracerPermission, IsForTheNearestCommonAncestor) {
 }
 
 // Who waits for messages of one rank, and may copy those of others.
-TEST(SharedBoard, WakesWhoeverAwaitsTheRankOrTheTag) {
+TEST(SharedBoard, WakesWhoeverAwaitsTheRankOrTheOperation) {
   constexpr auto kLong = 20s;
   const auto board = SharedBoard::create(3);
   SharedBoard::Member& member = board->member(0);
   member.awaited.store(1);
-  member.awaited_tag.store(7);
-  const auto sleeps_until = [&](int from, uint64_t tag) {
+  member.awaited_operation.store(7);
+  const auto sleeps_until = [&](int from, uint64_t operation) {
     const auto began = std::chrono::steady_clock::now();
     std::thread notifier([&] {
       while (member.is_asleep.load() == 0) std::this_thread::yield();
       std::this_thread::sleep_for(20ms);
-      SharedBoard::notify(member, from, tag);
+      SharedBoard::notify(member, from, operation);
     });
     SharedBoard::sleep(member, member.events.load(), kLong);
     notifier.join();
     return std::chrono::steady_clock::now() - began;
   };
-  EXPECT_LT(sleeps_until(1, SharedBoard::kNoTag), kLong / 2);
+  EXPECT_LT(sleeps_until(1, SharedBoard::kNoOperation), kLong / 2);
   EXPECT_LT(sleeps_until(2, 7), kLong / 2);
-  EXPECT_LT(sleeps_until(SharedBoard::kAnyone, SharedBoard::kNoTag), kLong / 2);
+  EXPECT_LT(sleeps_until(SharedBoard::kAnyone, SharedBoard::kNoOperation), kLong / 2);
 }
 
 // What stands in the store may be anybody's.
