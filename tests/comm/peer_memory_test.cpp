@@ -499,7 +499,10 @@ TEST(PeerMemoryProcesses, AProcessWithTheNumberOfOneThatHasEndedIsAnother) {
       if (other == 0)
         for (;;) ::pause();
     }
-    if (other != peer) return kNoSuchNumber;
+    if (other != peer) {
+      end(other);
+      return kNoSuchNumber;
+    }
     const auto outcome = memory->wait(memory->receive(torch::empty({10}), 1, 5), std::chrono::steady_clock::now() + 5s);
     end(other);
     return static_cast<int>(outcome);
