@@ -21,6 +21,7 @@ namespace tessera {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // mapped at once for blocks below a huge page
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
@@ -108,10 +109,10 @@ void* MemoryCache::take(size_t bytes) {
   void* block = remake_one_of(unused, bytes);
   const bool is_remade = block != nullptr;
   unmap(unused);
-  if (block == nullptr) block = map_pages(bytes);
+  if (block == nullptr) block = map_block(bytes);
   if (block == nullptr) {  // perhaps for what is idle here
     release();
-    block = map_pages(bytes);
+    block = map_block(bytes);
   }
   std::lock_guard lock(mutex_);
   if (block == nullptr) {
@@ -122,6 +123,26 @@ void* MemoryCache::take(size_t bytes) {
   live_.emplace(block, bytes);
   ++(is_remade ? stats_.remade : stats_.mapped);
   return block;
+}
+
+// What is smaller than a huge page lies beside what was asked for before, so that it is in one, too. Where one of them
+// is unmapped, what shared its page is in small pages from then on.
+void* MemoryCache::map_block(size_t bytes) {
+  if (bytes >= kHugePageBytes) return map_pages(bytes);
+  std::lock_guard lock(mutex_);
+  if (shared_left_bytes_ < bytes) {
+    auto* const more = static_cast<std::byte*>(map_pages(kSharedBytes));
+    if (more == nullptr) return map_pages(bytes);
+    unmap_shared_rest();
+    shared_next_ = more;
+    shared_left_bytes_ = kSharedBytes;
+  }
+  shared_left_bytes_ -= bytes;
+  return std::exchange(shared_next_, shared_next_ + bytes);
+}
+
+void MemoryCache::unmap_shared_rest() {
+  if (shared_left_bytes_ > 0) ::munmap(shared_next_, std::exchange(shared_left_bytes_, 0));
 }
 
 // Of blocks that are to be unmapped: the smallest that is large enough, or else the largest. What a program asks for
@@ -231,6 +252,7 @@ void MemoryCache::release(int rank) {
       idle = next;
     }
     stats_.peak_live_bytes = stats_.live_bytes + stats_.idle_bytes;
+    if (live_.empty() && idle_.empty()) unmap_shared_rest();
   }
   unmap(unused);
 }

@@ -23,14 +23,15 @@ namespace tessera {
 // a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks for, and what it gives
 // back to the system comes again as 4,000 page faults.
 //
-// A block is a mapping of its own, in huge pages where the system grants them (transparent_hugepage: madvise or
-// always). It is used again for a request of up to 1/8 less, the one freed last first, while it may still be in a
-// processor's cache. Live and idle blocks together stay below 9/8 of the most that was live at one time: before a new
-// block is mapped, those that were idle longest go, and one of them becomes the new one, cut or grown where its pages
-// are (mremap). Where a control group limits memory, and the processes in
-// it need more than half of that, the system may take the pages of idle blocks whenever it is short of any
-// (MADV_FREE), rather than end the process. A thread looks at what they need while there are idle blocks, since what
-// takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is worth.
+// A block is in huge pages where the system grants them (transparent_hugepage: madvise or always): a mapping of its
+// own, or, if it is smaller than such a page, beside others, and unmapped by itself all the same. It is used again for
+// a request of up to 1/8 less, the one freed last first, while it may still be in a processor's cache. Live and idle
+// blocks together stay below 9/8 of the most that was live at one time: before a new block is mapped, those that were
+// idle longest go, and one of them becomes the new one, cut or grown where its pages are (mremap). Where a control
+// group limits memory, and the processes in it need more than half of that, the system may take the pages of idle
+// blocks whenever it is short of any (MADV_FREE), rather than end the process. A thread looks at what they need while
+// there are idle blocks, since what takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is
+// worth.
 class MemoryCache {
  public:
   static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
@@ -93,6 +94,8 @@ class MemoryCache {
   void count_live(size_t bytes);
   int64_t look_at_limit();
   void start_watch();
+  void* map_block(size_t bytes);
+  void unmap_shared_rest();
   Block take_idle(std::map<Stamp, Block>::iterator idle);
   static void* remake_one_of(std::vector<Block>& unused, size_t bytes);
   static void unmap(const std::vector<Block>& blocks);
@@ -102,8 +105,10 @@ class MemoryCache {
   std::map<Stamp, Block> idle_;
   std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
   Stamp last_stamp_ = 0;
-  size_t given_bytes_ = 0;     // since the last look at the limit
-  int64_t on_call_bytes_ = 0;  // idle, and the system's to take
+  std::byte* shared_next_ = nullptr;  // where the next block below a huge page will be
+  size_t shared_left_bytes_ = 0;      // mapped from there on
+  size_t given_bytes_ = 0;            // since the last look at the limit
+  int64_t on_call_bytes_ = 0;         // idle, and the system's to take
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
   std::shared_ptr<Watch> watch_;  // null: nobody looks

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -123,6 +124,38 @@ TEST(MemoryCache, CutsOrGrowsWhatItWouldUnmap) {
   EXPECT_EQ(cache.stats().live_bytes, static_cast<int64_t>(4 * kMiB));
   EXPECT_EQ(cache.stats().idle_bytes, 0);
   cache.give(aligned);
+}
+
+bool is_mapped(void* page) {
+  unsigned char residency = 0;
+  return ::mincore(page, 1, &residency) == 0;
+}
+
+// In huge pages, which are much cheaper for another rank to read; each goes by itself.
+TEST(MemoryCache, BlocksBelowAHugePageLieSideBySide) {
+  constexpr size_t kBytes = kMiB / 4;
+  tessera::MemoryCache cache;
+  std::vector<std::byte*> blocks;
+  for (int i = 0; i < 8; ++i) {
+    blocks.push_back(static_cast<std::byte*>(cache.take(kBytes)));
+    std::memset(blocks[i], i, kBytes);
+    EXPECT_EQ(blocks[i], blocks[0] + i * kBytes);
+  }
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(blocks[0]) % (2 * kMiB), 0u);
+  cache.give(blocks[3]);
+  cache.release();
+  EXPECT_FALSE(is_mapped(blocks[3]));
+  for (const int i : {2, 4}) {
+    EXPECT_EQ(blocks[i][0], std::byte(i));
+    EXPECT_EQ(blocks[i][kBytes - 1], std::byte(i));
+  }
+  blocks.erase(blocks.begin() + 3);
+  std::byte* const behind = blocks.back() + kBytes;
+  EXPECT_TRUE(is_mapped(behind));
+  for (std::byte* block : blocks) cache.give(block);
+  cache.release();
+  EXPECT_FALSE(is_mapped(blocks[0]));
+  EXPECT_FALSE(is_mapped(behind));  // where the next would have been
 }
 
 TEST(MemoryCache, KnowsWhatIsNotItsOwn) {
