@@ -1,4 +1,5 @@
 // Activation checkpointing, alone and under FSDP, against the same computation without it.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/autocast_mode.h>
 
 #include <deque>
@@ -53,6 +54,12 @@ static_assert(kKnowsTensorsOf<at::TensorList> && !kHoldsTensors<at::TensorList>)
 using namespace testing_support;
 
 constexpr int64_t kWidth = 8;
+
+// Not of the default generator, which ranks share as threads: one that computes a function again sets it meanwhile.
+at::Tensor rows(int seed) {
+  at::Generator draws = at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(seed));
+  return on_rank_device(torch::randn({3, kWidth}, draws));
+}
 
 struct BlockImpl : torch::nn::Module {
   BlockImpl() {
@@ -165,9 +172,7 @@ TEST(Checkpointed, ChainsAreBitEqualUnderFsdpAndReduceAsTheyGo) {
       };
       auto net = seeded(1, [&] { return build(true); });
       auto reference = seeded(1, [&] { return build(false); });
-      auto loss = [](auto& model, int rank) {
-        return call(model, seeded(rank, [] { return torch::randn({3, kWidth}); })).square().mean();
-      };
+      auto loss = [](auto& model, int rank) { return call(model, rows(rank)).square().mean(); };
       FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = wrap_modules<BlockImpl>()});
       torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(reference->parameters(), 1e-2);
       for (int step = 0; step < 3; ++step) {
@@ -332,9 +337,7 @@ TEST(Checkpointed, WithMixedPrecisionAndAccumulation) {
       FullyShardedDataParallel fsdp(net, comm, options);
       torch::optim::SGD sgd(fsdp.parameters(), 0.1);
       for (int step = 0; step < 2; ++step) {
-        auto part = [&](int micro) {
-          return seeded(10 * micro + comm->rank(), [] { return torch::randn({3, kWidth}); });
-        };
+        auto part = [&](int micro) { return rows(10 * micro + comm->rank()); };
         {
           auto guard = fsdp.no_sync();
           fsdp(part(0)).square().sum().backward();

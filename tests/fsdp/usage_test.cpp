@@ -569,25 +569,25 @@ TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     at::Tensor kept;
     bool writes = false;
-    model[2]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
-    model[1]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor&) {
+    model[4]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+    model[2]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor&) {
       if (writes) kept.mul_(2);
     });
     torch::optim::SGD optimizer(fsdp.parameters(), 0.1), expected(reference->parameters(), 0.1);
     for (int step = 0; step < 3; ++step) {
       writes = step == 1;
       optimizer.zero_grad();
-      const at::Tensor loss = fsdp(input(0, kWidth)).square().mean();
+      const at::Tensor loss = fsdp(input(0, 4, kWidth)).square().mean();
       if (writes) {
         expect_contains(error_of<std::logic_error>([&] { loss.backward(); }),
-                        "the gradient of parameter '2.weight' on rank " + std::to_string(comm->rank()) +
+                        "the gradient of parameter '4.weight' on rank " + std::to_string(comm->rank()) +
                             " was changed in place after it had been handed over");
         continue;
       }
       loss.backward();
       optimizer.step();
       expected.zero_grad();
-      reference->forward(input(0, kWidth)).square().mean().backward();
+      reference->forward(input(0, 4, kWidth)).square().mean().backward();
       expected.step();
     }
     const auto state = fsdp.full_state_dict();
