@@ -56,13 +56,22 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   }
 }
 
+// Cut by owner, a bucket of one large parameter is reduced into other memory than its gradients lie in, so that the
+// owner's need not be copied either. The same on all ranks.
+bool GradientReducer::reduces_apart(const GradientBucket& bucket) const {
+  return bucket.layout.cut() == FlatLayout::Cut::kByOwner && bucket.members.size() == 1 && !bucket.wire_dtype &&
+         !is_encoded(bucket) && exchanges_pieces(*mesh_.shard) && bucket.layout.full_numel() > 0 &&
+         bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
+}
+
 // Into pieces, of which gradients can be some as they are: where what comes is apart from what is sent, all of it in
-// the bucket's own dtype. Cut by owner, the only member of an owner that is another rank.
+// the bucket's own dtype. Cut by owner, the only member, of an owner that is another rank or reduces apart.
 void GradientReducer::cut(GradientBucket& bucket) const {
   const FlatLayout& layout = bucket.layout;
   bucket.pieces = {{{0, layout.full_numel()}}};
   bucket.piece_of.assign(bucket.members.size(), 0);
-  if (layout.cut() == FlatLayout::Cut::kByOwner && bucket.result == nullptr && bucket.members.size() == 1)
+  if (layout.cut() == FlatLayout::Cut::kByOwner && bucket.members.size() == 1 &&
+      (bucket.result == nullptr || reduces_apart(bucket)))
     bucket.pieces[0].member = 0;
   if (layout.cut() != FlatLayout::Cut::kEvenly || layout.full_numel() == 0 || bucket.wire_dtype || is_encoded(bucket) ||
       !exchanges_pieces(*mesh_.shard))
@@ -262,6 +271,18 @@ void GradientReducer::add_encoded(Flight& flight) {
   if (!sum.is_same(result)) result.copy_(sum);
 }
 
+// A reduce-scatter of which the owner gets all.
+Pending GradientReducer::reduce_apart(Flight& flight, ReduceOp op) {
+  const GradientBucket& plan = buckets_[flight.bucket];
+  const at::Tensor& full = flight.content.parts[0].values;
+  std::vector<int64_t> counts(mesh_.shard->size(), 0);
+  counts[plan.owner] = travelling(full).numel();
+  at::Tensor received = full.narrow(0, 0, 0);
+  if (plan.owner == mesh_.shard->rank())
+    received = flight.reduced = flight.content.is_result ? full : plan.result->room(plan.dtype, is_busy(flight.bucket));
+  return mesh_.shard->reduce_scatter(travelling(received), travelling(full), op, std::move(counts), plan.name);
+}
+
 Pending GradientReducer::reduce(Flight& flight) {
   const GradientBucket& plan = buckets_[flight.bucket];
   const at::Tensor& full = flight.content.parts[0].values;  // where it is in one piece
@@ -275,6 +296,7 @@ Pending GradientReducer::reduce(Flight& flight) {
       if (options_.backend_all_reduce) return backend_all_reduce(*mesh_.shard, travelling(flight.wire), plan.name);
       return mesh_.shard->all_reduce(travelling(flight.wire), op, plan.name);
     case FlatLayout::Cut::kByOwner:
+      if (reduces_apart(plan)) return reduce_apart(flight, op);
       if (plan.owner == mesh_.shard->rank()) flight.reduced = full;
       if (encoded) return exchange_encoded(flight);
       return mesh_.shard->reduce(travelling(flight.wire), plan.owner, op, plan.name);

@@ -115,6 +115,8 @@ class GradientReducer {
   void start_full_ones();
   void start(size_t bucket);
   Pending reduce(Flight& flight);
+  bool reduces_apart(const GradientBucket& bucket) const;
+  Pending reduce_apart(Flight& flight, ReduceOp op);
   bool is_encoded(const GradientBucket& bucket) const;
   Pending exchange_encoded(Flight& flight);
   void add_encoded(Flight& flight);

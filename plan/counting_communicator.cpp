@@ -42,6 +42,13 @@ void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int6
   }
 }
 
+// Of a reduce-scatter of which one rank gets all, which moves as much as a reduce to it does: that rank; else -1.
+int only_receiver(const Collective& collective) {
+  if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
+  const auto all = std::ranges::find(collective.counts, collective.numel);
+  return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
+}
+
 // Over when it begins, but when it is waited for says what can go on at the same time.
 class WaitedOperation : public AsyncOperation {
  public:
@@ -148,6 +155,10 @@ Pending CountingCommunicator::start(Collective collective) {
     RecordedCollective recorded{kOperationNames[collective.kind], collective.what, size(), bytes};
     recorded.members = members_;
     recorded.root = collective.root;
+    if (const int only = only_receiver(collective); only >= 0) {
+      recorded.operation = kOperationNames[Collective::kReduce];
+      recorded.root = only;
+    }
     const size_t place = recorder->add_collective(std::move(recorded));
     pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
   }

@@ -76,6 +76,24 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
   });
 }
 
+// A large gradient is sent from where autograd has left it, and the owner's own is added from there: what is written to
+// it meanwhile is refused by name on both.
+TEST(Sdp, AGradientThatIsOnItsWayIsNotWrittenTo) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    constexpr int64_t kWide = 600;
+    torch::nn::Sequential model(torch::nn::Linear(kWide, kWide), torch::nn::Linear(kWide, kWide));
+    OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
+    ShardedDataParallel sdp(model, optimizer, comm);
+    at::Tensor kept;
+    model[1]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) { kept = gradient; });
+    model[0]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor&) { kept.mul_(2); });
+    const at::Tensor loss = loss_of(sdp(torch::ones({1, kWide})));
+    expect_contains(error_of<std::logic_error>([&] { loss.backward(); }),
+                    "the gradient of parameter '1.weight' on rank " + std::to_string(comm->rank()) +
+                        " was changed in place after it had been handed over");
+  });
+}
+
 // Rank 0 owns the first parameter, rank 1 the others.
 struct UsesTwoOfThree : torch::nn::Module {
   at::Tensor first = register_parameter("first", torch::ones({1 << 20}));
