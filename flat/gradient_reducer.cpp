@@ -115,7 +115,10 @@ bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool red
   ParameterState& state = states_[parameter];
   BucketState& bucket = contents_[state.bucket];
   if (!std::exchange(bucket.queued, true)) queue_.push_back(state.bucket);  // not foreseen: it takes its turn last
-  if (gradient.defined()) collect(parameter, gradient.is_sparse() ? gradient.to_dense() : gradient);
+  if (gradient.defined() && gradient.is_sparse())
+    collect(parameter, gradient.to_dense());
+  else if (gradient.defined())
+    collect(parameter, gradient);                                      // itself: as_it_is() asks who else has it
   if (std::exchange(state.arrived, true)) return bucket.missing == 0;  // again, by a part that is computed again
   arrivals_.push_back(parameter);
   if (bucket.missing > 0) --bucket.missing;
@@ -159,11 +162,12 @@ void GradientReducer::copy_waiting(BucketContent& content, size_t bucket) const 
   content.copy_waiting(buckets_[bucket], parameters_, mesh_.world->rank());
 }
 
-// A gradient that can be sent from where it lies; else undefined.
+// A gradient that can be sent from where it lies; else undefined. Not one that somebody else has, a hook say, who may
+// write to it by way of data(), which no version tells of: autograd, too, keeps a copy of such a one.
 at::Tensor GradientReducer::as_it_is(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.pieces[plan.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
-      gradient.layout() != at::kStrided || gradient.is_inference() ||
-      gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
+      gradient.layout() != at::kStrided || gradient.is_inference() || gradient.use_count() > 1 ||
+      gradient.storage().use_count() > 1 || gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return {};
   return gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
 }
