@@ -20,6 +20,13 @@ bool all_of(const std::vector<bool>& flags) {
   return std::all_of(flags.begin(), flags.end(), [](bool flag) { return flag; });
 }
 
+// Whether nobody else has the gradient or a part of its memory. A view, such as the transposed product that a linear
+// layer's weight gets, has its base: another tensor of the same memory, which is then nobody else's either.
+bool is_held_once(const at::Tensor& gradient) {
+  const bool has_base = gradient.is_view() && gradient._base().use_count() == 1;
+  return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
+}
+
 // Complex numbers travel as pairs.
 at::Tensor travelling(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).view({-1}) : tensor;
@@ -166,8 +173,8 @@ void GradientReducer::copy_waiting(BucketContent& content, size_t bucket) const 
 // write to it by way of data(), which no version tells of: autograd, too, keeps a copy of such a one.
 at::Tensor GradientReducer::as_it_is(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
   if (plan.pieces[plan.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
-      gradient.layout() != at::kStrided || gradient.is_inference() || gradient.use_count() > 1 ||
-      gradient.storage().use_count() > 1 || gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
+      gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
+      gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return {};
   return gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
 }

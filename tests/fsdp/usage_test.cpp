@@ -1,6 +1,7 @@
 // What users of FairScale and FSDP do with a wrapped module, one behaviour a test.
 #include <tuple>
 
+#include "tests/support/large_copies.h"
 #include "tests/support/reference.h"
 
 namespace tessera::usage_test {
@@ -561,6 +562,27 @@ TEST(Usage, AGradientThatTheUserKeepsIsNotOverwritten) {
 
 // A large gradient is sent from where autograd has left it, but not one that a hook has kept: what is written to it
 // meanwhile, so that no version tells of it, does nothing, as in one process.
+// From where autograd has left it, of a linear layer a transposed view; but one that a hook keeps is copied.
+TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
+  constexpr int64_t kWidth = 260;  // 264 KiB
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto model = chain(3, kWidth);
+    FullyShardedDataParallel fsdp(model, comm, per_linear());
+    at::Tensor kept;
+    bool keeps = false;
+    model[2]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) {
+      if (keeps) kept = gradient;
+    });
+    for (int step = 0; step < 3; ++step) {
+      keeps = step == 1;
+      const at::Tensor loss = fsdp(input(0, 4, kWidth)).square().mean();
+      EXPECT_EQ(large_copies(kWidth * kWidth, [&] { loss.backward(); }), keeps ? 1 : 0) << "step " << step;
+      kept.reset();
+      fsdp.zero_grad();
+    }
+  });
+}
+
 TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {

@@ -1,3 +1,4 @@
+#include "tests/support/large_copies.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 
@@ -72,6 +73,20 @@ TEST(Sdp, GradientsThatOthersOwnAreFreedDuringBackward) {
       EXPECT_LE(sdp.memory().peak_bucket_bytes, 4 * kLayerBytes);
       EXPECT_EQ(sdp.memory().bucket_bytes, 0);
       optimizer.step();
+    }
+  });
+}
+
+TEST(Sdp, AGradientThatNobodyElseHasTravelsWithoutACopy) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    static constexpr int64_t kWide = 600;
+    torch::nn::Sequential model(torch::nn::Linear(kWide, kWide), torch::nn::Linear(kWide, kWide));
+    OSS<torch::optim::SGD> optimizer(model->parameters(), torch::optim::SGDOptions(1e-3), comm);
+    ShardedDataParallel sdp(model, optimizer, comm);
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor loss = loss_of(sdp(torch::ones({1, kWide})));
+      EXPECT_EQ(large_copies(kWide * kWide, [&] { loss.backward(); }), 0) << "step " << step;
+      optimizer.zero_grad();
     }
   });
 }
