@@ -47,6 +47,10 @@ std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pie
   return parts;
 }
 
+void send_segments(GlooOperation& op, const std::vector<at::Tensor>& segments, int to) {
+  for (size_t i = 0; i < segments.size(); ++i) op.send(segments[i], to, i);
+}
+
 }  // namespace
 
 Pending GlooCommunicator::start(Collective collective) {
@@ -193,14 +197,11 @@ GlooCommunicator::Segments GlooCommunicator::exchange_parts(GlooOperation& op, c
   const auto& own = parts[rank()];
   Segments segments;
   for (const at::Tensor& segment : own) segments.emplace_back(size(), segment);
-  exchange(
-      [&](int to) {
-        for (size_t i = 0; i < parts[to].size(); ++i) op.send(parts[to][i], to, i);
-      },
-      [&](int from) {
-        for (size_t i = 0; i < own.size(); ++i)
-          segments[i][from] = op.receive_new(own[i].numel(), own[i].scalar_type(), from, i);
-      });
+  exchange([&](int to) { send_segments(op, parts[to], to); },
+           [&](int from) {
+             for (size_t i = 0; i < own.size(); ++i)
+               segments[i][from] = op.receive_new(own[i].numel(), own[i].scalar_type(), from, i);
+           });
   return segments;
 }
 
@@ -239,11 +240,7 @@ void GlooCommunicator::reduce_scatter(GlooOperation& op, const std::vector<at::T
     return;
   }
   op.reduce_in_background(own, shard, reduce, /*publish=*/false);
-  exchange(
-      [&](int to) {
-        for (size_t i = 0; i < parts[to].size(); ++i) op.send(parts[to][i], to, i);
-      },
-      [](int) {});
+  exchange([&](int to) { send_segments(op, parts[to], to); }, [](int) {});
   op.start_pipeline();
 }
 
