@@ -30,3 +30,9 @@ devices=$(nvidia-smi --list-gpus | wc -l)
 for ((ranks = 1; ranks <= devices; ranks *= 2)); do
   build/cuda/bench/gpu_step "$ranks"
 done
+build/cuda/bench/gpu_step 1 200 512 # of which the host's work is most
+# PyTorch's FSDP2 beside it, if there is a PyTorch that sees the GPU.
+if python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+  python3 bench/gpu_peers.py
+  python3 bench/gpu_peers.py 200 512
+fi
