@@ -25,8 +25,17 @@ struct Shape {
   int64_t width;
 };
 
-double milliseconds_a_step(const Shape& shape, std::shared_ptr<tessera::Communicator> comm, bool offloads,
-                           tessera::MemoryReport* memory) {
+double milliseconds_since(std::chrono::steady_clock::time_point began) {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
+}
+
+struct Measured {
+  double step_ms;
+  double forward_ms, backward_ms, clip_ms, optimizer_ms;  // each waited for, which a step's are not
+  tessera::MemoryReport memory;
+};
+
+Measured measure(const Shape& shape, const std::shared_ptr<tessera::Communicator>& comm, bool offloads) {
   torch::nn::Sequential net;
   for (int i = 0; i < shape.layers; ++i) net->push_back(torch::nn::Linear(shape.width, shape.width));
   net->to(comm->device());
@@ -41,20 +50,35 @@ double milliseconds_a_step(const Shape& shape, std::shared_ptr<tessera::Communic
   torch::optim::Optimizer& optimizer =
       offloads ? static_cast<torch::optim::Optimizer&>(on_host) : static_cast<torch::optim::Optimizer&>(on_device);
   const at::Tensor x = torch::randn({kRows, shape.width}, comm->device());
-  auto began = std::chrono::steady_clock::now();
-  for (int step = 0; step < kWarmUp + kSteps; ++step) {
-    if (step == kWarmUp) {
-      comm->barrier();
-      began = std::chrono::steady_clock::now();
-    }
+  at::Tensor loss;
+  auto forward = [&] {
     optimizer.zero_grad();
-    fsdp(x).square().mean().backward();
-    fsdp.clip_grad_norm_on_device_(1.0);
-    optimizer.step();
-  }
-  comm->barrier();  // which the host waits for
-  *memory = fsdp.memory();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count() / kSteps;
+    loss = fsdp(x).square().mean();
+  };
+  auto backward = [&] { loss.backward(); };
+  auto clip = [&] { fsdp.clip_grad_norm_on_device_(1.0); };
+  auto step = [&] { optimizer.step(); };
+  auto run_steps = [&](int count, auto... parts) {
+    for (int i = 0; i < count; ++i) (parts(), ...);
+  };
+  auto waited_for = [&](auto part, double* total_ms) {
+    return [&comm, part, total_ms] {
+      const auto began = std::chrono::steady_clock::now();
+      part();
+      comm->barrier();  // which the host waits for
+      *total_ms += milliseconds_since(began) / kSteps;
+    };
+  };
+  run_steps(kWarmUp, forward, backward, clip, step);
+  comm->barrier();
+  const auto began = std::chrono::steady_clock::now();
+  run_steps(kSteps, forward, backward, clip, step);
+  comm->barrier();
+  Measured measured{.step_ms = milliseconds_since(began) / kSteps};
+  run_steps(kSteps, waited_for(forward, &measured.forward_ms), waited_for(backward, &measured.backward_ms),
+            waited_for(clip, &measured.clip_ms), waited_for(step, &measured.optimizer_ms));
+  measured.memory = fsdp.memory();
+  return measured;
 }
 
 template <class Call>
@@ -63,7 +87,7 @@ double milliseconds_each(const c10::cuda::CUDAStream& stream, Call call) {
   const auto began = std::chrono::steady_clock::now();
   for (int i = 0; i < kSteps; ++i) call();
   stream.synchronize();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count() / kSteps;
+  return milliseconds_since(began) / kSteps;
 }
 
 // Forward and backward of what lies between two gathers. In thread-local mode, since the group's threads ask CUDA for
@@ -114,13 +138,16 @@ int main(int argc, char** argv) {
       ranks,
       [&](std::shared_ptr<tessera::Communicator> comm) {
         for (const bool offloads : {false, true}) {
-          tessera::MemoryReport memory;
-          const double each_ms = milliseconds_a_step(shape, comm, offloads, &memory);
+          const Measured measured = measure(shape, comm, offloads);
           if (comm->rank() == 0)
-            std::printf("%d ranks, %d x Linear(%lld), bf16%s: %.2f ms a step; shards %.0f MiB, gathered at most %.0f\n",
-                        ranks, shape.layers, static_cast<long long>(shape.width), offloads ? ", offload" : "", each_ms,
-                        static_cast<double>(memory.shard_bytes) / kMiB,
-                        static_cast<double>(memory.peak_gathered_bytes) / kMiB);
+            std::printf(
+                "%d ranks, %d x Linear(%lld), bf16%s: %.2f ms a step (waited for, forward %.2f, backward %.2f, "
+                "clipping "
+                "%.2f, optimizer %.2f); shards %.0f MiB, gathered at most %.0f\n",
+                ranks, shape.layers, static_cast<long long>(shape.width), offloads ? ", offload" : "", measured.step_ms,
+                measured.forward_ms, measured.backward_ms, measured.clip_ms, measured.optimizer_ms,
+                static_cast<double>(measured.memory.shard_bytes) / kMiB,
+                static_cast<double>(measured.memory.peak_gathered_bytes) / kMiB);
         }
         if (comm->rank() == 0) replays = replays_what_it_computes(shape, comm->device());
         comm->barrier();

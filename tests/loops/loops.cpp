@@ -300,6 +300,7 @@ std::vector<std::string> parts_of(const std::string& text, const std::string& be
 // for a unit.
 std::vector<std::vector<std::string>> documented_refusals() {
   std::ifstream file(built(TESSERA_LOOPS_PAGE));
+  TORCH_CHECK(file, "cannot read ", built(TESSERA_LOOPS_PAGE), ", which says what is refused");
   std::vector<std::vector<std::string>> refusals;
   for (std::string line; std::getline(file, line);) {
     const auto columns = parts_of(line, "| ");

@@ -53,7 +53,8 @@ TEST_P(OffloadParity, RandomTreesTrainBitEqualToTheUnshardedLoop) {
       auto reference = build();
       auto model = build();
       FullyShardedDataParallel fsdp(model, comm, options(kind, comm->device()));
-      torch::optim::Adam sharded(fsdp.parameters(), 1e-2), whole(unique_parameters(*reference), 1e-2);
+      const auto adam = torch::optim::AdamOptions(1e-2).eps(adam_eps());
+      torch::optim::Adam sharded(fsdp.parameters(), adam), whole(unique_parameters(*reference), adam);
       for (int step = 0; step < steps; ++step) {
         const Data data = batch(step, world * kRows);
         auto part = [&](auto& net, int rank) {
