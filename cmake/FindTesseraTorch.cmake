@@ -54,6 +54,13 @@ if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
     INTERFACE_INCLUDE_DIRECTORIES "${_torch_includes}"
     INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${_torch_includes}")
 
+  # What its threads are made with, for what is compiled with OpenMP beside it.
+  add_library(tessera::torch_openmp INTERFACE IMPORTED GLOBAL)
+  file(GLOB _openmp "${_torch_lib}/libgomp*.so*" "${_torch_lib}/libiomp5.so")
+  list(APPEND _openmp gomp)
+  list(GET _openmp 0 _openmp)
+  set_target_properties(tessera::torch_openmp PROPERTIES INTERFACE_LINK_LIBRARIES "${_openmp}")
+
   # libtorch_cpu.so of a CUDA build wants libcudart and libcupti. It finds them beside itself
   # (its RPATH), where tools/setup.sh puts them; for another libtorch, point at the toolkit's.
   file(GLOB _runtime "${_torch_lib}/../../nvidia/*/lib/libcupti.so.*" "${_torch_lib}/libcupti*.so*")

@@ -2,9 +2,10 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
+
+#include "tessera/async/parallel_over.h"
 
 namespace tessera {
 namespace {
@@ -66,7 +67,7 @@ void reduce_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& 
 
 void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int64_t numel, at::ScalarType dtype,
                           ReduceOp op) {
-  reduce_over(out, parts, dtype, op, [numel](auto body) { at::parallel_for(0, numel, kGrainNumel, body); });
+  reduce_over(out, parts, dtype, op, [numel](auto body) { parallel_over(0, numel, kGrainNumel, body); });
 }
 
 void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {

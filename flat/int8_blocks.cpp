@@ -1,6 +1,5 @@
 #include "tessera/flat/int8_blocks.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/where.h>
@@ -9,6 +8,7 @@
 #include <bit>
 #include <limits>
 
+#include "tessera/async/parallel_over.h"
 #include "tessera/memory/without_data.h"
 
 namespace tessera {
@@ -74,7 +74,7 @@ void Int8Blocks::encode(const at::Tensor& values, const at::Tensor& bytes) const
   const auto* from = floats.const_data_ptr<float>();
   auto* to_scales = scales.mutable_data_ptr<float>();
   auto* to_codes = codes.mutable_data_ptr<int8_t>();
-  at::parallel_for(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
+  parallel_over(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t first = block * block_numel_;
       encode_block(from + first, std::min(block_numel_, numel - first), to_scales[block], to_codes + first);
@@ -103,7 +103,7 @@ void Int8Blocks::read(const at::Tensor& bytes, const at::Tensor& values, bool ad
   const auto* from_scales = scales.const_data_ptr<float>();
   const auto* from_codes = codes.const_data_ptr<int8_t>();
   auto* to = floats.mutable_data_ptr<float>();
-  at::parallel_for(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
+  parallel_over(0, is_without_data() ? 0 : blocks(numel), kGrainBlocks, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       const int64_t last = std::min((block + 1) * block_numel_, numel);
       const float scale = from_scales[block];

@@ -3,6 +3,7 @@
 #include <ATen/OpMathType.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/fmin.h>
 #include <ATen/ops/full_like.h>
@@ -25,13 +26,28 @@ namespace {
 constexpr double kNormMargin = 1e-6;  // torch's
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+// libtorch takes a tensor's norm on one thread of the host's, but those of rows on all.
+constexpr int64_t kRowNumel = 1 << 16;
+at::Tensor norm_on_host(const at::Tensor& shard, double norm_type) {
+  const at::Tensor flat = shard.view({-1});
+  const int64_t rows = flat.numel() / kRowNumel, in_rows = rows * kRowNumel;
+  const at::Tensor norms = at::linalg_vector_norm(flat.narrow(0, 0, in_rows).view({rows, kRowNumel}), norm_type, {1});
+  const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
+  return at::linalg_vector_norm(at::cat({norms, rest.view({1})}), norm_type);
+}
+
 // The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
-  std::vector<at::Tensor> filled;
-  for (const at::Tensor& shard : shards)
-    if (shard.numel() > 0) filled.push_back(shard);
-  if (filled.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
-  std::vector<at::Tensor> norms = at::_foreach_norm(filled, norm_type);
+  std::vector<at::Tensor> others, norms;
+  for (const at::Tensor& shard : shards) {
+    if (shard.numel() >= 2 * kRowNumel && shard.is_cpu() && shard.is_contiguous())
+      norms.push_back(norm_on_host(shard, norm_type));
+    else if (shard.numel() > 0)
+      others.push_back(shard);
+  }
+  if (!others.empty())
+    for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
+  if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
   for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
   const at::Tensor all = at::stack(norms);
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
@@ -47,7 +63,10 @@ void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
     });
     const std::vector<at::Tensor> alike(rest.begin(), others);
     const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
-    at::_foreach_mul_(alike, factor.to(first.device(), dtype).squeeze());
+    const at::Tensor there = factor.to(first.device(), dtype).squeeze();
+    // Offloaded gradients take a pass through the host's memory, which 1 is not worth: it has come to the host anyway.
+    const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
+    if (!is_one) at::_foreach_mul_(alike, there);
     rest.erase(rest.begin(), others);
   }
 }

@@ -1,6 +1,5 @@
 #include "tessera/optim/host_adam.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
@@ -12,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "tessera/async/parallel_over.h"
 #include "tessera/flat/shard_mark.h"
 #include "tessera/memory/without_data.h"
 #include "tessera/optim/adam_kernel.h"
@@ -137,7 +137,7 @@ struct Pass {
   void run() const {
     const auto count = is_without_data() ? 0 : static_cast<int64_t>(parts.size());
     for (Before* before : beside) before->is_beside = true;
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    parallel_over(0, count, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const auto& [span, factors, other] = parts[i];
         other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);

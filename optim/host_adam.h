@@ -11,7 +11,7 @@
 namespace tessera {
 
 // torch::optim::Adam and AdamW for parameters in host memory: one pass over parameter, gradient and state in the
-// widest vector instructions that the processor has, on all threads of at::parallel_for; where a wrapper sends
+// widest vector instructions that the processor has, on all of the intra-operator threads; where a wrapper sends
 // parameters to a device in 16 bit, that copy is written in the same pass. Options, states and archives are torch's;
 // results agree to rounding (ZeRO-Offload's CPU Adam: Ren et al., 2021).
 //

@@ -32,7 +32,7 @@ std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const Ste
   return steps;
 }
 
-// The calling thread, and those that it starts from now on (at::parallel_for's are its own).
+// The calling thread, and those that it starts from now on (parallel_over()'s are its own).
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -1,6 +1,5 @@
 #include "tessera/quantized/weight_format.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/constant_pad_nd.h>
@@ -19,6 +18,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/async/parallel_over.h"
 #include "tessera/flat/deferred.h"
 #include "tessera/flat/int8_blocks.h"
 #include "tessera/memory/without_data.h"
@@ -135,7 +135,7 @@ at::Tensor decoded_codes(const at::Tensor& codes, const at::Tensor& scales, int6
   const auto* from = codes.const_data_ptr<uint8_t>();
   const auto* of_blocks = scales.const_data_ptr<float>();
   auto* to = values.mutable_data_ptr<float>();
-  at::parallel_for(0, is_without_data() ? 0 : scales.numel(), kGrainRows, [&](int64_t begin, int64_t end) {
+  parallel_over(0, is_without_data() ? 0 : scales.numel(), kGrainRows, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       std::array<float, 16> table;
       for (size_t i = 0; i < table.size(); ++i) table[i] = kNormalFloats[i] * of_blocks[block];

@@ -155,6 +155,31 @@ TEST(Accumulation, ClippingAfterAnyMixture) {
   }
 }
 
+// On the host their norms are taken row by row, on all threads.
+TEST(Accumulation, ClippingLargeShards) {
+  constexpr int64_t kWidth = 700;  // 490,000 elements: rows, and a rest
+  for (int world : {1, 2}) {
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (const double norm_type : {2.0, 1.0, 3.0, std::numeric_limits<double>::infinity()}) {
+        auto reference = seeded(1, [] { return chain(2, kWidth); });
+        FullyShardedDataParallel fsdp(seeded(1, [] { return chain(2, kWidth); }), comm, per_linear());
+        const at::Tensor x = seeded(3, [] { return torch::randn({4, kWidth}); });
+        fsdp(x).square().sum().backward();
+        reference->forward(x).square().sum().backward();
+        std::vector<at::Tensor> gradients;
+        for (const auto& parameter : reference->parameters()) gradients.push_back(parameter.grad().flatten());
+        const double expected =
+            torch::linalg_vector_norm(torch::cat(gradients).to(at::kDouble), norm_type).item<double>();
+        const at::Tensor before = fsdp.parameters()[0].grad().clone();
+        EXPECT_NEAR(fsdp.clip_grad_norm_(2 * expected, norm_type), expected, 1e-5 * expected);
+        EXPECT_TRUE(same_values(fsdp.parameters()[0].grad(), before));
+        EXPECT_NEAR(fsdp.clip_grad_norm_(0.5, norm_type), expected, 1e-5 * expected);
+        EXPECT_NEAR(fsdp.clip_grad_norm_(0.5, norm_type), 0.5, 1e-5);
+      }
+    });
+  }
+}
+
 // ---- full parameters
 
 TEST(FullParameters, OnRankZeroOnly) {

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 
+#include "tessera/async/parallel_over.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tests/support/matrix.h"
@@ -168,7 +169,7 @@ TEST(StepInBackward, MistakesAreNamed) {
 struct Placed : PartialStep {
   void step_parameters(const std::vector<at::Tensor>&) override {
     threads = at::get_num_threads();
-    at::parallel_for(0, 64, 1, [&](int64_t, int64_t) {
+    parallel_over(0, 64, 1, [&](int64_t, int64_t) {
       cpu_set_t set;
       sched_getaffinity(0, sizeof(set), &set);
       std::lock_guard lock(mutex);

@@ -1,0 +1,57 @@
+#include "tessera/async/parallel_over.h"
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace tessera::parallel_over_test {
+namespace {
+
+// Number of threads that took part, each element having been visited once.
+size_t threads_of(int64_t count, int64_t grain, int threads) {
+  std::vector<int> visits(count, 0);
+  std::mutex mutex;
+  std::set<std::thread::id> seen;
+  std::thread([&] {
+    at::set_num_threads(threads);
+    parallel_over(0, count, grain, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) ++visits[i];
+      std::lock_guard lock(mutex);
+      seen.insert(std::this_thread::get_id());
+    });
+  }).join();
+  EXPECT_EQ(visits, std::vector<int>(count, 1));
+  return seen.size();
+}
+
+TEST(ParallelOver, TakesAsManyThreadsAsTheCallerMay) {
+#ifdef __SANITIZE_THREAD__
+  constexpr size_t kTwo = 1, kThree = 1;  // built without OpenMP
+#else
+  constexpr size_t kTwo = 2, kThree = 3;
+#endif
+  EXPECT_EQ(threads_of(100, 1, 2), kTwo);
+  EXPECT_EQ(threads_of(100, 1, 3), kThree);
+  EXPECT_EQ(threads_of(100, 1, 1), 1U);
+  EXPECT_EQ(threads_of(100, 100, 3), 1U);  // too little for two
+  EXPECT_EQ(threads_of(0, 1, 2), 0U);
+}
+
+TEST(ParallelOver, ThrowsWhatABodyThrows) {
+  std::thread([] {
+    at::set_num_threads(2);
+    EXPECT_THROW(parallel_over(0, 100, 1,
+                               [](int64_t, int64_t to) {
+                                 if (to == 100) throw std::out_of_range("the last one");
+                               }),
+                 std::out_of_range);
+  }).join();
+}
+
+}  // namespace
+}  // namespace tessera::parallel_over_test
