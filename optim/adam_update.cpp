@@ -97,6 +97,12 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   return at::empty_like(parameter).copy_(tensor);
 }
 
+void require_all_found(size_t missing, const std::vector<at::Tensor>* chosen) {
+  if (missing > 0)
+    throw std::invalid_argument(
+        c10::str("step_parameters: ", missing, " of ", chosen->size(), " tensors are no parameters of the optimizer"));
+}
+
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take) {
   std::unordered_set<const c10::TensorImpl*> wanted;
@@ -113,14 +119,18 @@ void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<
       updates.push_back({.group = index, .rule = rule, .parameter = parameter});
     }
   }
-  if (!wanted.empty())
-    throw std::invalid_argument(c10::str("step_parameters: ", wanted.size(), " of ", chosen->size(),
-                                         " tensors are no parameters of the optimizer"));
+  require_all_found(wanted.size(), chosen);
   for (AdamUpdate& update : updates) {
     update.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, update, placement)
                              : begin<torch::optim::AdamParamState>(optimizer, update, placement);
     take(std::move(update));
   }
+}
+
+void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement) {
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined()) require_steppable(parameter, placement);
 }
 
 void fused_adam_update(const std::vector<AdamUpdate>& updates) {

@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -25,17 +26,29 @@ constexpr AdamPlacement kBesideTheParameter{kName, [](const at::Tensor&) { retur
                                             &laid_out_as};
 
 // Of Adam and AdamW.
-void fused_step(torch::optim::Optimizer& optimizer) {
+void require_inputs(torch::optim::Optimizer& optimizer) { require_steppable(optimizer, kBesideTheParameter); }
+
+void fused_step(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen) {
   std::vector<AdamUpdate> updates;
-  for_each_adam_update(optimizer, nullptr, kBesideTheParameter,
+  for_each_adam_update(optimizer, chosen, kBesideTheParameter,
                        [&](AdamUpdate update) { updates.push_back(std::move(update)); });
   fused_adam_update(updates);
 }
 
-void fused_step(torch::optim::SGD& optimizer) {
+void require_inputs(torch::optim::SGD& optimizer) {
   for (const auto& group : optimizer.param_groups())
     for (const at::Tensor& parameter : group.params())
       if (parameter.grad().defined()) require_dense(parameter, kName);
+}
+
+void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
+  if (chosen == nullptr) require_inputs(optimizer);
+  std::unordered_set<const c10::TensorImpl*> wanted;
+  if (chosen != nullptr)
+    for (const at::Tensor& parameter : *chosen) {
+      if (parameter.grad().defined()) require_dense(parameter, kName);
+      wanted.insert(parameter.unsafeGetTensorImpl());
+    }
   struct SgdBatch {
     std::vector<at::Tensor> parameters, gradients, momenta;
     std::vector<torch::optim::SGDParamState*> states;  // that get the momenta
@@ -46,6 +59,7 @@ void fused_step(torch::optim::SGD& optimizer) {
     // call of its own, by its number.
     std::map<std::tuple<at::ScalarType, std::string, bool, size_t>, SgdBatch> batches;
     for (const at::Tensor& parameter : group.params()) {
+      if (chosen != nullptr && wanted.erase(parameter.unsafeGetTensorImpl()) == 0) continue;
       if (!parameter.grad().defined()) continue;
       if (note_write_if_empty(parameter)) continue;
       at::Tensor momentum;
@@ -73,6 +87,7 @@ void fused_step(torch::optim::SGD& optimizer) {
       for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
     }
   }
+  require_all_found(wanted.size(), chosen);
 }
 
 }  // namespace
@@ -82,8 +97,19 @@ at::Tensor FusedOptimizer<Base>::step(torch::optim::Optimizer::LossClosure closu
   at::Tensor loss = loss_of(closure);
   at::NoGradGuard no_grad;
   const TraceSpan span(SpanKind::kOptimizer, "a fused step");
-  fused_step(*this);
+  fused_step(*this, nullptr);
   return loss;
+}
+
+template <class Base>
+void FusedOptimizer<Base>::step_parameters(const std::vector<at::Tensor>& parameters) {
+  at::NoGradGuard no_grad;
+  fused_step(*this, &parameters);
+}
+
+template <class Base>
+void FusedOptimizer<Base>::require_steppable() {
+  require_inputs(*this);
 }
 
 template class FusedOptimizer<torch::optim::Adam>;

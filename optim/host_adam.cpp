@@ -264,6 +264,8 @@ at::Tensor HostAdam::step(LossClosure closure) { return step_all_on_host(*this, 
 at::Tensor HostAdamW::step(LossClosure closure) { return step_all_on_host(*this, closure); }
 void HostAdam::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
 void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
+void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
+void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
 std::unique_ptr<RevocableSteps> HostAdam::revocable_steps() {
   return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
 }

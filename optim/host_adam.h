@@ -31,6 +31,7 @@ class HostAdam : public torch::optim::Adam, public PartialStep {
   // One step; returns the closure's loss, if there is a closure. Not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
 
@@ -41,6 +42,7 @@ class HostAdamW : public torch::optim::AdamW, public PartialStep {
   // As HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
+  void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
 

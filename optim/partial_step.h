@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
 
 #include <memory>
 #include <vector>
@@ -24,13 +25,25 @@ class RevocableSteps {
   virtual void keep() = 0;
 };
 
-// An optimizer that can take a step for some of its parameters and leave the others for later.
-class PartialStep {
+// An optimizer that can take a step for some of its parameters and leave the others for later. Used by one thread at a
+// time, as step() is; nothing here is collective.
+class ChosenStep {
  public:
-  virtual ~PartialStep() = default;
+  virtual ~ChosenStep() = default;
   // What step() does, for those of `parameters` that have a gradient. Throws std::invalid_argument
   // for a tensor that is no parameter of the optimizer.
   virtual void step_parameters(const std::vector<at::Tensor>& parameters) = 0;
+  // Throws what step() would throw of its parameters and gradients before it changes any; changes nothing.
+  virtual void require_steppable() {}
+};
+
+// The optimizer as one of these, null if it is none; and where it is of a class that is derived from one here, and may
+// have a step() of its own, which has to be called.
+ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
+
+// One that does so in the host's memory, on any thread (StepInBackward).
+class PartialStep : public ChosenStep {
+ public:
   // For steps that may have to be taken back; null: this optimizer cannot.
   virtual std::unique_ptr<RevocableSteps> revocable_steps() { return nullptr; }
 };

@@ -179,16 +179,45 @@ void ParameterBuckets::finish(Flight& flight) {
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log) {
+std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, const StepOwned& step_owned) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   note_trained();
-  for (Bucket& bucket : buckets_) {
-    if (!bucket.has_trained) continue;
-    log.add("all-gather", bucket.name, bucket.layout.full_numel());
-    flights.push_back(start(bucket));
+  std::vector<at::Tensor> to_step = step_owned ? owned_outside_buckets() : std::vector<at::Tensor>();
+  const int64_t enough_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
+  int64_t to_step_bytes = 0;
+  for (size_t next = 0, last = 0; last < buckets_.size(); ++last) {
+    if (step_owned) to_step_bytes += add_owned(buckets_[last], to_step);
+    if (step_owned && to_step_bytes < enough_bytes && last + 1 < buckets_.size()) continue;
+    if (step_owned && !to_step.empty()) step_owned(std::exchange(to_step, {}));
+    to_step_bytes = 0;
+    for (; next <= last; ++next) {
+      if (!buckets_[next].has_trained) continue;
+      log.add("all-gather", buckets_[next].name, buckets_[next].layout.full_numel());
+      flights.push_back(start(buckets_[next]));
+    }
   }
+  if (!to_step.empty()) step_owned(to_step);  // there are no buckets
   return flights;
+}
+
+// Of no elements: nothing of them travels, and their state counts steps.
+std::vector<at::Tensor> ParameterBuckets::owned_outside_buckets() const {
+  std::vector<at::Tensor> owned;
+  for (size_t i = 0; i < parameters_.size(); ++i)
+    if (parameters_[i].numel() == 0 && owners_[i] == comm_.rank()) owned.push_back(parameters_[i]);
+  return owned;
+}
+
+// Returns their bytes.
+int64_t ParameterBuckets::add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const {
+  int64_t bytes = 0;
+  for (const size_t index : bucket.members) {
+    if (owners_[index] != comm_.rank()) continue;
+    to.push_back(parameters_[index]);
+    bytes += static_cast<int64_t>(parameters_[index].nbytes());
+  }
+  return bytes;
 }
 
 void ParameterBuckets::finish(std::vector<Flight>& flights) {

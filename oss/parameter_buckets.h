@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,6 +15,12 @@
 #include "tessera/memory/counted_buffers.h"
 
 namespace tessera {
+
+// How many bytes of its own a rank steps before it sends them, where it steps some after others: worth a call of an
+// optimizer's operator. Tests have it step each bucket by itself.
+inline int64_t least_step_bytes = int64_t{8} << 20;
+// So many times as much on a device, which is that much faster than a processor, and not at being called.
+inline constexpr int64_t kDeviceStepFactor = 32;
 
 // Parameters that travel together from their owners to all ranks after a step.
 //
@@ -36,9 +43,11 @@ class ParameterBuckets {
   void require_unconverted() const;
 
   // Every parameter that requires a gradient <- its owner's, all buckets at once. Collective: starts it, notes in `log`
-  // what it has started, and finish() ends it.
+  // what it has started, and finish() ends it. With step_owned, which steps what it is given, this rank's parameters
+  // travel as soon as they have been stepped, while it steps the next: in all it gets all that the rank owns, once.
   struct Flight;
-  std::vector<Flight> publish(OrderLog& log);
+  using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
+  std::vector<Flight> publish(OrderLog& log, const StepOwned& step_owned = nullptr);
   void finish(std::vector<Flight>& flights);
 
  private:
@@ -64,6 +73,8 @@ class ParameterBuckets {
     return view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
   }
   void note_trained();
+  std::vector<at::Tensor> owned_outside_buckets() const;
+  int64_t add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const;
   Flight start(Bucket& bucket);
   void finish(Flight& flight);
 

@@ -17,6 +17,7 @@
 #include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
 #include "tessera/optim/lbfgs.h"
+#include "tessera/optim/partial_step.h"
 #include "tessera/trace/trace.h"
 
 namespace tessera {
@@ -286,6 +287,16 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     return search(*lbfgs, closure ? LossClosure(take_gradients) : LossClosure());
   take_gradients();
   copy_options(*local_);
+  ChosenStep* const chosen = host_ == nullptr && comm_->size() > 1 ? chosen_step_of(*local_) : nullptr;
+  if (chosen != nullptr) {
+    chosen->require_steppable();
+    publish([&](const std::vector<at::Tensor>& parameters) {
+      const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
+      const Scope lent = lend_state();
+      chosen->step_parameters(parameters);
+    });
+    return loss;
+  }
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
     const Scope lent = lend_state();
@@ -309,14 +320,14 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
 
 // As the end of every backward does: ranks whose steps are not of one kind say so at the first, by name. What tells it
 // travels beside the parameters.
-void ShardedOptimizer::publish() {
+void ShardedOptimizer::publish(const ParameterBuckets::StepOwned& step_owned) {
   std::vector<std::string> options;  // learning rates, say, which a rank may have changed alone
   for (const auto& group : param_groups_)
     options.push_back("group " + std::to_string(options.size()) + ": " + text_of(group.options()));
   OrderLog log;
   for (const std::string& of_group : options) log.add("options", of_group, -1);
   std::vector<std::vector<ParameterBuckets::Flight>> flights;
-  for (auto& buckets : buckets_) flights.push_back(buckets->publish(log));
+  for (auto& buckets : buckets_) flights.push_back(buckets->publish(log, step_owned));
   ReducedReport report(*comm_, log.fingerprint(), {}, "the end of a step");
   for (size_t i = 0; i < buckets_.size(); ++i) buckets_[i]->finish(flights[i]);
   report.finish();

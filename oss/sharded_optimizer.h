@@ -118,7 +118,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   void copy_options(torch::optim::Optimizer& to) const;
   Scope lend_state();
   at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
-  void publish();
+  void publish(const ParameterBuckets::StepOwned& step_owned = nullptr);
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;
   std::string label_of(const at::Tensor& parameter) const;

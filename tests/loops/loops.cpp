@@ -26,6 +26,7 @@ namespace {
 // Models are small: each gradient under FSDP travels from where it lies, as large ones do, but in a world of one.
 [[maybe_unused]] const bool all_are_large = [] {
   least_piece_bytes = 1;
+  least_step_bytes = 1;
   return true;
 }();
 

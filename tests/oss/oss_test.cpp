@@ -3,6 +3,7 @@
 
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "tests/support/reference.h"
 
@@ -62,6 +63,120 @@ TEST(Oss, EqualsTheUnshardedOptimizerForAllOfTorchs) {
     expect_parity<RMSprop>(world, RMSpropOptions(1e-2).momentum(0.5).centered(true));
     expect_parity<Adagrad>(world, AdagradOptions(1e-2).lr_decay(0.1));
   }
+}
+
+// Some parameters are stepped, and sent while the next ones are: as many at a time as one likes.
+template <class Optimizer, class Options>
+void expect_parity_in_turns(Options options) {
+  for (const int64_t least : {int64_t{1}, int64_t{200}, int64_t{8} << 20}) {
+    const auto back =
+        c10::make_scope_exit([before = std::exchange(least_step_bytes, least)] { least_step_bytes = before; });
+    for (int world : {2, 3, 5}) {
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        auto own = make_parameters(1, kShapes), reference = make_parameters(1, kShapes);
+        own[1].requires_grad_(false);
+        reference[1].requires_grad_(false);
+        std::vector<at::Tensor> late = make_parameters(2, {{9, 9}, {0}}),
+                                late_reference = make_parameters(2, {{9, 9}, {0}});
+        OSS<Optimizer> sharded(own, options, comm, {.broadcast_bucket_bytes = 100});
+        Optimizer whole(reference, options);
+        for (int step = 0; step < 5; ++step) {
+          if (step == 2) {
+            sharded.add_param_group(torch::optim::OptimizerParamGroup(late));
+            whole.add_param_group(torch::optim::OptimizerParamGroup(late_reference));
+            own[1].requires_grad_(true);  // thawed
+            reference[1].requires_grad_(true);
+          }
+          for (auto* parameters : {&own, &reference, &late, &late_reference}) set_gradients(*parameters, step);
+          own[6].mutable_grad() = reference[6].mutable_grad() = step % 2 == 0 ? own[6].grad() : at::Tensor();
+          sharded.step();
+          whole.step();
+        }
+        expect_equal(own, reference);
+        expect_equal(late, late_reference);
+      });
+    }
+  }
+}
+
+TEST(Oss, StepsInTurnsAreThoseOfTheUnshardedOptimizer) {
+  expect_parity_in_turns<tessera::Adam>(AdamOptions(1e-2).amsgrad(true));
+  expect_parity_in_turns<tessera::AdamW>(torch::optim::AdamWOptions(1e-2));
+  expect_parity_in_turns<tessera::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
+  expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
+}
+
+// What this rank had sent by each of its calls.
+thread_local std::vector<int64_t> sent_by_call;
+thread_local Communicator* watched = nullptr;
+struct WatchedSgd : torch::optim::SGD, ChosenStep {
+  using torch::optim::SGD::SGD;
+  void step_parameters(const std::vector<at::Tensor>& parameters) override {
+    at::NoGradGuard no_grad;
+    sent_by_call.push_back(watched->traffic().sent_bytes);
+    for (const at::Tensor& parameter : parameters)
+      if (parameter.grad().defined()) parameter.sub_(parameter.grad());
+  }
+};
+
+TEST(Oss, ParametersTravelWhileTheNextOnesAreStepped) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, std::vector<std::vector<int64_t>>(6, {1700, 1700}));  // 11 MiB each
+    OSS<WatchedSgd> optimizer(parameters, torch::optim::SGDOptions(1), comm);
+    set_gradients(parameters, 0);
+    watched = comm.get();
+    sent_by_call.clear();
+    const int64_t before = comm->traffic().sent_bytes;
+    optimizer.step();
+    ASSERT_EQ(sent_by_call.size(), 3U);
+    EXPECT_EQ(sent_by_call[0], before);
+    for (int call = 1; call < 3; ++call)
+      EXPECT_EQ(sent_by_call[call] - sent_by_call[call - 1], static_cast<int64_t>(parameters[0].nbytes()));
+  });
+}
+
+// A step() of the user's own is the one that is called.
+thread_local int own_steps = 0;
+template <class Base>
+struct OwnStep : Base {
+  using Base::Base;
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
+    ++own_steps;
+    return Base::step(closure);
+  }
+};
+
+TEST(Oss, AnOptimizerThatIsDerivedFromOursKeepsItsStep) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    for (const bool offloads : {false, true}) {
+      own_steps = 0;
+      auto parameters = make_parameters(1, kShapes);
+      OssOptions options;
+      options.offload.params = offloads;
+      OSS<OwnStep<tessera::AdamW>> fused(parameters, torch::optim::AdamWOptions(1e-2), comm, options);
+      OSS<OwnStep<HostAdam>> host(make_parameters(1, kShapes), AdamOptions(1e-2), comm, options);
+      set_gradients(parameters, 0);
+      fused.step();
+      EXPECT_EQ(own_steps, 1);
+      host.step();
+      EXPECT_EQ(own_steps, 2);
+    }
+  });
+}
+
+// Nothing is stepped or sent where something cannot be.
+TEST(Oss, WhatCannotBeSteppedIsRefusedBeforeTheFirstTurn) {
+  const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto parameters = make_parameters(1, {{40, 40}, {40, 40}, {40, 40}, {40, 40}});
+    OSS<tessera::Adam> optimizer(parameters, AdamOptions(1e-2), comm);
+    set_gradients(parameters, 0);
+    for (int last : {2, 3}) parameters[last].mutable_grad() = parameters[last].grad().to_sparse();
+    std::vector<at::Tensor> before;
+    for (const at::Tensor& parameter : parameters) before.push_back(parameter.detach().clone());
+    expect_contains(error_of<std::invalid_argument>([&] { optimizer.step(); }), "Sparse");
+    for (size_t i = 0; i < parameters.size(); ++i) EXPECT_TRUE(torch::equal(parameters[i], before[i])) << i;
+  });
 }
 
 TEST(Oss, EachRankKeepsTheStateOfItsOwnParametersOnly) {
