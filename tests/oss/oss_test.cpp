@@ -103,7 +103,7 @@ TEST(Oss, StepsInTurnsAreThoseOfTheUnshardedOptimizer) {
   expect_parity_in_turns<tessera::Adam>(AdamOptions(1e-2).amsgrad(true));
   expect_parity_in_turns<tessera::AdamW>(torch::optim::AdamWOptions(1e-2));
   expect_parity_in_turns<tessera::SGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
-  expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
+  if (run_ranks_on_devices == nullptr) expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
 }
 
 // What this rank had sent by each of its calls.
@@ -120,8 +120,9 @@ struct WatchedSgd : torch::optim::SGD, ChosenStep {
 };
 
 TEST(Oss, ParametersTravelWhileTheNextOnesAreStepped) {
+  const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
-    auto parameters = make_parameters(1, std::vector<std::vector<int64_t>>(6, {1700, 1700}));  // 11 MiB each
+    auto parameters = make_parameters(1, std::vector<std::vector<int64_t>>(6, {600, 600}));  // a bucket each
     OSS<WatchedSgd> optimizer(parameters, torch::optim::SGDOptions(1), comm);
     set_gradients(parameters, 0);
     watched = comm.get();
@@ -167,7 +168,7 @@ TEST(Oss, AnOptimizerThatIsDerivedFromOursKeepsItsStep) {
 // Nothing is stepped or sent where something cannot be.
 TEST(Oss, WhatCannotBeSteppedIsRefusedBeforeTheFirstTurn) {
   const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
-  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto parameters = make_parameters(1, {{40, 40}, {40, 40}, {40, 40}, {40, 40}});
     OSS<tessera::Adam> optimizer(parameters, AdamOptions(1e-2), comm);
     set_gradients(parameters, 0);
