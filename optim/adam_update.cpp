@@ -11,10 +11,10 @@
 #include <map>
 #include <stdexcept>
 #include <tuple>
-#include <unordered_set>
 #include <utility>
 
 #include "tessera/optim/listed_optimizer.h"
+#include "tessera/optim/partial_step.h"
 #include "tessera/paging/disk_pager.h"
 #include "tessera/paging/residency.h"
 
@@ -97,29 +97,14 @@ at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   return at::empty_like(parameter).copy_(tensor);
 }
 
-void require_all_found(size_t missing, const std::vector<at::Tensor>* chosen) {
-  if (missing > 0)
-    throw std::invalid_argument(
-        c10::str("step_parameters: ", missing, " of ", chosen->size(), " tensors are no parameters of the optimizer"));
-}
-
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take) {
-  std::unordered_set<const c10::TensorImpl*> wanted;
-  if (chosen != nullptr)
-    for (const at::Tensor& parameter : *chosen) wanted.insert(parameter.unsafeGetTensorImpl());
   std::vector<AdamUpdate> updates;
-  for (size_t index = 0; index < optimizer.param_groups().size(); ++index) {
-    const auto& group = optimizer.param_groups()[index];
-    const AdamRule rule = rule_of(group.options());
-    for (const at::Tensor& parameter : group.params()) {
-      if (chosen != nullptr && wanted.erase(parameter.unsafeGetTensorImpl()) == 0) continue;
-      if (!parameter.grad().defined()) continue;
-      require_steppable(parameter, placement);
-      updates.push_back({.group = index, .rule = rule, .parameter = parameter});
-    }
-  }
-  require_all_found(wanted.size(), chosen);
+  for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
+    require_steppable(parameter, placement);
+    const auto index = static_cast<size_t>(&group - optimizer.param_groups().data());
+    updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
+  });
   for (AdamUpdate& update : updates) {
     update.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, update, placement)
                              : begin<torch::optim::AdamParamState>(optimizer, update, placement);

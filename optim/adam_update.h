@@ -40,9 +40,6 @@ struct AdamPlacement {
 void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
                           const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take);
 
-// Throws std::invalid_argument if there are some of `chosen` that the optimizer does not have.
-void require_all_found(size_t missing, const std::vector<at::Tensor>* chosen);
-
 // Throws what it would throw for all parameters, before it changes any.
 void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement);
 

@@ -8,7 +8,6 @@
 #include <map>
 #include <string>
 #include <tuple>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -41,53 +40,52 @@ void require_inputs(torch::optim::SGD& optimizer) {
       if (parameter.grad().defined()) require_dense(parameter, kName);
 }
 
-void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
-  if (chosen == nullptr) require_inputs(optimizer);
-  std::unordered_set<const c10::TensorImpl*> wanted;
-  if (chosen != nullptr)
-    for (const at::Tensor& parameter : *chosen) {
-      if (parameter.grad().defined()) require_dense(parameter, kName);
-      wanted.insert(parameter.unsafeGetTensorImpl());
-    }
-  struct SgdBatch {
-    std::vector<at::Tensor> parameters, gradients, momenta;
-    std::vector<torch::optim::SGDParamState*> states;  // that get the momenta
-  };
-  for (const auto& group : optimizer.param_groups()) {
-    const auto& options = static_cast<const torch::optim::SGDOptions&>(group.options());
-    // A first momentum is the gradient, which the kernel is told for all parameters of a call. One from a disk has a
-    // call of its own, by its number.
-    std::map<std::tuple<at::ScalarType, std::string, bool, size_t>, SgdBatch> batches;
-    for (const at::Tensor& parameter : group.params()) {
-      if (chosen != nullptr && wanted.erase(parameter.unsafeGetTensorImpl()) == 0) continue;
-      if (!parameter.grad().defined()) continue;
-      if (note_write_if_empty(parameter)) continue;
-      at::Tensor momentum;
-      torch::optim::SGDParamState* state = nullptr;
-      if (options.momentum() != 0) {
-        auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
-        if (!slot) slot = std::make_unique<torch::optim::SGDParamState>();
-        state = &static_cast<torch::optim::SGDParamState&>(*slot);
-        momentum = state->momentum_buffer();
-      }
-      const bool is_first = state != nullptr && !momentum.defined();
-      const size_t alone = is_on_disk(parameter) ? batches.size() + 1 : 0;
-      SgdBatch& batch = batches[{parameter.scalar_type(), parameter.device().str(), is_first, alone}];
-      batch.parameters.push_back(parameter);
-      batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
-      if (state == nullptr) continue;
-      batch.momenta.push_back(is_first ? at::empty_like(parameter) : laid_out_as(momentum, parameter));
-      batch.states.push_back(state);
-    }
-    for (const auto& [key, batch] : batches) {
-      at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
-                      options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<2>(key));
-      for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
-      // The fused operators leave the versions of what they write alone, by which others know of writes.
-      for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
-    }
+struct SgdBatch {
+  std::vector<at::Tensor> parameters, gradients, momenta;
+  std::vector<torch::optim::SGDParamState*> states;  // that get the momenta
+};
+
+// By group, dtype, device, and whether the momentum is the first, which is the gradient and which the kernel is told
+// for all parameters of a call. A parameter on a disk has a call of its own, by its number.
+using SgdBatches =
+    std::map<std::tuple<torch::optim::OptimizerParamGroup*, at::ScalarType, std::string, bool, size_t>, SgdBatch>;
+
+void add_to(SgdBatches& batches, torch::optim::SGD& optimizer, torch::optim::OptimizerParamGroup& group,
+            const at::Tensor& parameter) {
+  if (note_write_if_empty(parameter)) return;
+  torch::optim::SGDParamState* state = nullptr;
+  if (static_cast<const torch::optim::SGDOptions&>(group.options()).momentum() != 0) {
+    auto& slot = optimizer.state()[parameter.unsafeGetTensorImpl()];
+    if (!slot) slot = std::make_unique<torch::optim::SGDParamState>();
+    state = &static_cast<torch::optim::SGDParamState&>(*slot);
   }
-  require_all_found(wanted.size(), chosen);
+  const at::Tensor momentum = state != nullptr ? state->momentum_buffer() : at::Tensor();
+  const bool is_first = state != nullptr && !momentum.defined();
+  const size_t alone = is_on_disk(parameter) ? batches.size() + 1 : 0;
+  SgdBatch& batch = batches[{&group, parameter.scalar_type(), parameter.device().str(), is_first, alone}];
+  batch.parameters.push_back(parameter);
+  batch.gradients.push_back(laid_out_as(parameter.grad(), parameter));
+  if (state == nullptr) return;
+  batch.momenta.push_back(is_first ? at::empty_like(parameter) : laid_out_as(momentum, parameter));
+  batch.states.push_back(state);
+}
+
+void fused_step(torch::optim::SGD& optimizer, const std::vector<at::Tensor>* chosen) {
+  std::vector<std::pair<torch::optim::OptimizerParamGroup*, at::Tensor>> stepped;
+  for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
+    require_dense(parameter, kName);
+    stepped.emplace_back(&group, parameter);
+  });
+  SgdBatches batches;
+  for (const auto& [group, parameter] : stepped) add_to(batches, optimizer, *group, parameter);
+  for (const auto& [key, batch] : batches) {
+    const auto& options = static_cast<const torch::optim::SGDOptions&>(std::get<0>(key)->options());
+    at::_fused_sgd_(batch.parameters, batch.gradients, batch.momenta, options.weight_decay(), options.momentum(),
+                    options.lr(), options.dampening(), options.nesterov(), /*maximize=*/false, std::get<3>(key));
+    for (size_t i = 0; i < batch.states.size(); ++i) batch.states[i]->momentum_buffer(batch.momenta[i]);
+    // The fused operators leave the versions of what they write alone, by which others know of writes.
+    for (const at::Tensor& parameter : batch.parameters) parameter.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 }  // namespace

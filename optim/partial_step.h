@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -40,6 +41,13 @@ class ChosenStep {
 // The optimizer as one of these, null if it is none; and where it is of a class that is derived from one here, and may
 // have a step() of its own, which has to be called.
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
+
+// Calls take(group, parameter) for each of the optimizer's parameters, or of `chosen` unless it is null, that has a
+// gradient, in the order of the groups. Throws std::invalid_argument, after those calls, if the optimizer lacks some of
+// `chosen`: so take() only collects.
+void for_each_stepped(
+    torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
+    const std::function<void(torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter)>& take);
 
 // One that does so in the host's memory, on any thread (StepInBackward).
 class PartialStep : public ChosenStep {

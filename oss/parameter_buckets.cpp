@@ -183,21 +183,29 @@ std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, c
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   note_trained();
-  std::vector<at::Tensor> to_step = step_owned ? owned_outside_buckets() : std::vector<at::Tensor>();
-  const int64_t enough_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
-  int64_t to_step_bytes = 0;
-  for (size_t next = 0, last = 0; last < buckets_.size(); ++last) {
-    if (step_owned) to_step_bytes += add_owned(buckets_[last], to_step);
-    if (step_owned && to_step_bytes < enough_bytes && last + 1 < buckets_.size()) continue;
-    if (step_owned && !to_step.empty()) step_owned(std::exchange(to_step, {}));
-    to_step_bytes = 0;
-    for (; next <= last; ++next) {
+  size_t next = 0;
+  auto start_up_to = [&](size_t end) {
+    for (; next < end; ++next) {
       if (!buckets_[next].has_trained) continue;
       log.add("all-gather", buckets_[next].name, buckets_[next].layout.full_numel());
       flights.push_back(start(buckets_[next]));
     }
+  };
+  if (step_owned) {
+    // A turn: so many buckets that what is stepped of them fills a call; then they travel.
+    const int64_t turn_bytes = least_step_bytes * (comm_.device().is_cpu() ? 1 : kDeviceStepFactor);
+    std::vector<at::Tensor> turn = owned_outside_buckets();
+    int64_t bytes = 0;
+    for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
+      bytes += add_owned(buckets_[bucket], turn);
+      if (bytes < turn_bytes) continue;
+      step_owned(std::exchange(turn, {}));
+      bytes = 0;
+      start_up_to(bucket + 1);
+    }
+    if (!turn.empty()) step_owned(turn);
   }
-  if (!to_step.empty()) step_owned(to_step);  // there are no buckets
+  start_up_to(buckets_.size());
   return flights;
 }
 
