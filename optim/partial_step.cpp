@@ -19,11 +19,13 @@ bool is_derived_from(const torch::optim::Optimizer& optimizer) {
 
 }  // namespace
 
+bool may_have_own_step(const torch::optim::Optimizer& optimizer) {
+  return is_derived_from<Adam>(optimizer) || is_derived_from<AdamW>(optimizer) || is_derived_from<SGD>(optimizer) ||
+         is_derived_from<HostAdam>(optimizer) || is_derived_from<HostAdamW>(optimizer);
+}
+
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer) {
-  if (is_derived_from<Adam>(optimizer) || is_derived_from<AdamW>(optimizer) || is_derived_from<SGD>(optimizer) ||
-      is_derived_from<HostAdam>(optimizer) || is_derived_from<HostAdamW>(optimizer))
-    return nullptr;
-  return dynamic_cast<ChosenStep*>(&optimizer);
+  return may_have_own_step(optimizer) ? nullptr : dynamic_cast<ChosenStep*>(&optimizer);
 }
 
 void for_each_stepped(

@@ -38,8 +38,11 @@ class ChosenStep {
   virtual void require_steppable() {}
 };
 
-// The optimizer as one of these, null if it is none; and where it is of a class that is derived from one here, and may
-// have a step() of its own, which has to be called.
+// Whether the optimizer's class is derived from one of Tessera's and may have a step() of its own, which
+// step_parameters() does not call.
+bool may_have_own_step(const torch::optim::Optimizer& optimizer);
+
+// The optimizer as one of these, null if it is none, and where it may have a step() of its own.
 ChosenStep* chosen_step_of(torch::optim::Optimizer& optimizer);
 
 // Calls take(group, parameter) for each of the optimizer's parameters, or of `chosen` unless it is null, that has a

@@ -32,6 +32,15 @@ std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const Ste
   return steps;
 }
 
+// Some parameters' step is taken without it.
+void require_no_own_step(const PartialStep& optimizer) {
+  const auto* whole = dynamic_cast<const torch::optim::Optimizer*>(&optimizer);
+  if (whole != nullptr && may_have_own_step(*whole))
+    throw std::invalid_argument("StepInBackward: " + c10::demangle(typeid(optimizer).name()) +
+                                " is derived from an optimizer of Tessera's, and its own step() would not be called, "
+                                "expected that optimizer itself, or a PartialStep that is derived from none");
+}
+
 // The calling thread, and those that it starts from now on (parallel_over()'s are its own).
 void run_on(const std::vector<int>& processors) {
   cpu_set_t set;
@@ -61,6 +70,7 @@ void require_usable(const std::vector<int>& processors) {
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
     : source_(source), optimizer_(optimizer), options_(options), speculation_(speculation_of(optimizer, options)) {
+  require_no_own_step(optimizer);
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             speculation_ ? GradientSource::Failed([this] { abandon(); }) : nullptr));

@@ -55,7 +55,8 @@ struct StepInBackwardOptions {
 class StepInBackward {
  public:
   // Both outlive this object. Throws std::invalid_argument for `speculative` without max_norm, and with an optimizer
-  // that has no revocable_steps(), by its class, and for processors that this process may not use.
+  // that has no revocable_steps(), by its class, for one whose class is derived from one of Tessera's optimizers, whose
+  // own step() would not be called, and for processors that this process may not use.
   StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
   // Takes speculative steps back that no finish() has confirmed.
   ~StepInBackward();

@@ -165,6 +165,19 @@ TEST(StepInBackward, MistakesAreNamed) {
   });
 }
 
+struct OwnHostAdam : HostAdam {
+  using HostAdam::HostAdam;
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override { return HostAdam::step(closure); }
+};
+
+TEST(StepInBackward, AnOptimizerWithAStepOfItsOwnIsRefused) {
+  run_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(torch::nn::Linear(2, 2), comm, {.offload = {.params = true, .grads = true}});
+    OwnHostAdam optimizer(fsdp.parameters(), torch::optim::AdamOptions(1e-2));
+    expect_contains(error_of<std::invalid_argument>([&] { StepInBackward step(fsdp, optimizer); }), "OwnHostAdam");
+  });
+}
+
 // Where the threads of a step run, the thread itself and those that it shares work with.
 struct Placed : PartialStep {
   void step_parameters(const std::vector<at::Tensor>&) override {
