@@ -122,10 +122,11 @@ bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool red
   ParameterState& state = states_[parameter];
   BucketState& bucket = contents_[state.bucket];
   if (!std::exchange(bucket.queued, true)) queue_.push_back(state.bucket);  // not foreseen: it takes its turn last
+  // A dense one itself, not a copy: as_it_is() asks who else has it.
   if (gradient.defined() && gradient.is_sparse())
     collect(parameter, gradient.to_dense());
   else if (gradient.defined())
-    collect(parameter, gradient);                                      // itself: as_it_is() asks who else has it
+    collect(parameter, gradient);
   if (std::exchange(state.arrived, true)) return bucket.missing == 0;  // again, by a part that is computed again
   arrivals_.push_back(parameter);
   if (bucket.missing > 0) --bucket.missing;

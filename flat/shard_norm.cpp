@@ -26,12 +26,17 @@ namespace {
 constexpr double kNormMargin = 1e-6;  // torch's
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
+bool has_rows(const at::Tensor& shard) {
+  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() &&
+         shard.numel() >= 2 * norm_row_numel;
+}
+
 // libtorch takes a tensor's norm on one thread of the host's, but those of rows on all.
-constexpr int64_t kRowNumel = 1 << 16;
-at::Tensor norm_on_host(const at::Tensor& shard, double norm_type) {
+at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
   const at::Tensor flat = shard.view({-1});
-  const int64_t rows = flat.numel() / kRowNumel, in_rows = rows * kRowNumel;
-  const at::Tensor norms = at::linalg_vector_norm(flat.narrow(0, 0, in_rows).view({rows, kRowNumel}), norm_type, {1});
+  const int64_t rows = flat.numel() / norm_row_numel, in_rows = rows * norm_row_numel;
+  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, norm_row_numel});
+  const at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
   const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
   return at::linalg_vector_norm(at::cat({norms, rest.view({1})}), norm_type);
 }
@@ -40,8 +45,8 @@ at::Tensor norm_on_host(const at::Tensor& shard, double norm_type) {
 at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
   std::vector<at::Tensor> others, norms;
   for (const at::Tensor& shard : shards) {
-    if (shard.numel() >= 2 * kRowNumel && shard.is_cpu() && shard.is_contiguous())
-      norms.push_back(norm_on_host(shard, norm_type));
+    if (has_rows(shard))
+      norms.push_back(norm_by_rows(shard, norm_type));
     else if (shard.numel() > 0)
       others.push_back(shard);
   }

@@ -2,12 +2,16 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "tessera/comm/communicator.h"
 #include "tessera/flat/grad_norm.h"
 
 namespace tessera {
+
+// Of a large shard on the host the norm is taken of so many elements at a time, on all threads (a test makes it small).
+inline int64_t norm_row_numel = 1 << 16;
 
 // Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0, infinity included.
 void require_clip_arguments(double max_norm, double norm_type);

@@ -2,12 +2,17 @@
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <mutex>
 #include <set>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 #include <vector>
+
+#include "tessera/flat/shard_norm.h"
+#include "tessera/tessera.h"
 
 namespace tessera::parallel_over_test {
 namespace {
@@ -40,6 +45,32 @@ TEST(ParallelOver, TakesAsManyThreadsAsTheCallerMay) {
   EXPECT_EQ(threads_of(100, 1, 1), 1U);
   EXPECT_EQ(threads_of(100, 100, 3), 1U);  // too little for two
   EXPECT_EQ(threads_of(0, 1, 2), 0U);
+}
+
+// Of a step of HostAdamW and of the norm of a gradient, which are parts of equal size on however many threads.
+TEST(ParallelOver, ThreadsDoNotChangeABit) {
+  const auto step_on = [](int threads) {
+    std::pair<at::Tensor, double> result;
+    std::thread([&] {
+      at::set_num_threads(threads);
+      run_ranks(1, [&](std::shared_ptr<Communicator> comm) {
+        at::set_num_threads(threads);
+        const at::Tensor parameter = (torch::arange(300'007) / 1e5).sin().requires_grad_();
+        parameter.mutable_grad() = parameter.detach().cos();
+        HostAdamW optimizer({parameter}, torch::optim::AdamWOptions(1e-2));
+        const GradNorm norm = clip_shards_by_norm({parameter.grad()}, 1.0, 2.0, false, *comm);
+        optimizer.step();
+        result = {parameter.detach(), norm};
+      });
+    }).join();
+    return result;
+  };
+  const auto expected = step_on(1);
+  for (int threads : {2, 3}) {
+    const auto got = step_on(threads);
+    EXPECT_TRUE(torch::equal(got.first, expected.first)) << threads << " threads";
+    EXPECT_EQ(got.second, expected.second) << threads << " threads";
+  }
 }
 
 TEST(ParallelOver, ThrowsWhatABodyThrows) {

@@ -560,8 +560,6 @@ TEST(Usage, AGradientThatTheUserKeepsIsNotOverwritten) {
   });
 }
 
-// A large gradient is sent from where autograd has left it, but not one that a hook has kept: what is written to it
-// meanwhile, so that no version tells of it, does nothing, as in one process.
 // From where autograd has left it, of a linear layer a transposed view; but one that a hook keeps is copied.
 TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   constexpr int64_t kWidth = 260;  // 264 KiB
@@ -583,6 +581,8 @@ TEST(Usage, AGradientThatNobodyElseHasTravelsWithoutACopy) {
   });
 }
 
+// A large gradient is sent from where autograd has left it, but not one that a hook has kept: what is written to it
+// meanwhile, so that no version tells of it, does nothing, as in one process.
 TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
   constexpr int64_t kWidth = 260;  // 264 KiB
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
@@ -609,6 +609,29 @@ TEST(Usage, AGradientThatIsOnItsWayIsNotWrittenTo) {
     const auto state = fsdp.full_state_dict();
     for (const auto& entry : reference->named_parameters())
       EXPECT_TRUE(same_values(state[entry.key()], entry.value())) << entry.key();
+  });
+}
+
+// Nor one of which a hook has kept but a view, and writes to that.
+TEST(Usage, AGradientOfWhichAViewIsKeptTravelsAsItWas) {
+  constexpr int64_t kWidth = 260;  // 264 KiB
+  run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto gradients_of = [&](bool writes) {
+      auto model = seeded(1, [] { return chain(3, kWidth); });
+      FullyShardedDataParallel fsdp(model, comm, per_linear());
+      at::Tensor view;
+      model[4]->as<torch::nn::Linear>()->weight.register_hook(
+          [&](const at::Tensor& gradient) { view = gradient.narrow(0, 0, 1); });
+      model[2]->as<torch::nn::Linear>()->weight.register_hook([&](const at::Tensor&) {
+        if (writes) view.data().fill_(7);
+      });
+      fsdp(input(0, 4, kWidth)).square().mean().backward();
+      std::vector<at::Tensor> gradients;
+      for (const at::Tensor& parameter : fsdp.parameters()) gradients.push_back(parameter.grad().clone());
+      return gradients;
+    };
+    const auto expected = gradients_of(false), got = gradients_of(true);
+    for (size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::equal(got[i], expected[i])) << i;
   });
 }
 

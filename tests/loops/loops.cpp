@@ -10,12 +10,15 @@
 #include <fstream>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #ifdef TESSERA_HAS_ACCELERATOR
 #include "tests/support/accelerator/ranks.h"
 #endif
 
 #include "tessera/flat/bucket_pieces.h"
+#include "tessera/flat/shard_norm.h"
+#include "tessera/optim/partial_step.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
@@ -23,10 +26,12 @@
 namespace tessera::loops {
 namespace {
 
-// Models are small: each gradient under FSDP travels from where it lies, as large ones do, but in a world of one.
+// Models are small. Each gradient under FSDP travels from where it lies, as large ones do, but in a world of one; OSS
+// steps in turns; norms of shards are taken row by row.
 [[maybe_unused]] const bool all_are_large = [] {
   least_piece_bytes = 1;
   least_step_bytes = 1;
+  norm_row_numel = 3;
   return true;
 }();
 
@@ -37,13 +42,30 @@ std::unique_ptr<torch::optim::Optimizer> whole_optimizer(Optim kind, std::vector
   return std::make_unique<SGD>(std::move(parameters), SGDOptions(0.1).momentum(momentum));
 }
 
+template <class Adam = torch::optim::Adam, class SGD = torch::optim::SGD>
 std::unique_ptr<ShardedOptimizer> sharded_optimizer(Optim kind, std::vector<at::Tensor> parameters,
                                                     std::shared_ptr<Communicator> comm, OssOptions options = {}) {
-  using torch::optim::Adam, torch::optim::AdamOptions, torch::optim::SGD, torch::optim::SGDOptions;
+  using torch::optim::AdamOptions, torch::optim::SGDOptions;
   if (kind == Optim::kAdam) return std::make_unique<OSS<Adam>>(std::move(parameters), AdamOptions(1e-2), comm, options);
   const double momentum = kind == Optim::kMomentum ? 0.9 : 0;
   return std::make_unique<OSS<SGD>>(std::move(parameters), SGDOptions(0.1).momentum(momentum), comm, options);
 }
+
+// An optimizer of torch's, some parameters at a time: OSS sends some while the next ones are stepped.
+template <class Base>
+struct InTurns : Base, ChosenStep {
+  using Base::Base;
+  void step_parameters(const std::vector<at::Tensor>& chosen) override {
+    std::vector<std::pair<at::Tensor, at::Tensor>> of_others;
+    for (auto& group : this->param_groups())
+      for (at::Tensor& parameter : group.params()) {
+        if (std::ranges::any_of(chosen, [&](const at::Tensor& one) { return one.is_same(parameter); })) continue;
+        of_others.emplace_back(parameter, std::exchange(parameter.mutable_grad(), {}));
+      }
+    Base::step();
+    for (auto& [parameter, gradient] : of_others) parameter.mutable_grad() = gradient;
+  }
+};
 
 double clip_by(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters, double max_norm) {
   if (auto* sharded = dynamic_cast<ShardedOptimizer*>(&optimizer)) return sharded->clip_grad_norm_(max_norm);
@@ -169,6 +191,14 @@ auto make_oss_sdp(OssOptions oss, SdpOptions options) {
     auto sdp = std::make_unique<Sdp>(model, *optimizer, comm, options);
     return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
   };
+}
+
+// Each parameter is a bucket of its own, stepped in a turn of its own.
+std::unique_ptr<Trainer> make_oss_sdp_in_turns(Model model, Comm comm, Optim kind, const Play&) {
+  auto optimizer = sharded_optimizer<InTurns<torch::optim::Adam>, InTurns<torch::optim::SGD>>(
+      kind, unique_parameters(*model), comm, {.broadcast_bucket_bytes = 1});
+  auto sdp = std::make_unique<Sdp>(model, *optimizer, comm);
+  return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
 }
 
 auto make_fsdp(FsdpOptions options) {
@@ -513,6 +543,7 @@ std::vector<Setup> all_setups() {
   auto setups = replicated_setups();
   for (auto& setup : fsdp_setups()) setups.push_back(setup);
   setups.push_back({"zero3", 3, worlds_to_play(), make_zero(3), /*takes_turns=*/true});
+  setups.push_back({"oss_sdp_turns", 2, worlds_to_play(), make_oss_sdp_in_turns, /*takes_turns=*/true});
   return setups;
 }
 

@@ -106,6 +106,35 @@ TEST(Oss, StepsInTurnsAreThoseOfTheUnshardedOptimizer) {
   if (run_ranks_on_devices == nullptr) expect_parity_in_turns<HostAdamW>(torch::optim::AdamWOptions(1e-2));
 }
 
+// One is stepped while the other, in the same memory, is on its way.
+TEST(Oss, TwoParametersOfOneMemoryInTurns) {
+  const auto back = c10::make_scope_exit([before = std::exchange(least_step_bytes, 1)] { least_step_bytes = before; });
+  for (const bool peer_memory : {true, false}) {
+    InitOptions options;
+    options.peer_memory = peer_memory;
+    run_ranks(
+        2,
+        [](std::shared_ptr<Communicator> comm) {
+          const auto halves = [] {
+            const at::Tensor both = seeded(1, [] { return torch::randn({800, 400}); });
+            return std::vector<at::Tensor>{both.narrow(0, 0, 400).detach().requires_grad_(),
+                                           both.narrow(0, 400, 400).detach().requires_grad_()};
+          };
+          auto own = halves(), reference = halves();
+          OSS<tessera::Adam> sharded(own, AdamOptions(1e-2), comm);
+          tessera::Adam whole(reference, AdamOptions(1e-2));
+          for (int step = 0; step < 4; ++step) {
+            set_gradients(own, step);
+            set_gradients(reference, step);
+            sharded.step();
+            whole.step();
+          }
+          expect_equal(own, reference);
+        },
+        options);
+  }
+}
+
 // What this rank had sent by each of its calls.
 thread_local std::vector<int64_t> sent_by_call;
 thread_local Communicator* watched = nullptr;
