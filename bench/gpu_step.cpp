@@ -142,8 +142,7 @@ int main(int argc, char** argv) {
           if (comm->rank() == 0)
             std::printf(
                 "%d ranks, %d x Linear(%lld), bf16%s: %.2f ms a step (waited for, forward %.2f, backward %.2f, "
-                "clipping "
-                "%.2f, optimizer %.2f); shards %.0f MiB, gathered at most %.0f\n",
+                "clipping %.2f, optimizer %.2f); shards %.0f MiB, gathered at most %.0f\n",
                 ranks, shape.layers, static_cast<long long>(shape.width), offloads ? ", offload" : "", measured.step_ms,
                 measured.forward_ms, measured.backward_ms, measured.clip_ms, measured.optimizer_ms,
                 static_cast<double>(measured.memory.shard_bytes) / kMiB,

@@ -4,7 +4,8 @@
 
 In a round every program runs once, one after the other, so that what else the machine does falls on all
 alike; a ratio is that of two runs of one round, and the table has its median over rounds and its range. What
-bench/limits measures, computing and moving, runs in the round too.
+bench/limits measures, computing and moving, runs in the round too. After the first round (--rounds-of-all) only
+ours run again, and the two fastest peers of each stage.
 Programs whose losses differ from the others' are not compared but listed, and so are those that fail.
 
 Everything measured goes to <out>/results.json, and the verdict by target to <out>/verdict.md and the terminal. The
@@ -14,6 +15,7 @@ out/bench/part.
 """
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -44,8 +46,10 @@ SIZES = {"deep-768": ["--model", "deep", "--layers", "24", "--width", "768"],
          "gpt-512": ["--model", "gpt", "--layers", "4", "--width", "512", "--heads", "8"]}
 # Models of transformers that ours trains from an archive (models.py writes it): the class of a layer, the vocabulary.
 ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
-# A chain of so many units, so narrow that nothing but their overhead is left.
+# A chain of so many units, so narrow that nothing but their overhead is left: under FSDP, and the model by itself.
 UNITS = [10, 1000]
+UNIT_WRAPPERS = ["fsdp", "local"]
+FASTEST = 2  # peers of a stage, in a model at so many ranks, that run in each round
 PEERS = ["torch", "fairscale", "deepspeed", "transformers"]
 
 
@@ -57,6 +61,7 @@ def parse():
     parser.add_argument("--ranks", nargs="+", type=int)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS))
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--rounds-of-all", type=int, default=1, help="in which the slower peers run, too")
     parser.add_argument("--minutes", type=float, help=f"begin nothing after so many; of --quick {QUICK_MINUTES}")
     parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps, the faster programs alone")
     parser.add_argument("--more", action="store_true", help="add rounds to what an earlier call has measured")
@@ -124,14 +129,14 @@ def told(line):
 def measure(args, results):
     for round_number in range(args.rounds):
         results["rounds"] += 1
-        for count in UNITS if "tessera fsdp" in args.programs else []:
+        for count, wrapper in itertools.product(UNITS, UNIT_WRAPPERS) if "tessera fsdp" in args.programs else []:
             if time.time() > args.ends:
                 return
-            words = [os.path.join(args.build, "bench/train_step"), "--model", "deep", "--wrapper", "fsdp", "--count", str(count),
-                     "--width", "8", "--batch", "1", "--ranks", "2", "--steps", "3", "--warmup", "1", "--json"]
+            words = [os.path.join(args.build, "bench/train_step"), "--model", "deep", "--wrapper", wrapper, "--count", str(count),
+                     "--width", "8", "--batch", "1", "--ranks", "2", "--steps", str(max(3, 1000 // count)), "--warmup", "2", "--json"]
             line = run(args, words)
-            results.setdefault("units", {}).setdefault(str(count), []).append(line)
-            print(f"round {results['rounds']}, {count} units: {told(line)}", flush=True)
+            results.setdefault("units", {}).setdefault(f"{wrapper}/{count}", []).append(line)
+            print(f"round {results['rounds']}, {count} units, {wrapper}: {told(line)}", flush=True)
             save(args, results)
         for ranks in args.ranks:
             for model in args.models:
@@ -141,7 +146,16 @@ def measure(args, results):
                 for program in order:
                     if time.time() > args.ends:
                         return
+                    if results["rounds"] > args.rounds_of_all and not runs_again(results, model, ranks, program):
+                        continue
                     measure_one(args, results, model, ranks, program)
+
+
+def runs_again(results, model, ranks, program):
+    if program == LIMIT or program.startswith("tessera "):
+        return True
+    rivals = tables.peers_of(results, model, ranks, program)
+    return program in sorted(rivals, key=lambda peer: tables.median_of(results, model, ranks, peer, "step_s_median"))[:FASTEST]
 
 
 def measure_one(args, results, model, ranks, program):

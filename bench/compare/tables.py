@@ -1,7 +1,7 @@
 """What compare.py has measured, as tables: the verdict by target, ratios to peers, every program, and the plots.
 
 `results`: "runs", by "<model>/<ranks>/<program>", what each run printed; "returning", the same once more with memory
-given back; "units", what a chain of so many units printed; "machine", "versions" of the peers, "rounds".
+given back; "units", by "<wrapper>/<count>", what a chain of so many units printed; "machine", "versions" of the peers, "rounds".
 """
 import os
 import statistics
@@ -169,14 +169,26 @@ def growth_rows(results):
                    verdict(growth / min(theirs), 1))
 
 
+def unit_costs_ms(results, wrapper):
+    """Of a unit, by how many there are, the fewest first: processor time of a rank."""
+    costs = {}
+    for key, lines in results.get("units", {}).items():
+        good = [line["cpu_s"] for line in lines if "error" not in line]
+        if key.startswith(wrapper + "/") and good:
+            count = int(key.split("/")[1])
+            costs[count] = statistics.median(good) * 1e3 / count
+    return dict(sorted(costs.items()))
+
+
 def unit_rows(results):
-    cost_ms = {int(count): statistics.median(good) * 1e3 / int(count) for count, lines in results.get("units", {}).items()
-               if (good := [line["cpu_s"] for line in lines if "error" not in line])}
-    for count, cost in sorted(cost_ms.items()):
-        yield f"a unit among {count}, processor time of a rank", f"{cost:.3f} ms", verdict(cost, UNIT_TARGET_MS)
-    if len(cost_ms) > 1:
-        growth = cost_ms[max(cost_ms)] / cost_ms[min(cost_ms)]
-        yield f"the same among {max(cost_ms)} / among {min(cost_ms)}", f"{growth:.2f}", verdict(growth, UNIT_GROWTH_TARGET)
+    costs, alone = unit_costs_ms(results, "fsdp"), unit_costs_ms(results, "local")
+    for count, cost in costs.items():
+        of_model = f", of which {alone[count]:.3f} without a wrapper" if count in alone else ""
+        yield f"a unit among {count}, processor time of a rank", f"{cost:.3f} ms{of_model}", verdict(cost, UNIT_TARGET_MS)
+    if len(costs) > 1:
+        growth, own = [of[max(of)] / of[min(of)] if len(of) > 1 else None for of in (costs, alone)]
+        yield (f"the same among {max(costs)} / among {min(costs)}", f"{growth:.2f}{f', without a wrapper {own:.2f}' if own else ''}",
+               verdict(growth, UNIT_GROWTH_TARGET))
 
 
 def glance(results):
