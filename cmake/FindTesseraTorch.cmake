@@ -39,6 +39,7 @@ find_package_handle_standard_args(TesseraTorch
 mark_as_advanced(TESSERA_TORCH_INCLUDE_DIR TESSERA_TORCH_CPU_LIBRARY TESSERA_C10_LIBRARY)
 
 if(TesseraTorch_FOUND AND NOT TARGET tessera::torch)
+  include("${CMAKE_CURRENT_LIST_DIR}/TesseraSharedRuntime.cmake")
   get_filename_component(_torch_lib "${TESSERA_TORCH_CPU_LIBRARY}" DIRECTORY)
   set(_torch_includes "${TESSERA_TORCH_INCLUDE_DIR}" "${TESSERA_TORCH_INCLUDE_DIR}/torch/csrc/api/include")
 

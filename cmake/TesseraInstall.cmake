@@ -31,7 +31,7 @@ install(EXPORT tessera-targets NAMESPACE tessera:: DESTINATION ${_package} COMPO
 configure_package_config_file(cmake/tessera-config.cmake.in "${PROJECT_BINARY_DIR}/tessera-config.cmake"
   INSTALL_DESTINATION ${_package})
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/tessera-config-version.cmake" COMPATIBILITY SameMinorVersion)
-install(FILES cmake/FindTesseraTorch.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
+install(FILES cmake/FindTesseraTorch.cmake cmake/TesseraSharedRuntime.cmake "${PROJECT_BINARY_DIR}/tessera-config.cmake"
   "${PROJECT_BINARY_DIR}/tessera-config-version.cmake" DESTINATION ${_package} COMPONENT development)
 
 if(PROJECT_IS_TOP_LEVEL)
