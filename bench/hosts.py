@@ -24,7 +24,7 @@ import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PORT = 29577
-# PyTorch's FSDP2 now and then ends by "terminate called without an active exception", a thread that nobody has joined.
+# Python's programs now and then end by "terminate called without an active exception".
 PEER_TRIES = 3
 
 

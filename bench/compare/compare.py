@@ -50,7 +50,7 @@ ARCHIVES = {"llama": ("LlamaDecoderLayer", 1000), "gpt2": ("GPT2Block", 50257)}
 UNITS = [10, 1000]
 UNIT_WRAPPERS = ["fsdp", "local"]
 FASTEST = 2  # peers of a stage, in a model at so many ranks, that run in each round
-# PyTorch's FSDP2 now and then ends by "terminate called without an active exception".
+# Python's programs, whatever the wrapper, now and then end by "terminate called without an active exception".
 TRIES = 2
 PEERS = ["torch", "fairscale", "deepspeed", "transformers"]
 

@@ -37,6 +37,7 @@ OWN_TARGETS = {("tessera fsdp", "tessera ddp", "gpt"): 1.1}  # among ourselves
 LIMIT = "limits"
 LIMIT_TARGETS = {"tessera fsdp": ("exchange_stage_1_and_3", 1.15), "tessera sdp": ("exchange_stage_0_and_2", 1.1)}
 LIMITED = {model: LIMIT_TARGETS for model in ("deep", "recipe", "gpt")}
+PLOTS_IN_A_ROW = 4
 GROWTH_TARGET = 1.1  # of resident memory, over what FSDP says it holds: where that is more than a runtime's own
 GROWTH_MODELS = ("recipe", "recipe-2600")
 UNIT_TARGET_MS, UNIT_GROWTH_TARGET = 0.1, 1.1  # processor time of a unit, and of one among the most units over the fewest
@@ -90,8 +91,10 @@ def held_mib(run):
     return sum(run[field] for field in ("param_bytes", "grad_bytes", "optimizer_bytes", "peak_gathered_bytes", "peak_bucket_bytes")) / MIB
 
 
-def spread(values):
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+def spread(values, digits=2):
+    """The median, and of several values the range."""
+    middle = f"{statistics.median(values):.{digits}f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def cases(results):
@@ -238,7 +241,7 @@ def full_table(results):
             if "param_bytes" in runs[0]:
                 held = f"{held_mib(runs[0]):.0f}"
                 sent = f"{runs[0]['sent_bytes'] / runs[0]['model_bytes']:.2f}"
-            lines.append(f"| {model} | {ranks} | {PROGRAMS[program][1]} | {statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f}) | "
+            lines.append(f"| {model} | {ranks} | {PROGRAMS[program][1]} | {spread(times, 1)} | "
                          f"{statistics.median(run['cpu_s'] for run in runs) * 1e3:.1f} | {growth:.0f} | {least} | {held} | {sent} |")
     return lines
 
@@ -261,6 +264,7 @@ def draw(results, folder):
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "tessera"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text, not outlines
     import matplotlib.pyplot as plt
 
     ranks_shown = min(ranks for _, ranks in cases(results))
@@ -269,8 +273,12 @@ def draw(results, folder):
     plots = [("step_time", "ms a step", lambda run: run["step_s_median"] * 1e3),
              ("memory", "growth of resident memory, MiB", growth_mib)]
     for name, label, value in plots:
-        figure, axes = plt.subplots(1, len(models), figsize=(4.2 * len(models), 4.6), sharey=True, squeeze=False)
-        for axis, model in zip(axes[0], models):
+        columns = min(PLOTS_IN_A_ROW, len(models))
+        rows = -(-len(models) // columns)
+        figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 4.6 * rows), sharey=True, squeeze=False)
+        for axis in axes.flat[len(models):]:
+            axis.set_visible(False)
+        for axis, model in zip(axes.flat, models):
             shown = [p for p in programs if good_runs(results, model, ranks_shown, p)]
             for row, program in enumerate(programs):
                 if program not in shown:
@@ -295,11 +303,8 @@ def draw(results, folder):
 
 def provenance(results):
     peers = ", ".join(f"{name} {version}" for name, version in results.get("versions", {}).items())
-    return f"Measured on {results['machine']}{f', against {peers}' if peers else ''}, in at most {most_runs(results)} rounds."
-
-
-def most_runs(results):
-    return max(len(runs) for runs in results["runs"].values())
+    rounds = "one round" if results["rounds"] == 1 else f"at most {results['rounds']} rounds"
+    return f"Measured on {results['machine']}{f', against {peers}' if peers else ''}, in {rounds}."
 
 
 def write_documentation(results, docs):
