@@ -185,20 +185,13 @@ std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, cons
   return std::make_unique<OneProcess>(std::move(model), std::move(optimizer));
 }
 
+template <class Adam = torch::optim::Adam, class SGD = torch::optim::SGD>
 auto make_oss_sdp(OssOptions oss, SdpOptions options) {
   return [oss, options](Model model, Comm comm, Optim kind, const Play&) -> std::unique_ptr<Trainer> {
-    auto optimizer = sharded_optimizer(kind, unique_parameters(*model), comm, oss);
+    auto optimizer = sharded_optimizer<Adam, SGD>(kind, unique_parameters(*model), comm, oss);
     auto sdp = std::make_unique<Sdp>(model, *optimizer, comm, options);
     return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
   };
-}
-
-// Each parameter is a bucket of its own, stepped in a turn of its own.
-std::unique_ptr<Trainer> make_oss_sdp_in_turns(Model model, Comm comm, Optim kind, const Play&) {
-  auto optimizer = sharded_optimizer<InTurns<torch::optim::Adam>, InTurns<torch::optim::SGD>>(
-      kind, unique_parameters(*model), comm, {.broadcast_bucket_bytes = 1});
-  auto sdp = std::make_unique<Sdp>(model, *optimizer, comm);
-  return std::make_unique<Rank<Sdp>>(model, std::move(sdp), std::move(optimizer));
 }
 
 auto make_fsdp(FsdpOptions options) {
@@ -543,7 +536,9 @@ std::vector<Setup> all_setups() {
   auto setups = replicated_setups();
   for (auto& setup : fsdp_setups()) setups.push_back(setup);
   setups.push_back({"zero3", 3, worlds_to_play(), make_zero(3), /*takes_turns=*/true});
-  setups.push_back({"oss_sdp_turns", 2, worlds_to_play(), make_oss_sdp_in_turns, /*takes_turns=*/true});
+  // Each parameter is a bucket of its own, stepped in a turn of its own.
+  const auto in_turns = make_oss_sdp<InTurns<torch::optim::Adam>, InTurns<torch::optim::SGD>>;
+  setups.push_back({"oss_sdp_turns", 2, worlds_to_play(), in_turns({.broadcast_bucket_bytes = 1}, {}), true});
   return setups;
 }
 
