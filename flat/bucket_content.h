@@ -23,6 +23,7 @@ struct BucketContent {
   };
   std::vector<Part> parts{};
   bool is_result = false;      // the only part is the result's own memory
+  bool is_adopted = false;     // it is a gradient's, which the result takes over
   std::vector<bool> filled{};  // by member
   StreamUses uses{};           // of the memory: hooks run on the streams of the operators before them
   // On a device: small gradients, which are copied together when one launch is enough for all.

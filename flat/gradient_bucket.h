@@ -30,6 +30,8 @@ struct GradientBucket {
   // GradientReducer makes them.
   std::vector<BucketPiece> pieces{};
   std::vector<size_t> piece_of{};
+  // Whether a gradient's own memory is reduced in place and becomes .grad. GradientReducer's, too.
+  bool adopts = false;
 };
 
 }  // namespace tessera

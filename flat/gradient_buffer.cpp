@@ -67,6 +67,17 @@ void GradientBuffer::accept(const at::Tensor& values, const std::vector<bool>& u
   }
 }
 
+void GradientBuffer::adopt(const at::Tensor& values) {
+  at::Tensor& grad = members_[0].leaf.mutable_grad();
+  if (grad.defined()) {
+    grad.add_(part_of(values, 0));
+  } else {
+    drop_if_unused();
+    grad = as_gradient(part_of(values, 0).detach(), 0);
+  }
+  forget_norm(grad);
+}
+
 at::Tensor GradientBuffer::whole_gradient() const {
   if (!grad_.defined()) return {};
   for (size_t i = 0; i < members_.size(); ++i)

@@ -44,6 +44,10 @@ class GradientBuffer {
   // Makes `values`, which room() gave, the gradient of each leaf that `used` names, or adds them to what is there.
   void accept(const at::Tensor& values, const std::vector<bool>& used);
 
+  // The same for the only leaf, of values in memory of their own that nobody else has: it is the gradient's from now
+  // on.
+  void adopt(const at::Tensor& values);
+
   // All leaves, or those that `used` names.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 

@@ -71,12 +71,23 @@ bool GradientReducer::reduces_apart(const GradientBucket& bucket) const {
          bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
 }
 
+// Whole on all ranks, a bucket of one large parameter is its gradient itself, where that is nobody else's: no copy
+// before, and no memory besides. On a device it may be of another stream than .grad is to be.
+bool GradientReducer::adopts(const GradientBucket& bucket) const {
+  return bucket.layout.cut() == FlatLayout::Cut::kWhole && bucket.members.size() == 1 && !bucket.wire_dtype &&
+         mesh_.world->device().is_cpu() && exchanges_pieces(*mesh_.world) && bucket.layout.full_numel() > 0 &&
+         bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
+}
+
 // Into pieces, of which gradients can be some as they are: where what comes is apart from what is sent, all of it in
-// the bucket's own dtype. Cut by owner, the only member, of an owner that is another rank or reduces apart.
+// the bucket's own dtype. Cut by owner, the only member, of an owner that is another rank or reduces apart; whole, the
+// only member of a bucket that adopts its gradient.
 void GradientReducer::cut(GradientBucket& bucket) const {
   const FlatLayout& layout = bucket.layout;
   bucket.pieces = {{{0, layout.full_numel()}}};
   bucket.piece_of.assign(bucket.members.size(), 0);
+  bucket.adopts = adopts(bucket);
+  if (bucket.adopts) bucket.pieces[0].member = 0;
   if (layout.cut() == FlatLayout::Cut::kByOwner && bucket.members.size() == 1 &&
       (bucket.result == nullptr || reduces_apart(bucket)))
     bucket.pieces[0].member = 0;
@@ -177,6 +188,7 @@ at::Tensor GradientReducer::as_it_is(const GradientBucket& plan, size_t member, 
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
       gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return {};
+  if (plan.adopts && gradient.storage().nbytes() != gradient.nbytes()) return {};  // the rest would stay as long
   return gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset());
 }
 
@@ -238,10 +250,21 @@ void GradientReducer::start(size_t bucket) {
   // Between members only where it comes into a shard's gradient, whose norm is taken whole, or into a block, whose
   // scale is that of its largest element.
   flight.content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(plan));
+  if (plan.adopts) adopt(flight.content, plan);
   log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel());
   flight.pending = reduce(flight);
   flights_[kReducing].push_back(std::move(flight));
   while (flights_[kReducing].size() > options_.in_flight) finish_oldest(kReducing);
+}
+
+// What is borrowed is ours from now on, to be written.
+void GradientReducer::adopt(BucketContent& content, const GradientBucket& plan) {
+  BucketContent::Part& part = content.parts[0];
+  if (!part.is_borrowed) return;
+  content.require_as_borrowed(plan, parameters_, mesh_.world->rank());
+  borrowed_bytes_ -= static_cast<int64_t>(part.values.nbytes());
+  part.is_borrowed = false;
+  content.is_adopted = true;
 }
 
 // What may be rounded, and goes to others.
@@ -376,8 +399,13 @@ void GradientReducer::accept(Flight flight) {
   const bool waits = std::any_of(undecided_.begin(), undecided_.end(),
                                  [&](const Flight& other) { return other.bucket == flight.bucket; });
   if (!all_of(flight.content.filled) || waits) return undecided_.push_back(std::move(flight));
-  buckets_[flight.bucket].result->accept(flight.reduced, flight.content.filled);
+  hand_over(flight, flight.content.filled);
   observe(flight.bucket, flight.content.filled);
+}
+
+void GradientReducer::hand_over(const Flight& flight, const std::vector<bool>& used) {
+  GradientBuffer& result = *buckets_[flight.bucket].result;
+  flight.content.is_adopted ? result.adopt(flight.reduced) : result.accept(flight.reduced, used);
 }
 
 void GradientReducer::drain(bool accept) {
@@ -428,7 +456,7 @@ void GradientReducer::finish() {
   log_.clear();
   for (Flight& flight : std::exchange(undecided_, {})) {
     const std::vector<bool> used = used_in(flight.bucket);
-    buckets_[flight.bucket].result->accept(flight.reduced, used);
+    hand_over(flight, used);
     buckets_[flight.bucket].result->drop_if_unused();
     observe(flight.bucket, used);
   }
@@ -438,8 +466,7 @@ void GradientReducer::finish() {
         std::exchange(contents_[bucket].late, BucketContent::of_members(buckets_[bucket].members.size()));
     start(bucket);
     drain();
-    for (Flight& flight : std::exchange(undecided_, {}))
-      buckets_[bucket].result->accept(flight.reduced, used_in(bucket));
+    for (Flight& flight : std::exchange(undecided_, {})) hand_over(flight, used_in(bucket));
   }
   reset();
   if (options_.check_finite) require_finite(buckets_, reduced_, *mesh_.world);

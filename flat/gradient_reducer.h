@@ -116,6 +116,8 @@ class GradientReducer {
   void start(size_t bucket);
   Pending reduce(Flight& flight);
   bool reduces_apart(const GradientBucket& bucket) const;
+  bool adopts(const GradientBucket& bucket) const;
+  void adopt(BucketContent& content, const GradientBucket& plan);
   Pending reduce_apart(Flight& flight, ReduceOp op);
   bool is_encoded(const GradientBucket& bucket) const;
   Pending exchange_encoded(Flight& flight);
@@ -124,6 +126,7 @@ class GradientReducer {
   void drain(bool accept = true);
   void pass_on(Flight flight);
   void accept(Flight flight);
+  void hand_over(const Flight& flight, const std::vector<bool>& used);
   void observe(size_t bucket, const std::vector<bool>& used) const;
   bool is_busy(size_t bucket) const;
   void reset();

@@ -15,6 +15,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "tessera/comm/reduce_scatter_pieces.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/sdp/replicated_gradients.h"
 
@@ -64,6 +65,10 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
   return std::nullopt;
 }
 
+// A gradient that is reduced where autograd left it is a bucket by itself. Below this, one more message costs more than
+// the copy that it saves.
+constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
+
 int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
 
 }  // namespace
@@ -73,10 +78,12 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
                        {"DistributedDataParallel", describe(checked(options)), options.sync_module_states,
                         options.broadcast_buffers}) {
   ReplicatedOptions replicated;
-  replicated.limits = {.alone_bytes = BucketLimits::kNone,
+  replicated.wire_dtype = wire_dtype(options.compression);
+  const bool adopts_gradients = !replicated.wire_dtype && !options.backend_all_reduce &&
+                                this->comm()->device().is_cpu() && exchanges_pieces(*this->comm());
+  replicated.limits = {.alone_bytes = adopts_gradients ? kLeastAdoptedBytes : BucketLimits::kNone,
                        .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
                        .first_bytes = bytes_of_mb(options.first_bucket_mb)};
-  replicated.wire_dtype = wire_dtype(options.compression);
   replicated.gradients_are_views = options.gradient_as_bucket_view;
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;

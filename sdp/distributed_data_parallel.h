@@ -15,7 +15,8 @@ enum class GradientCompression { kNone, kFp16, kBf16 };
 // As torch.nn.parallel.DistributedDataParallel's arguments, whose names they have.
 struct DdpOptions {
   // Gradients travel in buckets of this many MiB, the last layers' first, while backward goes on;
-  // the first bucket is smaller, so that sending begins early.
+  // the first bucket is smaller, so that sending begins early. On CPUs one of 2 MiB or more is a bucket by itself,
+  // which is reduced where autograd left it and stays `.grad`, unless somebody else holds it.
   double bucket_cap_mb = 25;
   double first_bucket_mb = 1;
 
@@ -23,7 +24,7 @@ struct DdpOptions {
   // true: one that no rank used keeps its gradient as it was. false: such a parameter is an error in the next forward.
   bool find_unused_parameters = false;
 
-  // true: gradients are views of the buckets, which saves a copy and their memory once more.
+  // true: gradients that share a bucket are views of it, which saves a copy and their memory once more.
   bool gradient_as_bucket_view = true;
 
   // The caller promises that every iteration has gradients for the same parameters: which ones, and that the ranks

@@ -524,9 +524,9 @@ std::vector<Setup> replicated_setups() {
   more("zero1", 1, make_zero(1));
   more("zero2", 2, make_zero(2));
   if (!is_on_accelerator()) more("oss_alone", 1, make_oss_alone);
+  // Each parameter is a bucket of its own, reduced where autograd left its gradient.
+  more("ddp_buckets", 0, make_ddp_with({.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5}));
   if (!has_full_matrix()) return setups;
-  const DdpOptions small{.bucket_cap_mb = 1e-4, .first_bucket_mb = 1e-5};
-  setups.push_back({"ddp_buckets", 0, worlds, make_ddp_with(small)});
   setups.push_back({"ddp_backend", 0, worlds, make_ddp_with({.backend_all_reduce = true})});
   setups.push_back({"oss_sdp_buckets", 2, worlds, make_oss_sdp({}, {.reduce_buffer_size = 0})});
   return setups;

@@ -67,6 +67,52 @@ TEST(Ddp, GradientsAreAveragesInRankOrderWithAnyOptions) {
   }
 }
 
+// No copy of a large one, but where somebody else has it.
+TEST(Ddp, ReducesALargeGradientWhereAutogradLeftIt) {
+  for (bool keeps : {false, true}) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      const auto linear = [] { return torch::nn::Linear(1024, 1024); };
+      auto reference = seeded(2, linear), model = seeded(2, linear);
+      DistributedDataParallel ddp(model, comm);
+      at::Tensor kept, own;
+      const void* memory = nullptr;
+      model->weight.register_hook([&](const at::Tensor& gradient) {
+        at::Tensor returned = gradient.clone();
+        memory = returned.const_data_ptr();
+        own = gradient.clone();
+        if (keeps) kept = returned;
+        return returned;
+      });
+      const auto input = [](int seed) { return seeded(seed, [] { return torch::randn({2, 1024}); }); };
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor before = model->weight.grad();  // a handle, whose values stay
+        const at::Tensor values = before.defined() ? before.clone() : at::Tensor();
+        ddp.zero_grad();
+        call(ddp, input(10 * step + comm->rank())).square().mean().backward();
+        reference->zero_grad();
+        reference_backward(reference, 2,
+                           [&](int part) { return reference->forward(input(10 * step + part)).square().mean(); });
+        EXPECT_TRUE(same_values(model->weight.grad(), reference->weight.grad()));
+        EXPECT_TRUE(same_values(model->bias.grad(), reference->bias.grad()));
+        EXPECT_EQ(model->weight.grad().const_data_ptr() == memory, !keeps);
+        if (keeps) {
+          EXPECT_TRUE(same_values(kept, own));
+        } else {
+          EXPECT_EQ(model->weight.grad().storage().use_count(), 1);  // nothing of ours keeps it
+        }
+        if (before.defined()) {
+          EXPECT_TRUE(same_values(before, values));
+        }
+      }
+      // One that is there is added to.
+      const at::Tensor first = model->weight.grad();
+      call(ddp, input(20 + comm->rank())).square().mean().backward();
+      EXPECT_TRUE(first.is_same(model->weight.grad()));
+      EXPECT_TRUE(same_values(first, reference->weight.grad() * 2));
+    });
+  }
+}
+
 // Also with one rank, where gradients pass by until a divisor is set.
 TEST(Ddp, ADivisorCountsForEarlierMicroBatchesAndForNoAverage) {
   for (int world : {1, 2}) {
