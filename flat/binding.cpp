@@ -79,6 +79,15 @@ void Binding::require_same_kind(size_t parameter) const {
                          " wrapped the module: move and convert a module before it is wrapped");
 }
 
+void Binding::require_no_hook_after(size_t parameter) const {
+  const at::Tensor& tensor = parameters_[parameter].tensor;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta->post_acc_grad_hooks_ == nullptr && accumulators_[parameter]->post_hooks().empty()) return;
+  throw std::logic_error(label(parameter) +
+                         " has a hook that runs when its gradient has been accumulated, which is before ranks have "
+                         "averaged it: do after backward what the hook does, or take a hook of register_hook()");
+}
+
 void Binding::note_versions() {
   versions_.clear();
   for (const PlannedParameter& parameter : parameters_) versions_.push_back(parameter.tensor._version());

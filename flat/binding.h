@@ -44,6 +44,10 @@ class Binding {
   // Throws std::logic_error if a parameter is no longer of the dtype, shape or device that it was wrapped with.
   void require_same_kind(size_t parameter) const;
 
+  // Throws std::logic_error if the parameter has a hook for when its gradient has been accumulated
+  // (set_post_acc_grad_hooks(), or add_post_hook() of its accumulator), where set_take() leaves nothing to see.
+  void require_no_hook_after(size_t parameter) const;
+
   // "parameter 'fc.weight' on rank 1"
   std::string label(size_t parameter) const;
 

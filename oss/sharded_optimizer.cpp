@@ -279,13 +279,21 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
       at::AutoGradMode recording(true);
       loss = closure();
     }
-    require_ready_gradients(all_parameters(), /*steps=*/true);
+    tell_gradient_keepers(all_parameters(), StepEvent::kBegins);
     for (const auto& buckets : buckets_) buckets->require_unconverted();
     return loss;
   };
-  if (auto* lbfgs = dynamic_cast<Lbfgs*>(local_.get()))
-    return search(*lbfgs, closure ? LossClosure(take_gradients) : LossClosure());
-  take_gradients();
+  if (auto* lbfgs = dynamic_cast<Lbfgs*>(local_.get())) {
+    loss = search(*lbfgs, closure ? LossClosure(take_gradients) : LossClosure());
+  } else {
+    take_gradients();
+    step_owned();
+  }
+  tell_gradient_keepers(all_parameters(), StepEvent::kEnds);
+  return loss;
+}
+
+void ShardedOptimizer::step_owned() {
   copy_options(*local_);
   ChosenStep* const chosen = host_ == nullptr && comm_->size() > 1 ? chosen_step_of(*local_) : nullptr;
   if (chosen != nullptr) {
@@ -295,7 +303,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
       const Scope lent = lend_state();
       chosen->step_parameters(parameters);
     });
-    return loss;
+    return;
   }
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
@@ -303,7 +311,6 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
-  return loss;
 }
 
 // Owners and others move together, to each point where the loss is asked for.
@@ -379,7 +386,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 }
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
-  require_ready_gradients(all_parameters(), /*steps=*/false);
+  tell_gradient_keepers(all_parameters(), StepEvent::kWantsNorm);
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> others;  // what other ranks own and this one has, too
   std::unordered_set<const c10::TensorImpl*> seen;

@@ -118,6 +118,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   void copy_options(torch::optim::Optimizer& to) const;
   Scope lend_state();
   at::Tensor search(Lbfgs& lbfgs, const LossClosure& closure);
+  void step_owned();
   void publish(const ParameterBuckets::StepOwned& step_owned = nullptr);
   std::vector<at::Tensor> owned_gradients() const;
   std::vector<at::Tensor> all_parameters() const;

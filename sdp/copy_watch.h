@@ -42,9 +42,15 @@ class CopyWatch {
   }
   // Gradients that are there are clipped: another version of one is not put there by hand.
   void gradients_are_scaled() { are_scaled_ = true; }
-  // Of an optimizer that knows who owns a parameter: its owner's values will be everybody's.
+  // Of an optimizer that knows who owns a parameter: its owner's values will be everybody's, and averages stay where
+  // they are.
   void step_begins() {
-    if (since_ == Since::kOwnersAverage) forget();
+    if (seen_.empty() || since_ != Since::kOwnersAverage) return;
+    forget();
+    is_in_step_ = true;
+  }
+  void step_ends() {
+    if (std::exchange(is_in_step_, false)) note(Since::kOwnersAverage);
   }
 
   // For a step of an optimizer that knows the wrapper. Throws std::logic_error, naming the parameter, for a gradient
@@ -73,6 +79,7 @@ class CopyWatch {
   Since since_ = Since::kNoGradient;
   std::vector<Seen> seen_;    // empty: nothing is noted
   bool are_scaled_ = false;   // since then
+  bool is_in_step_ = false;   // of an optimizer whose owners have averages
   ValueSamples samples_;      // the same, of values
   LateReports late_reports_;  // of forwards before, on a device
 };

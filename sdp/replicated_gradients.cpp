@@ -64,15 +64,7 @@ void ReplicatedGradients::install() {
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  keeper_.emplace(while_alive(
-      self,
-      [](auto& owner, bool steps) {
-        if (!steps) return owner.require_averages_to_clip();
-        owner.require_averages();
-        owner.copies_.step_begins();
-        owner.seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
-      },
-      [](bool) {}));
+  keeper_.emplace(while_alive(self, [](auto& owner, StepEvent event) { owner.hear(event); }, [](StepEvent) {}));
   refresh_trainable();
 }
 
@@ -166,6 +158,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     keep_own_sum(parameter, gradient.defined());
     return gradient;  // which autograd adds to what is there
   }
+  if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
   reducer_.add(parameter, gradient, /*reduce=*/true);
   return {};
@@ -377,6 +370,20 @@ void ReplicatedGradients::set_divisor(double divisor) {
                            ": set it before that backward, or clear the gradients");
   }
   reducer_.set_divisor(divisor);
+}
+
+void ReplicatedGradients::hear(StepEvent event) {
+  switch (event) {
+    case StepEvent::kWantsNorm:
+      return require_averages_to_clip();
+    case StepEvent::kBegins:
+      require_averages();
+      copies_.step_begins();
+      seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
+      return;
+    case StepEvent::kEnds:  // on a device each forward would have to ask
+      if (mesh_.world->device().is_cpu()) copies_.step_ends();
+  }
 }
 
 void ReplicatedGradients::require_averages() const {

@@ -92,6 +92,7 @@ class ReplicatedGradients : public BackwardPass {
   void keep_own_sum(size_t parameter, bool adds);
   void note_passed_through(size_t parameter);
   void agree_on_order();
+  void hear(StepEvent event);
   void require_all_used();
   void note_failed_forward();
   void note_what_came_before();

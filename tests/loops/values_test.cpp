@@ -8,7 +8,7 @@ namespace {
 
 TESSERA_LOOPS(Values, all_setups);
 
-bool is_sharded(const Setup& setup) { return setup.stage == 3; }
+bool has_shards(const Setup& setup) { return setup.stage == 3; }
 
 // What torch::save wrote of another model of this form.
 std::string saved() {
@@ -164,7 +164,7 @@ TEST_P(Values, SetDataThenALookBetweenForwardAndBackward) {
 
 // As torch::nn::init and "resume from" code do it.
 TEST_P(Values, CopyIntoAModuleParameterUnderNoGrad) {
-  play(GetParam(), {.expect = is_sharded(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+  play(GetParam(), {.expect = has_shards(GetParam()) ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
     run.train(0);
     {
       torch::NoGradGuard no_grad;

@@ -1,0 +1,101 @@
+// What programs do when a gradient has come, and when a step is over.
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tests/loops/loops.h"
+
+namespace tessera::loops {
+namespace {
+
+TESSERA_LOOPS(Afterwards, all_setups);
+
+bool is_at_owners(const Setup& setup) { return setup.stage == 2; }
+
+// ---- a hook after the gradient
+
+struct StepsWhenAccumulated : torch::autograd::PostAccumulateGradHook {
+  void operator()(const at::Tensor& parameter) override {
+    if (!parameter.grad().defined()) return;
+    const at::NoGradGuard no_grad;
+    parameter.sub_(parameter.grad() * 0.1);
+    parameter.mutable_grad().reset();
+  }
+};
+
+struct HalvesWhenAccumulated : torch::autograd::FunctionPostHook {
+  explicit HalvesWhenAccumulated(at::Tensor leaf) : parameter(std::move(leaf)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    if (parameter.grad().defined()) parameter.mutable_grad().mul_(0.5);
+    return outputs;
+  }
+  const at::Tensor parameter;
+};
+
+const std::vector<std::string> kHookAfter{"has a hook that runs when its gradient has been accumulated",
+                                          "is in the wrapper's shards"};
+
+TEST_P(Afterwards, AStepInAHookThatComesAfterAccumulation) {
+  play(GetParam(), {.expect = Expect::kRefused, .says = kHookAfter, .equal_alone = true, .optimizers = {Optim::kSgd}},
+       [](Trainer& run) {
+         for (const at::Tensor& parameter : run.model->parameters())
+           torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<StepsWhenAccumulated>());
+         for (int step = 0; step < 3; ++step) run.loss(step).backward();
+       });
+}
+
+TEST_P(Afterwards, AScaleInAHookOfTheAccumulator) {
+  play(GetParam(), {.expect = Expect::kRefused, .says = kHookAfter, .equal_alone = true, .optimizers = {Optim::kSgd}},
+       [](Trainer& run) {
+         std::vector<std::shared_ptr<torch::autograd::Node>> accumulators;  // which a parameter does not keep
+         for (const at::Tensor& parameter : run.model->parameters()) {
+           accumulators.push_back(torch::autograd::impl::grad_accumulator(parameter));
+           accumulators.back()->add_post_hook(std::make_unique<HalvesWhenAccumulated>(parameter));
+         }
+         three_steps(run);
+       });
+}
+
+// ---- changes after a step
+
+// Under SDP a gradient is at its owner alone, so that nobody else changes what has one.
+Play of_what_has_a_gradient(const Setup& setup) {
+  if (!is_at_owners(setup)) return {};
+  return {.expect = Expect::kRefused, .says = {kByOther[0], "the ranks have diverged"}, .equal_alone = true};
+}
+
+TEST_P(Afterwards, DecaysWhatHasAGradient) {
+  play(GetParam(), of_what_has_a_gradient(GetParam()), [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      for (at::Tensor& parameter : run.parameters())
+        if (parameter.grad().defined()) parameter.data().mul_(0.99);
+    }
+  });
+}
+
+TEST_P(Afterwards, AnotherOptimizerStepsOnceMore) {
+  play(GetParam(), of_what_has_a_gradient(GetParam()), [](Trainer& run) {
+    torch::optim::SGD second(run.parameters(), torch::optim::SGDOptions(0.05));
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      second.step();
+    }
+  });
+}
+
+// Alike on all ranks.
+TEST_P(Afterwards, ClampsAllParameters) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 4; ++step) {
+      run.train(step);
+      for (at::Tensor& parameter : run.parameters()) parameter.data().clamp_(-0.25, 0.25);
+      const at::NoGradGuard no_grad;
+      if (step == 2)
+        for (at::Tensor& parameter : run.parameters()) parameter.mul_(0.9);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace tessera::loops
