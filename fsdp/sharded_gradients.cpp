@@ -64,6 +64,7 @@ void ShardedGradients::make_buckets() {
         bucket.members.push_back(states_.size());
         states_.push_back({unit.get(), shard, shard.requires_grad()});
         trained_.push_back(shard.requires_grad());
+        has_gradient_.push_back(false);
       }
       buckets.push_back(std::move(bucket));
     }
@@ -269,12 +270,13 @@ Range ShardedGradients::ranks_with(size_t parameter) const {
   return {};
 }
 
-// Else a rank that has written to nothing may have stepped: whoever writes an optimizer may pass over what is empty.
+// Each by what has a gradient. Else a rank that has written to nothing may have stepped: whoever writes an optimizer
+// may pass over what is empty.
 bool ShardedGradients::all_ranks_train() const {
   const int world = model_.mesh().shard->size();
   std::vector<bool> trains(world, false);
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (!trained_[i]) continue;
+    if (!trained_[i] || !has_gradient_[i]) continue;
     const Range ranks = ranks_with(i);
     std::fill(trains.begin() + ranks.begin, trains.begin() + ranks.end, true);
   }
@@ -294,7 +296,7 @@ void ShardedGradients::note_what_came_before() {
     if (comm.device().is_cpu() || ranks_with(i).numel() == comm.size())
       model_.log().add_kept(states_[i].shard.grad().defined(), states_[i].shard.numel() == 0);
   }
-  if (has_changed) all_ranks_train_ = all_ranks_train();
+  if (has_changed || std::exchange(gradients_changed_, false)) all_ranks_train_ = all_ranks_train();
   if (writes_ && writes() != *writes_ && *all_ranks_train_) model_.log().add("a step");
   writes_ = writes_if_between();
 }
@@ -354,6 +356,17 @@ bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient, bool re
     --incomplete_[unit];
   }
   return incomplete_[unit] == 0;
+}
+
+void ShardedGradients::finish() {
+  reducer_.finish();
+  place_guards();
+  for (size_t i = 0; i < states_.size(); ++i) {
+    const bool has_gradient = states_[i].shard.grad().defined();
+    gradients_changed_ = gradients_changed_ || has_gradient_[i] != has_gradient;
+    has_gradient_[i] = has_gradient;
+  }
+  writes_ = writes_if_between();
 }
 
 void ShardedGradients::end_without_reducing() {

@@ -56,11 +56,7 @@ class ShardedGradients {
   void begin();
   // Returns whether the unit has all gradients of this pass.
   bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
-  void finish() {
-    reducer_.finish();
-    place_guards();
-    writes_ = writes_if_between();
-  }
+  void finish();
   void end_without_reducing();
   // A backward has failed: its gradients are not to be stepped with. Not collective.
   void fail();
@@ -113,7 +109,9 @@ class ShardedGradients {
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
   std::vector<bool> trained_;                 // by parameter: required a gradient in the last pass
-  std::optional<bool> all_ranks_train_;       // as trained_ says
+  std::vector<bool> has_gradient_;            // by parameter: its shards have, since the last pass that reduced
+  bool gradients_changed_ = false;            // which ones have
+  std::optional<bool> all_ranks_train_;       // as these say
   std::optional<uint64_t> writes_;            // to all shards, when the last pass that reduced ended
   std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
   std::shared_ptr<GradientGuard> not_ready_;  // in shards

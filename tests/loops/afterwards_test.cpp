@@ -2,6 +2,8 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "tests/loops/loops.h"
 
 namespace tessera::loops {
@@ -95,6 +97,42 @@ TEST_P(Afterwards, ClampsAllParameters) {
         for (at::Tensor& parameter : run.parameters()) parameter.mul_(0.9);
     }
   });
+}
+
+// ---- steps of some ranks alone
+
+// In one unit a rank in the middle has nothing but elements of the layer that is not used.
+struct WithAWideSide : Net {
+  WithAWideSide() {
+    register_module("first", first);
+    register_module("side", side);
+    register_module("last", last);
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor inner = first(x);
+    return last(uses_side ? inner + side(x).tanh().mean(1, true) : inner);
+  }
+  torch::nn::Linear first{kFeatures, kFeatures}, side{kFeatures, 10 * kFeatures}, last{kFeatures, kFeatures};
+  bool uses_side = false;
+};
+
+TESSERA_LOOPS(AfterwardsSharded, fsdp_setups);
+
+TEST_P(AfterwardsSharded, StepsOfWhoHasElementsOfWhatIsUsed) {
+  const Play plays{.model = [] { return seeded_model<WithAWideSide>(77); }};
+  const auto descend = [](Trainer& run) {
+    for (int step = 0; step < 6; ++step) {
+      dynamic_cast<WithAWideSide&>(*run.model).uses_side = step == 3 || step == 4;
+      run.zero_grad();
+      run.loss(step).backward();
+      const at::NoGradGuard no_grad;
+      for (at::Tensor& parameter : run.parameters())
+        if (parameter.grad().defined() && parameter.numel() > 0) parameter.sub_(parameter.grad(), 0.05);
+    }
+  };
+  for (int world : {3, 4})
+    if (std::ranges::count(GetParam().worlds, world) > 0)
+      EXPECT_EQ(outcome_of(GetParam(), plays, descend, world, Optim::kSgd).wrong, "") << world;
 }
 
 }  // namespace
