@@ -43,6 +43,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       owner_of_(std::move(owner_of)),
       options_(options),
       binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
+      taken_(binding_, owner_of_ != nullptr),
       reducer_(binding_.parameters(), mesh_, log_, options.reducer),
       copies_(binding_, options.copies_are_equal),
       states_(binding_.parameters().size()) {}
@@ -206,6 +207,7 @@ void ReplicatedGradients::begin_forward() {
   Quiet quiet;
   recover();
   binding_.require_nothing_new();
+  if (!passes_through()) taken_.require_alone();
   for (size_t i = 0; i < states_.size(); ++i) {
     binding_.require_same_kind(i);
     keeper_->keep(binding_.tensor(i));

@@ -16,6 +16,7 @@
 #include "tessera/flat/gradient_reducer.h"
 #include "tessera/flat/memory_report.h"
 #include "tessera/sdp/copy_watch.h"
+#include "tessera/sdp/taken_parameters.h"
 
 namespace tessera {
 
@@ -103,6 +104,7 @@ class ReplicatedGradients : public BackwardPass {
   const OwnerOf owner_of_;
   const ReplicatedOptions options_;
   Binding binding_;
+  TakenParameters taken_;
   OrderLog log_;
   GradientReducer reducer_;
   CopyWatch copies_;

@@ -99,6 +99,36 @@ TEST_P(Afterwards, ClampsAllParameters) {
   });
 }
 
+// ---- a layer of two models
+
+struct SharesALayer : Net {
+  explicit SharesALayer(const torch::nn::Linear& layer) : shared(register_module("fc2", layer)) {
+    register_module("fc3", own);
+    own->to(at::kDouble);
+    const at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : own->parameters()) parameter.fill_(0.1);
+  }
+  at::Tensor forward(const at::Tensor& x) override { return own(shared(x).tanh()); }
+  torch::nn::Linear shared, own{kFeatures, kFeatures};
+};
+
+// Each has a wrapper and an optimizer. Under SDP a gradient would come to the owner that one optimizer knows.
+TEST_P(Afterwards, TwoModelsThatShareALayerInTurns) {
+  const bool is_refused = GetParam().stage >= 2;
+  play(GetParam(),
+       {.expect = is_refused ? Expect::kRefused : Expect::kEqual,
+        .unused = true,
+        .says = {"is a parameter of another wrapper, too", "is sharded already, by another wrapper"},
+        .equal_alone = true},
+       [](Trainer& run) {
+         const auto other = run.another(std::make_shared<SharesALayer>(mlp_of(*run.model).fc2));
+         for (int step = 0; step < 4; ++step) {
+           run.train(step);
+           other->train(step + 10);
+         }
+       });
+}
+
 // ---- steps of some ranks alone
 
 // In one unit a rank in the middle has nothing but elements of the layer that is not used.
