@@ -161,9 +161,10 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
+// In the order of memory, where both have the same: set_data() may have given the parameter other strides since.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
-  if (const at::Tensor to = flat(copy.parameter); to.defined()) {
+  if (const at::Tensor to = flat(copy.parameter); to.defined() && copy.parameter.strides() == copy.host.strides()) {
     copy.leaving = engine_->to_device(to, flat(copy.host));
   } else {
     copy.parameter.detach().copy_(copy.host);

@@ -43,7 +43,7 @@ class HostStep {
  private:
   struct HostCopy {
     at::Tensor parameter;
-    at::Tensor host;                    // of its sizes and strides
+    at::Tensor host;                    // of its sizes, and of the strides that it had first
     uint32_t seen_version = 0;          // of the parameter, when both were the same
     const void* seen_memory = nullptr;  // the same
     at::Tensor seen_sums;               // the same, on a device: sums of its values

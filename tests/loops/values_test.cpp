@@ -142,6 +142,21 @@ TEST_P(Values, SetDataOfOneParameterOfAUnit) {
   });
 }
 
+// The same values in another order of memory, as what is made channels-last has them; and back.
+TEST_P(Values, SetDataOfOtherStrides) {
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 5; ++step) {
+      const bool turns = step == 1, returns = step == 3;
+      for (auto& parameter : run.model->parameters()) {
+        if (parameter.dim() != 2) continue;
+        if (turns) parameter.set_data(parameter.detach().t().contiguous().t());
+        if (returns) parameter.set_data(parameter.detach().contiguous());
+      }
+      run.train(step);
+    }
+  });
+}
+
 // What backward needs is gone, and something has looked at the new values before it begins.
 TEST_P(Values, SetDataThenALookBetweenForwardAndBackward) {
   for (const bool evaluates : {false, true})
