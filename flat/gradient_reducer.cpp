@@ -10,6 +10,7 @@
 #include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/reduce_scatter_pieces.h"
 #include "tessera/flat/finite_check.h"
+#include "tessera/flat/lazy_values.h"
 
 namespace tessera {
 namespace {
@@ -136,6 +137,8 @@ bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool red
   // A dense one itself, not a copy: as_it_is() asks who else has it.
   if (gradient.defined() && gradient.is_sparse())
     collect(parameter, gradient.to_dense());
+  else if (gradient.defined() && has_lazy_values(gradient))
+    collect(parameter, gradient.clone());
   else if (gradient.defined())
     collect(parameter, gradient);
   if (std::exchange(state.arrived, true)) return bucket.missing == 0;  // again, by a part that is computed again

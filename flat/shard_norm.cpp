@@ -19,6 +19,7 @@
 #include <string>
 
 #include "tessera/comm/host_results.h"
+#include "tessera/flat/lazy_values.h"
 
 namespace tessera {
 namespace {
@@ -58,9 +59,15 @@ at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm
   return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
 }
 
-// By dtype and device, which a foreach wants to be the same.
+// By dtype and device, which a foreach wants to be the same. It writes to no tensor of lazy values; zeros stay.
 void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
-  std::vector<at::Tensor> rest = shards;
+  std::vector<at::Tensor> rest;
+  for (const at::Tensor& shard : shards) {
+    if (!has_lazy_values(shard))
+      rest.push_back(shard);
+    else if (!shard._is_zerotensor())
+      shard.mul_(factor.to(shard.device()).squeeze());
+  }
   while (!rest.empty()) {
     const at::Tensor first = rest[0];
     const auto others = std::stable_partition(rest.begin(), rest.end(), [&](const at::Tensor& shard) {

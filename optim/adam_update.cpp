@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "tessera/flat/lazy_values.h"
 #include "tessera/optim/listed_optimizer.h"
 #include "tessera/optim/partial_step.h"
 #include "tessera/paging/disk_pager.h"
@@ -92,7 +93,7 @@ struct Batch {
 
 at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
   if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type() &&
-      tensor.device() == parameter.device())
+      tensor.device() == parameter.device() && !has_lazy_values(tensor))
     return tensor;
   return at::empty_like(parameter).copy_(tensor);
 }

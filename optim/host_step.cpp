@@ -11,6 +11,7 @@
 
 #include "tessera/async/stream_uses.h"
 #include "tessera/flat/bits_dtype.h"
+#include "tessera/flat/lazy_values.h"
 #include "tessera/optim/optimizer_state.h"
 
 namespace tessera {
@@ -145,7 +146,8 @@ void HostStep::renew_if_written(HostCopy& copy) {
 void HostStep::start_gradient(HostCopy& copy) {
   renew(copy);
   const at::Tensor gradient = copy.parameter.grad();
-  if (gradient.layout() != at::kStrided || gradient.strides() != copy.host.strides() || !flat(copy.host).defined()) {
+  if (gradient.layout() != at::kStrided || has_lazy_values(gradient) || gradient.strides() != copy.host.strides() ||
+      !flat(copy.host).defined()) {
     copy.host.mutable_grad() = gradient.cpu().clone();
   } else {
     const at::Tensor memory =

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tessera/comm/host_results.h"
+#include "tessera/flat/lazy_values.h"
 
 namespace tessera {
 
@@ -40,9 +41,11 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   // One call for all gradients of a kind; views of one buffer several times are several tensors here.
   std::map<std::pair<at::ScalarType, at::DeviceIndex>, std::vector<at::Tensor>> kinds;
   for (auto& group : optimizer.param_groups())
-    for (const at::Tensor& parameter : group.params())
-      if (parameter.grad().defined() && parameter.grad().numel() > 0)
-        kinds[{parameter.grad().scalar_type(), parameter.grad().device().index()}].push_back(parameter.grad());
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined() || parameter.grad().numel() == 0) continue;
+      if (has_lazy_values(parameter.grad())) parameter.mutable_grad() = parameter.grad().clone();  // to be written
+      kinds[{parameter.grad().scalar_type(), parameter.grad().device().index()}].push_back(parameter.grad());
+    }
   at::Tensor found = at::zeros({1}, at::TensorOptions().dtype(at::kFloat).device(comm_->device()));
   for (auto& [kind, gradients] : kinds) {
     const auto on_device = at::TensorOptions().dtype(at::kFloat).device(gradients[0].device());

@@ -371,6 +371,67 @@ TEST_P(Layers, AFunctionThatKeepsAWeight) {
   play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<false>>(34); }}, three_steps);
 }
 
+// Weights that are used as their conjugates, whose gradients are then conjugates of what their memory has.
+struct Conjugated : Net {
+  Conjugated() {
+    register_module("fc", fc);
+    fc->to(at::kDouble);
+    square = register_parameter("square", torch::randn({kFeatures, kFeatures}, at::kComplexDouble));
+    scale = register_parameter("scale", torch::randn({kFeatures}, at::kComplexDouble));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor h = fc(x).tanh(), turned = scale.conj();
+    return at::real(h.to(at::kComplexDouble).matmul(square.mH())) + h * at::real(turned) +
+           h.square() * at::imag(turned);
+  }
+  torch::nn::Linear fc{kFeatures, kFeatures};
+  at::Tensor square, scale;
+};
+
+TEST_P(Layers, WeightsUsedAsTheirConjugates) {
+  auto model = [] { return seeded(36, []() -> Model { return std::make_shared<Conjugated>(); }); };
+  for (const bool clips : {false, true})
+    play(GetParam(), {.model = model}, [clips](Trainer& run) {
+      for (int step = 0; step < 3; ++step) {
+        run.optimizer().zero_grad();
+        const at::Tensor loss = run.loss(step);
+        run.note(loss);
+        loss.backward();
+        if (clips) run.notes.push_back(run.clip_grad_norm_(0.05));
+        run.optimizer().step();
+      }
+    });
+}
+
+// A user's own operator that gives its weight a gradient of negatives of what its memory has, or of zeros without any.
+template <bool kZeros>
+struct LazyGradient : torch::autograd::Function<LazyGradient<kZeros>> {
+  static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor&) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list gradients) {
+    const at::Tensor& gradient = gradients[0];
+    if (kZeros) return {gradient, at::_efficientzerotensor({kFeatures, kFeatures}, gradient.options())};
+    return {gradient, at::_neg_view(gradient.sum(0).expand({kFeatures, kFeatures}).clone())};
+  }
+};
+
+template <bool kZeros>
+struct WithLazyGradient : Mlp {
+  at::Tensor forward(const at::Tensor& x) override {
+    return fc3(LazyGradient<kZeros>::apply(fc1(x).tanh(), fc2->weight) + fc2->bias);
+  }
+};
+
+TEST_P(Layers, AFunctionThatGivesAGradientOfNegatives) {
+  play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<false>>(37); }}, three_steps);
+}
+
+TEST_P(Layers, AFunctionThatGivesAGradientOfZerosWithoutMemory) {
+  play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<true>>(38); }}, three_steps);
+}
+
 // A hook on an activation that needs a weight, through a view of it taken in forward.
 struct HookWithWeight : Mlp {
   at::Tensor forward(const at::Tensor& x) override {

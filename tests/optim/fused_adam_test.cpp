@@ -55,6 +55,31 @@ TEST(FusedAdam, EqualsTorchsToRounding) {
   }
 }
 
+// Gradients of negatives of what their memory has, and of zeros that have none.
+template <class Own, class Plain, class Options>
+void expect_same_of_lazy_gradients(Options options) {
+  auto own = torch::ones({5, 6}).set_requires_grad(true), expected = torch::ones({5, 6}).set_requires_grad(true);
+  Own ours({own}, options);
+  Plain plain({expected}, options);
+  for (int step = 0; step < 4; ++step) {
+    const at::Tensor gradient = step % 2 == 0 ? at::_neg_view(seeded(step, [] { return torch::randn({5, 6}); }))
+                                              : at::_efficientzerotensor({5, 6}, at::TensorOptions(at::kFloat));
+    own.mutable_grad() = gradient;
+    expected.mutable_grad() = gradient.clone();
+    ours.step();
+    plain.step();
+  }
+  EXPECT_TRUE(torch::allclose(own, expected, 1e-5, 1e-5)) << own - expected;
+}
+
+TEST(FusedAdam, LazyGradientsHaveTheirValues) {
+  expect_same_of_lazy_gradients<Adam, torch::optim::Adam>(torch::optim::AdamOptions(0.1));
+  expect_same_of_lazy_gradients<AdamW, torch::optim::AdamW>(torch::optim::AdamWOptions(0.1));
+  expect_same_of_lazy_gradients<SGD, torch::optim::SGD>(torch::optim::SGDOptions(0.1).momentum(0.9));
+  expect_same_of_lazy_gradients<HostAdam, torch::optim::Adam>(torch::optim::AdamOptions(0.1));
+  expect_same_of_lazy_gradients<HostAdamW, torch::optim::AdamW>(torch::optim::AdamWOptions(0.1).amsgrad(true));
+}
+
 TEST(FusedAdam, TrainsUnderFsdpInGroups) {
   for (int world : {1, 2, 3}) {
     on_ranks(world, [&](std::shared_ptr<Communicator> comm) {

@@ -36,6 +36,17 @@ TEST(GradScaler, TrainsAsWithoutScaling) {
   });
 }
 
+TEST(GradScaler, UnscalesGradientsOfNegativesOfTheirMemory) {
+  on_ranks(1, [](std::shared_ptr<Communicator> comm) {
+    auto weight = torch::ones({3}).set_requires_grad(true);
+    torch::optim::SGD sgd({weight}, 1.0);
+    ShardedGradScaler scaler(comm, {.initial_scale = 8});
+    weight.mutable_grad() = at::_neg_view(torch::full({3}, 8.0));
+    EXPECT_TRUE(scaler.step(sgd));
+    EXPECT_TRUE(torch::equal(weight, torch::full({3}, 2.0)));
+  });
+}
+
 // The overflow is in a part of the gradient that one rank alone holds.
 TEST(GradScaler, AllRanksLeaveAStepOutTogether) {
   for (int world : {1, 2, 3}) {
