@@ -213,15 +213,26 @@ void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
 }
 
 bool ShardedOptimizer::has(const at::Tensor& parameter) const {
-  return ownership_.contains(parameter.unsafeGetTensorImpl());
+  return ownership_.contains(parameter.unsafeGetTensorImpl()) || is_added(parameter);
+}
+
+bool ShardedOptimizer::is_added(const at::Tensor& parameter) const {
+  return std::any_of(param_groups_.begin() + static_cast<std::ptrdiff_t>(local_->param_groups().size()),
+                     param_groups_.end(), [&](const OptimizerParamGroup& group) {
+                       return std::ranges::any_of(group.params(),
+                                                  [&](const at::Tensor& member) { return member.is_same(parameter); });
+                     });
 }
 
 int ShardedOptimizer::owner(const at::Tensor& parameter) const {
   const auto known = ownership_.find(parameter.unsafeGetTensorImpl());
-  if (known == ownership_.end())
-    throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) +
-                                " is no parameter of this optimizer");
-  return known->second.owner;
+  if (known != ownership_.end()) return known->second.owner;
+  if (is_added(parameter))
+    throw std::logic_error("OSS: " + label_of(parameter) +
+                           " was added by add_param_group() of the base class, and has no owner before the next "
+                           "step(): call OSS::add_param_group() instead");
+  throw std::invalid_argument("a tensor of shape " + c10::str(parameter.sizes()) +
+                              " is no parameter of this optimizer");
 }
 
 std::vector<at::Tensor> ShardedOptimizer::all_parameters() const {
@@ -245,7 +256,7 @@ std::string ShardedOptimizer::label_of(const at::Tensor& parameter) const {
 // ---- steps -------------------------------------------------------------------------------------
 
 void ShardedOptimizer::copy_options(Optimizer& to) const {
-  for (size_t i = 0; i < param_groups_.size(); ++i)
+  for (size_t i = 0; i < to.param_groups().size(); ++i)
     to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
@@ -254,8 +265,8 @@ Scope ShardedOptimizer::lend_state() {
   return Scope([this] { state_.swap(local_->state()); });
 }
 
-at::Tensor ShardedOptimizer::step(LossClosure closure) {
-  if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
+// Those that the base class's method has added, which is not virtual. Collective.
+void ShardedOptimizer::take_added_groups() {
   int64_t place = 0;
   for (size_t group = 0; group < local_->param_groups().size(); ++group)
     for (size_t i = 0; i < param_groups_[group].params().size(); ++i, ++place) {
@@ -265,14 +276,18 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
                                " of group " + std::to_string(group) +
                                " is another than when the group was added: add new ones by add_param_group()");
     }
-  if (param_groups_.size() > local_->param_groups().size())  // through the base class
-    adopt_groups_from(local_->param_groups().size());
+  if (param_groups_.size() > local_->param_groups().size()) adopt_groups_from(local_->param_groups().size());
   if (all_parameters().size() != partition_.owners.size())
     throw std::logic_error("OSS on rank " + std::to_string(comm_->rank()) + ": the groups have " +
                            std::to_string(all_parameters().size()) + " parameters, expected " +
                            std::to_string(partition_.owners.size()) + ", from parameter number " +
                            std::to_string(place) +
                            " on: add new ones by add_param_group(), and freeze those that are not to be stepped");
+}
+
+at::Tensor ShardedOptimizer::step(LossClosure closure) {
+  if (are_swapped_in()) throw std::logic_error("OSS::step() while the averages are swapped in");
+  take_added_groups();
   at::Tensor loss;
   auto take_gradients = [&] {
     if (closure) {
@@ -386,6 +401,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 }
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  take_added_groups();
   tell_gradient_keepers(all_parameters(), StepEvent::kWantsNorm);
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> others;  // what other ranks own and this one has, too
@@ -415,6 +431,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
   if (rank < -1 || rank >= comm_->size())
     throw std::invalid_argument("consolidate_state_dict: rank " + std::to_string(rank) + ", expected -1 to " +
                                 std::to_string(comm_->size() - 1));
+  take_added_groups();
   at::NoGradGuard no_grad;
   const bool keep = rank == -1 || rank == comm_->rank();
   const OptimizerStateDict own = local_state_dict();
@@ -462,6 +479,7 @@ void ShardedOptimizer::load_state_dict(const OptimizerStateDict& dict) {
   require_matching(dict, *this);
   at::NoGradGuard no_grad;
   const auto parameters = all_parameters();
+  for (const at::Tensor& parameter : parameters) owner(parameter);  // each has one
   decltype(state_) states;
   for (const auto& [index, values] : dict.state) {
     const at::Tensor& parameter = parameters[index];

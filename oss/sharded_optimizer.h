@@ -61,7 +61,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   const Partition& partition() const { return partition_; }
   // Whether the tensor is one of this optimizer's parameters, on whichever rank its state is.
   bool has(const at::Tensor& parameter) const;
-  // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's.
+  // The rank that owns the parameter; std::invalid_argument if it is none of this optimizer's, std::logic_error if the
+  // base class's add_param_group() has added it, and neither a step, clipping nor consolidating has come since.
   int owner(const at::Tensor& parameter) const;
   // Whether other ranks' copies of a parameter are its owner's values rounded (OssOptions::broadcast_dtype).
   bool rounds_copies() const { return options_.broadcast_dtype.has_value(); }
@@ -85,7 +86,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   OptimizerStateDict local_state_dict() const;
   // Takes options and states from a whole dictionary, whatever world size it comes from; each rank
   // keeps (a copy of) its own part. Not collective; give every rank the same. Throws
-  // std::invalid_argument with nothing changed if the dictionary does not fit.
+  // std::invalid_argument with nothing changed if the dictionary does not fit, and as owner().
   void load_state_dict(const OptimizerStateDict& dict);
 
   // torch::save and torch::load of the whole state, in the format of the optimizer itself: a file
@@ -113,6 +114,8 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   };
   void check_agreement(size_t first_group) const;
   void adopt_groups_from(size_t first_group);
+  void take_added_groups();
+  bool is_added(const at::Tensor& parameter) const;  // by the base class, and not taken yet
   void weigh(size_t first_group);
   torch::optim::OptimizerParamGroup owned_part(const torch::optim::OptimizerParamGroup& group) const;
   void copy_options(torch::optim::Optimizer& to) const;

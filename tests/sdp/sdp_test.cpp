@@ -347,6 +347,38 @@ TEST(SdpMistakes, AreClear) {
   });
 }
 
+// That method is not virtual: OSS takes the group at what all ranks call of its own next.
+TEST(SdpMistakes, AGroupThatTheBaseClassHasAddedIsTakenOrNamed) {
+  for (const bool is_taken : {true, false}) {
+    on_ranks(2, [is_taken](std::shared_ptr<Communicator> comm) {
+      auto model = make_model(2);
+      const auto all = model->parameters();
+      const std::vector<at::Tensor> first(all.begin(), all.begin() + 2), rest(all.begin() + 2, all.end());
+      for (const at::Tensor& parameter : first) parameter.set_requires_grad(false);
+      OSS<Adam> optimizer(rest, AdamOptions(1e-2), comm);
+      ShardedDataParallel sdp(model, optimizer, comm);
+      loss_of(call(sdp, input(1))).backward();
+      for (const at::Tensor& parameter : first) parameter.set_requires_grad(true);
+      static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(torch::optim::OptimizerParamGroup(first));
+      if (is_taken) {
+        EXPECT_GT(optimizer.clip_grad_norm_(1.0), 0);
+        EXPECT_EQ(optimizer.partition().owners.size(), all.size());
+        loss_of(call(sdp, input(2))).backward();
+        optimizer.step();
+        EXPECT_EQ(first[0].grad().defined(), optimizer.owns(first[0]));
+        return;
+      }
+      const std::string expected =
+          " of group 1 on rank " + std::to_string(comm->rank()) + " was added by add_param_group() of the base class";
+      const OptimizerStateDict dict = describe_groups(optimizer);
+      expect_contains(error_of<std::logic_error>([&] { optimizer.load_state_dict(dict); }), expected);
+      expect_contains(error_of<std::logic_error>([&] { call(sdp, input(2)); }), expected);
+      optimizer.consolidate_state_dict();
+      optimizer.load_state_dict(dict);
+    });
+  }
+}
+
 TEST(Sdp, ARankThatSkipsALayerOrDiesIsNamed) {
   const std::string text = error_of<std::exception>([] {
     on_ranks(3, [](std::shared_ptr<Communicator> comm) {
