@@ -111,14 +111,15 @@ NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::opt
   for (const NamedShard& shard : shards) by_tensor[shard.tensor.unsafeGetTensorImpl()] = shard.fqn;
   for (const auto& group : optimizer.param_groups()) {
     auto& names = groups_.emplace_back();
-    for (const at::Tensor& parameter : group.params()) {
-      const auto found = by_tensor.find(parameter.unsafeGetTensorImpl());
+    std::set<std::string> listed;
+    for (size_t i = 0; i < group.params().size(); ++i) {
+      const auto found = by_tensor.find(group.params()[i].unsafeGetTensorImpl());
       if (found == by_tensor.end())
         throw std::invalid_argument(
             "the optimizer's group " + std::to_string(groups_.size() - 1) + " has parameter number " +
-            std::to_string(names.size()) +
-            ", which is not one of the model's: build the optimizer from the wrapper's parameters");
-      names.push_back(found->second);
+            std::to_string(i) + ", which is not one of the model's: build the optimizer from the wrapper's parameters");
+      // A module lists a tied one under each of its names.
+      if (listed.insert(found->second).second) names.push_back(found->second);
       names_.insert(found->second);
     }
   }

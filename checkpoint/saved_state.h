@@ -34,7 +34,7 @@ class NamedOptimizer {
   const std::string& kind() const { return kind_; }
   const std::string& state_kind() const { return state_kind_; }
   torch::optim::Optimizer& whole() { return whole_; }
-  const std::vector<std::vector<std::string>>& groups() const { return groups_; }  // names, by group
+  const std::vector<std::vector<std::string>>& groups() const { return groups_; }  // names, each once in a group
   bool sharded() const { return shards_ != nullptr; }
   bool has(const std::string& fqn) const { return names_.contains(fqn); }
   // Whether the parameter's state, if there is one, is kept on this rank.

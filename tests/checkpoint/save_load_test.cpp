@@ -453,6 +453,51 @@ TEST(Checkpoint, LoadsWithAnOptimizerWhereNamesDifferAndSomeAreNew) {
   });
 }
 
+// A module's parameters() has a tied one under each name, and so have optimizers that are built from it. Checkpoints
+// may have it as often.
+TEST(Checkpoint, ATiedParameterThatAGroupListsTwiceIsOne) {
+  struct Tied : torch::nn::Module {
+    Tied() {
+      register_module("embedding", embedding);
+      register_module("head", std::make_shared<torch::nn::Module>())->register_parameter("weight", embedding->weight);
+    }
+    torch::nn::Linear embedding{4, 4};
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto check = [&](const std::string& name, auto make) {
+      const auto net = seeded(1, [] { return std::make_shared<Tied>(); });
+      Replicated model(net, comm);
+      ASSERT_EQ(net->parameters().size(), 3U);
+      auto optimizer = make(net->parameters());
+      const auto step = [&](double gradient) {
+        for (auto& parameter : model.parameters()) parameter.mutable_grad() = torch::full_like(parameter, gradient);
+        optimizer.step();
+        return net->embedding->weight.detach().clone();
+      };
+      step(1);
+      save_checkpoint(folder / name, model, optimizer);
+      const at::Tensor next = step(2);
+      comm->barrier();
+      if (comm->rank() == 0) {
+        Manifest manifest = read_manifest(folder / name);
+        auto& names = manifest.optimizer->groups.at(0).parameters;
+        EXPECT_EQ(names, (std::vector<std::string>{"embedding.weight", "embedding.bias"}));
+        names.emplace_back("embedding.weight");
+        std::filesystem::copy(folder / name, folder / (name + "-twice"));
+        std::ofstream(folder / (name + "-twice") / kManifestName) << format_manifest(manifest);
+      }
+      comm->barrier();
+      for (const char* further : {"", "-twice"}) {
+        load_checkpoint(folder / (name + further), model, optimizer);
+        EXPECT_TRUE(torch::equal(step(2), next)) << name << further;
+      }
+    };
+    check("torch", [](const auto& parameters) { return Adam(parameters, AdamOptions(0.1)); });
+    check("oss", [&](const auto& parameters) { return OSS<Adam>(parameters, AdamOptions(0.1), comm); });
+  });
+}
+
 TEST(Checkpoint, ConvertsParametersAndMomentsToTheModelsDtype) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
