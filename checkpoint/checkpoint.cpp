@@ -1,6 +1,5 @@
 #include "tessera/checkpoint/checkpoint.h"
 
-#include <ATen/core/grad_mode.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -20,6 +19,7 @@
 #include "tessera/checkpoint/save_job.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/comm/agreement.h"
+#include "tessera/flat/quiet.h"
 #include "tessera/optim/averages.h"
 #include "tessera/optim/fused_optimizers.h"
 
@@ -66,7 +66,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
 }
 
 SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
-  const at::NoGradGuard no_grad;
+  const Quiet quiet;
   const auto shards = state.model.shards_to_save();
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null

@@ -11,6 +11,7 @@
 
 #include "tessera/async/stream_uses.h"
 #include "tessera/checkpoint/checked_json.h"
+#include "tessera/flat/quiet.h"
 #include "tessera/memory/page_locked.h"
 #include "tessera/paging/residency.h"
 
@@ -87,6 +88,7 @@ void HostCopies::copy(Piece& piece, const at::Tensor& room) {
 }
 
 void HostCopies::begin(SavePlan& plan, at::Device device) {
+  const Quiet quiet;  // the thread copies there too, and the next save
   room_ = room_for(plan.pieces, memory_, device.is_cuda());
   for (size_t i = 0; i < plan.pieces.size(); ++i) {
     Piece& piece = plan.pieces[i];

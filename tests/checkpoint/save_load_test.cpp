@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include "tessera/checkpoint/commit.h"
@@ -892,6 +893,38 @@ TEST(CheckpointAsync, CopiesInTheBackgroundAreTheStateWhenItWasCalledOrAnError) 
     comm->barrier();
   });
   expect_same(contents(folder / "a"), contents(folder / "b"), "");
+}
+
+// As a loop saves right after it has evaluated.
+TEST(CheckpointAsync, BegunUnderInferenceModeIsAsOneOutsideIt) {
+  for (const bool on_disk : {false, true}) {
+    const TemporaryFolder folder;
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      FsdpOptions options;
+      if (on_disk) options.offload = {.params = true, .grads = true, .directory = folder.path()};
+      FullyShardedDataParallel fsdp(seeded(1, [] { return torch::nn::Linear(40, 40); }), comm, options);
+      Adam adam(fsdp.parameters(), AdamOptions(0.1));
+      const at::Tensor input = on_rank_device(torch::ones({1, 40}));
+      fsdp(input).sum().backward();
+      adam.step();
+      save_checkpoint(folder / "a", fsdp, adam);
+      for (const bool in_background : {false, true}) {
+        std::optional<PendingSave> pending;
+        const std::string name = in_background ? "c" : "b";
+        const SaveOptions save_options{.copy_in_background = in_background};
+        {
+          const c10::InferenceMode mode;
+          fsdp(input);
+          pending.emplace(save_checkpoint_async(folder / name, fsdp, adam, {}, save_options));
+        }
+        pending->wait();
+        // In the memory that it has left.
+        save_checkpoint_async(folder / (name + "-next"), fsdp, adam, {}, save_options).wait();
+      }
+    });
+    for (const char* name : {"b", "b-next", "c", "c-next"})
+      expect_same(contents(folder / "a"), contents(folder / name), name);
+  }
 }
 
 TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
