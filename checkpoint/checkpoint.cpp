@@ -208,7 +208,9 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  if (job_ && std::uncaught_exceptions() > 0) job_->cancel();
+  // All ranks may have thrown alike and go on. Where one has thrown alone, its thread still has a part in the save; and
+  // where one is lost, which the exception may tell of, nothing is heard of it.
+  if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }
 void PendingSave::copied() const {

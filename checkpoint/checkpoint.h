@@ -54,7 +54,8 @@ class [[nodiscard]] PendingSave {
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
   // Not collective. Returns when the checkpoint is complete or has failed; an error is then thrown by the group's next
-  // save. While an exception is on its way it does not wait for other ranks.
+  // save. So too while an exception is on its way, which the save does not mind; but then it waits for other ranks only
+  // as long as they are heard of.
   ~PendingSave();
 
   // Whether the save has ended, well or not, as far as this rank knows. Not collective.

@@ -17,6 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kSmallWorld = 4;  // up to here rank 0 reads what each rank wrote
+constexpr int kMostMissed = 5;  // beats: then nobody is at work
 
 }  // namespace
 
@@ -30,6 +31,15 @@ int Subgroups::end() const { return std::min(leader() + ranks_, size_); }
 SaveCoordinator::SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
     : comm_(std::move(comm)), what_(std::move(what)), subgroups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
 
+// All ranks ask one store: the more they are, the more seldom.
+std::chrono::milliseconds SaveCoordinator::longest_pause() const {
+  return std::chrono::milliseconds(std::max(50, comm_->size() / 50));
+}
+
+std::chrono::milliseconds SaveCoordinator::beat_every() const {
+  return std::min(comm_->timeout() / 8, 20 * longest_pause());
+}
+
 Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>& part) {
   std::mutex mutex;
   std::condition_variable ended_changed;
@@ -37,7 +47,7 @@ Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>&
   heartbeat.beat();
   std::jthread others([&] {
     std::unique_lock lock(mutex);
-    while (!ended_changed.wait_for(lock, comm_->timeout() / 8, [&] { return ended; })) {
+    while (!ended_changed.wait_for(lock, beat_every(), [&] { return ended; })) {
       if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
       try {
         notes_.add("alive", 1);
@@ -61,15 +71,15 @@ void SaveCoordinator::await(const std::function<bool()>& ready, const std::strin
   auto last_change = Clock::now();
   int64_t last_sum = -1;
   auto pause = std::chrono::milliseconds(1);
-  // All ranks ask one store: the more they are, the more seldom.
-  const auto longest = std::max(std::chrono::milliseconds(50), std::chrono::milliseconds(comm_->size() / 50));
   while (!ready()) {
     const int64_t sum = notes_.add("alive", 0);
     if (sum != std::exchange(last_sum, sum)) last_change = Clock::now();
-    if (cancelled_ || Clock::now() - last_change > patience * comm_->timeout())
-      throw CheckpointError(what_for + (cancelled_ ? " before the save was given up" : " in time"));
+    const auto silence = Clock::now() - last_change;
+    const bool gives_up = hurries_ && silence > kMostMissed * beat_every();
+    if (gives_up || silence > patience * comm_->timeout())
+      throw CheckpointError(what_for + (gives_up ? " before the save was given up" : " in time"));
     std::this_thread::sleep_for(pause);
-    pause = std::min(2 * pause, longest);
+    pause = std::min(2 * pause, longest_pause());
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -27,7 +28,7 @@ class Subgroups {
 };
 
 // How ranks that write in the background tell each other how far they are: by notes in the group's store, since the
-// communicator belongs to the loop's thread. On one thread, but for cancel().
+// communicator belongs to the loop's thread. On one thread, but for hurry().
 class SaveCoordinator {
  public:
   // `what` begins messages.
@@ -43,14 +44,17 @@ class SaveCoordinator {
   Outcome finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
                  const std::function<void()>& commit);
 
-  // Ends waiting for others soon.
-  void cancel() { cancelled_ = true; }
+  // From now on it waits for others only as long as they are heard of, not for the group's timeout.
+  void hurry() { hurries_ = true; }
 
  private:
   void leave_outcome(const Outcome& outcome);
   void lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge);
   Outcome commit_all(Heartbeat& heartbeat, const std::function<void()>& commit);
   void remove_notes();
+  // How often a rank at work is heard of, and the others look whether it has ended.
+  std::chrono::milliseconds longest_pause() const;
+  std::chrono::milliseconds beat_every() const;
   // Waits until something holds; gives up when nothing was heard of any rank for `patience` times the group's timeout.
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
@@ -58,7 +62,7 @@ class SaveCoordinator {
   const std::string what_;
   const Subgroups subgroups_;
   Notes notes_;
-  std::atomic<bool> cancelled_ = false;
+  std::atomic<bool> hurries_ = false;
 };
 
 }  // namespace tessera

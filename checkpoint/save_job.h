@@ -46,9 +46,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Returns when the checkpoint is complete. Not collective; throws alike on all ranks.
   void wait();
 
-  // Ends the thread soon, where it waits for other ranks.
-  void cancel() {
-    if (coordinator_) coordinator_->cancel();
+  // Ends the thread soon where it waits for ranks that are lost.
+  void hurry() {
+    if (coordinator_) coordinator_->hurry();
   }
 
  private:

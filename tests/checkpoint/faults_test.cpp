@@ -24,6 +24,7 @@
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/group_saves.h"
 #include "tessera/checkpoint/offline.h"
+#include "tessera/checkpoint/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
@@ -303,6 +304,61 @@ TEST(CheckpointFaults, ARankThatIsStuckIsNamedToTheOthers) {
   auto background = std::async(std::launch::async, [&] { save(true); });
   save(false);
   background.get();
+}
+
+// All have thrown alike and go on, or one has failed: what was told to be saved is there, and nobody waits for long.
+TEST(CheckpointFaults, AnExceptionBesideASaveTakesNothingOfIt) {
+  for (const int thrower : {-1, 0, 1}) {  // -1: all
+    const TemporaryFolder folder;
+    run_ranks(3,
+              [&](std::shared_ptr<Communicator> comm) {
+                FullyShardedDataParallel fsdp(torch::nn::Linear(30, 30), comm);
+                slow_ms = 1000;
+                slow_syncs_of_rank_1 = 1;
+                comm->barrier();
+                const bool throws = thrower < 0 || thrower == comm->rank();
+                const auto began = std::chrono::steady_clock::now();
+                const auto error = error_of<std::exception>([&] {
+                  auto pending = save_checkpoint_async(folder / "a", fsdp, {{"step", 1}});
+                  if (throws) throw std::runtime_error("mine");
+                  pending.wait();
+                });
+                EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(10)) << thrower;
+                EXPECT_EQ(error, throws ? "mine" : "") << thrower;
+                EXPECT_EQ(load_checkpoint(folder / "a", fsdp)["step"], 1) << thrower;
+                save_checkpoint(folder / "b", fsdp);
+              },
+              {.timeout = std::chrono::seconds(20)});
+    EXPECT_EQ(verify_checkpoint(folder / "a"), std::vector<std::string>());
+  }
+}
+
+// Whoever hurries waits for a rank that is at work, and not for one that is lost.
+TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
+  const auto rank_0_is_told = [](std::chrono::milliseconds timeout,
+                                 const std::function<void(SaveCoordinator&)>& rank_1) {
+    std::string told;
+    run_ranks(2,
+              [&](std::shared_ptr<Communicator> comm) {
+                SaveCoordinator coordinator(comm, "save/1", "saving a");
+                if (comm->rank() == 1) return rank_1(coordinator);
+                coordinator.hurry();
+                Heartbeat heartbeat;
+                told = coordinator.finish({}, heartbeat, [] {}, [] {}).error;
+              },
+              {.timeout = timeout});
+    return told;
+  };
+  const auto works_long = [](SaveCoordinator& coordinator) {
+    Heartbeat heartbeat;
+    const auto own = coordinator.work(heartbeat, [] { std::this_thread::sleep_for(std::chrono::milliseconds(2200)); });
+    EXPECT_EQ(coordinator.finish(own, heartbeat, [] {}, [] {}).error, "");
+  };
+  EXPECT_EQ(rank_0_is_told(std::chrono::milliseconds(2400), works_long), "");
+  const auto began = std::chrono::steady_clock::now();
+  expect_contains(rank_0_is_told(std::chrono::minutes(1), [](SaveCoordinator&) {}),
+                  "rank 1 did not finish writing before the save was given up");
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
 }
 
 // Whatever has become of a manifest, it is said, an older checkpoint is loaded, and training goes on: its name is taken
