@@ -89,7 +89,10 @@ std::vector<NamedShard> FullyShardedModule::shards_to_save() const {
   return named_shards();
 }
 torch::OrderedDict<std::string, at::Tensor> FullyShardedModule::named_buffers() const {
-  return defined_buffers(*scheduler_->model().module());
+  auto whole = defined_buffers(*scheduler_->model().module());
+  for (const auto& parameter : scheduler_->model().ignored_parameters())
+    whole.insert(parameter.key(), parameter.value());
+  return whole;
 }
 
 }  // namespace tessera

@@ -66,6 +66,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
   std::vector<NamedShard> named_shards() const override;
   std::vector<NamedShard> shards_to_save() const override;
   std::vector<HeldPart> held_by(int rank) const override;
+  // With the parameters of FsdpOptions::ignored_modules, which are as whole, so that checkpoints have them.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const override;
 
  protected:

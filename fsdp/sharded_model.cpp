@@ -169,12 +169,14 @@ void ShardedModel::cast_buffers(at::ScalarType dtype) {
 
 void ShardedModel::name_shards() {
   std::map<std::string, std::pair<NamedShard, InLayout>> by_name;
+  std::unordered_set<std::string> aliases;
   for (auto& unit : units_) {
     for (auto& paged : unit->flat_parameters()) {
       FlatParameter& flat = paged->flat;
       for (size_t i = 0; i < flat.parameters().size(); ++i) {
         const PlannedParameter& parameter = flat.parameters()[i];
         const auto index = static_cast<int64_t>(i);
+        aliases.insert(parameter.aliases.begin(), parameter.aliases.end());
         by_name[parameter.fqn] = {
             {parameter.fqn, parameter.aliases, flat.geometry(i).sizes, flat.geometry(i).strides,
              flat.layout().owned(index, mesh_.shard->rank()), flat.parameter_shards()[i], mesh_.copy(), mesh_.copies()},
@@ -183,10 +185,12 @@ void ShardedModel::name_shards() {
     }
   }
   for (const auto& parameter : module_->named_parameters()) {
-    const auto found = by_name.find(parameter.key());  // not there: an alias of one that is
-    if (found == by_name.end()) continue;
-    named_shards_.push_back(found->second.first);
-    in_layouts_.push_back(found->second.second);
+    if (const auto found = by_name.find(parameter.key()); found != by_name.end()) {
+      named_shards_.push_back(found->second.first);
+      in_layouts_.push_back(found->second.second);
+    } else if (!aliases.contains(parameter.key()) && parameter.value().defined()) {
+      ignored_parameters_.insert(parameter.key(), parameter.value());
+    }
   }
 }
 

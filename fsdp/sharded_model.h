@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/nn/module.h>
+#include <torch/ordered_dict.h>
 
 #include <map>
 #include <memory>
@@ -42,6 +43,8 @@ class ShardedModel {
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
+  // Parameters of ignored modules, whole on every rank, under each of their names.
+  const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
   // The dtypes that buffers had before they were cast, by name.
   const std::map<std::string, at::ScalarType>& cast_buffers() const { return cast_buffers_; }
 
@@ -70,6 +73,7 @@ class ShardedModel {
     int64_t parameter;
   };
   std::vector<InLayout> in_layouts_;  // of named_shards_
+  torch::OrderedDict<std::string, at::Tensor> ignored_parameters_;
   std::map<std::string, at::ScalarType> cast_buffers_;
 };
 

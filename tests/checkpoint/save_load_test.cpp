@@ -234,6 +234,51 @@ TEST(Checkpoint, AFsdpCheckpointContinuesReplicatedAndBack) {
   expect_same(values("a"), values("c"), "c ");
 }
 
+// They stay whole on every rank.
+TEST(Checkpoint, HasTheParametersOfIgnoredModules) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto make = [&](double value) {
+      auto net = on_rank_device(
+          torch::nn::Sequential(torch::nn::Linear(7, 5), torch::nn::Linear(5, 5), torch::nn::Linear(5, 3)));
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : net->parameters()) parameter.fill_(value);
+      return net;
+    };
+    const FsdpOptions options{
+        .auto_wrap = wrap_modules<torch::nn::LinearImpl>(),
+        .ignored_modules = wrap_if([](const std::string& fqn, const torch::nn::Module&) { return fqn == "1"; })};
+    const auto net = make(1), other_net = make(2), replicated_net = make(3);
+    FullyShardedDataParallel fsdp(net, comm, options), other(other_net, comm, options);
+    Replicated replicated(replicated_net.ptr(), comm);
+    Adam adam(fsdp.parameters(), AdamOptions(0.1)), other_adam(other.parameters(), AdamOptions(0.1));
+    const auto expect_all = [&](auto& model, double value, const std::string& how) {
+      for (const auto& entry : model.named_buffers())
+        EXPECT_TRUE(entry.value().detach().eq(value).all().template item<bool>()) << how << entry.key();
+      for (const auto& shard : model.named_shards())
+        EXPECT_TRUE(shard.tensor.detach().eq(value).all().template item<bool>()) << how << shard.fqn;
+    };
+    save_checkpoint(folder / "a", fsdp, adam);
+    load_checkpoint(folder / "a", other, other_adam);
+    EXPECT_EQ(other.named_buffers().keys(), (std::vector<std::string>{"1.weight", "1.bias"}));
+    expect_all(other, 1, "FSDP ");
+    load_checkpoint(folder / "a", replicated);
+    expect_all(replicated, 1, "replicated ");
+    {
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : replicated_net->parameters()) parameter.fill_(4);
+    }
+    save_checkpoint(folder / "b", replicated);
+    load_checkpoint(folder / "b", fsdp);
+    expect_all(fsdp, 4, "from replicated ");
+    save_full(folder / "model.safetensors", fsdp);
+    load_full(folder / "model.safetensors", other);
+    expect_all(other, 4, "whole ");
+    EXPECT_TRUE(other_net->parameters()[2].requires_grad());
+  });
+  EXPECT_EQ(contents(folder / "a").size(), 6U);
+}
+
 TEST(Checkpoint, EachRankReadsOnlyWhatItNeeds) {
   const TemporaryFolder folder;
   constexpr int64_t kBlock = 256;
