@@ -16,6 +16,7 @@
 #include <stdexcept>
 
 #include "tessera/comm/reduce_scatter_pieces.h"
+#include "tessera/flat/lazy_values.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/sdp/replicated_gradients.h"
 
@@ -99,7 +100,7 @@ GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type,
   for (const at::Tensor& parameter : parameters())
     if (parameter.grad().defined()) present.push_back(parameter.grad().detach());
   const bool are_alike = !present.empty() && std::ranges::all_of(present, [&](const at::Tensor& gradient) {
-    return gradient.is_cuda() && gradient.device() == present[0].device();
+    return gradient.is_cuda() && gradient.device() == present[0].device() && !has_lazy_values(gradient);
   });
   if (are_alike && !error_if_nonfinite) {
     at::NoGradGuard no_grad;

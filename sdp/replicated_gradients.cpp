@@ -73,16 +73,17 @@ void ReplicatedGradients::refresh_trainable() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
   bool changed = false;
-  for (size_t i = 0; i < states_.size(); ++i) {
+  std::vector<size_t> order;  // backward meets the last parameters first
+  for (size_t i = states_.size(); i-- > 0;) {
     const bool trainable = binding_.tensor(i).requires_grad() || states_[i].awaits_reduction;
-    if (std::exchange(states_[i].trainable, trainable) != trainable) changed = true;
+    changed = changed || states_[i].trainable != trainable;
+    if (trainable) order.push_back(i);
   }
   binding_.hook_all();
   if (!changed) return;
-  std::vector<size_t> order;  // backward meets the last parameters first
-  for (size_t i = states_.size(); i-- > 0;)
-    if (states_[i].trainable) order.push_back(i);
-  plan(order);
+  plan(order);  // or throws, and what it is planned for stays as it was
+  for (ParameterState& state : states_) state.trainable = false;
+  for (size_t i : order) states_[i].trainable = true;
   order_agreed_ = false;
 }
 

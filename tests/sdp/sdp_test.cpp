@@ -375,6 +375,9 @@ TEST(SdpMistakes, AGroupThatTheBaseClassHasAddedIsTakenOrNamed) {
       expect_contains(error_of<std::logic_error>([&] { call(sdp, input(2)); }), expected);
       optimizer.consolidate_state_dict();
       optimizer.load_state_dict(dict);
+      loss_of(call(sdp, input(2))).backward();  // where the refused forward left off
+      optimizer.step();
+      EXPECT_EQ(first[0].grad().defined(), optimizer.owns(first[0]));
     });
   }
 }
