@@ -146,6 +146,7 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   Outcome result;
   if (comm_->rank() == 0) {
     result = commit_all(heartbeat, commit);
+    if (!result.error.empty()) hurry();  // whoever has failed may be gone and read nothing
     notes_.leave("result", result.to_text());
   } else {
     await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);

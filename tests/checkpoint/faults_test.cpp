@@ -361,6 +361,26 @@ TEST(CheckpointFaults, WhoHurriesWaitsOnlyForRanksThatAreHeardOf) {
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
 }
 
+// One that fails tells it by its name and may end before it has read how all went.
+TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
+  const auto began = std::chrono::steady_clock::now();
+  run_ranks(2,
+            [](std::shared_ptr<Communicator> comm) {
+              if (comm->rank() == 1) {
+                const Notes notes(*comm, "save/1");
+                notes.leave("outcome/1", Outcome{.error = "mine"}.to_text());
+                notes.add("failed", 1);
+                notes.add("written/0", 1);
+                return;
+              }
+              SaveCoordinator coordinator(comm, "save/1", "saving a");
+              Heartbeat heartbeat;
+              EXPECT_EQ(coordinator.finish({}, heartbeat, [] {}, [] {}).error, "saving a: rank 1: mine");
+            },
+            {.timeout = std::chrono::minutes(1)});
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(30));
+}
+
 // Whatever has become of a manifest, it is said, an older checkpoint is loaded, and training goes on: its name is taken
 // again, and keep_last does not keep it.
 TEST(CheckpointFaults, ADamagedManifestIsToldOfPassedOverAndReplaced) {
