@@ -42,7 +42,7 @@ void settle_before(Communicator& comm, const std::string& failure, const std::sh
     own = kFailed + failure;
   else if (removal && !removal->has_ended() && (is_remote(dir) || fs::exists(dir, ignored)))
     own = kRemoves;
-  const std::string told = gather_texts(comm, comm.rank() == 0 ? own : "", "an asynchronous save")[0];
+  const std::string told = gather_texts(comm, comm.rank() == 0 ? own : "", "how the save before ended")[0];
   if (told.empty()) return;
   if (told[0] == kFailed) throw CheckpointError("the asynchronous save before failed: " + told.substr(1));
   on_all_ranks_slowly(comm, "removing checkpoints before saving " + dir.string(), heartbeat, [&] {
