@@ -64,20 +64,23 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   }
 }
 
+// Worth a way of its own, and that may be taken: one parameter, as it is, to others that read where it lies.
+bool GradientReducer::is_large(const GradientBucket& bucket) const {
+  return bucket.members.size() == 1 && !bucket.wire_dtype && exchanges_pieces(*mesh_.shard) &&
+         bucket.layout.full_numel() > 0 &&
+         bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
+}
+
 // Cut by owner, a bucket of one large parameter is reduced into other memory than its gradients lie in, so that the
 // owner's need not be copied either. The same on all ranks.
 bool GradientReducer::reduces_apart(const GradientBucket& bucket) const {
-  return bucket.layout.cut() == FlatLayout::Cut::kByOwner && bucket.members.size() == 1 && !bucket.wire_dtype &&
-         !is_encoded(bucket) && exchanges_pieces(*mesh_.shard) && bucket.layout.full_numel() > 0 &&
-         bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
+  return bucket.layout.cut() == FlatLayout::Cut::kByOwner && is_large(bucket) && !is_encoded(bucket);
 }
 
 // Whole on all ranks, a bucket of one large parameter is its gradient itself, where that is nobody else's: no copy
 // before, and no memory besides. On a device it may be of another stream than .grad is to be.
 bool GradientReducer::adopts(const GradientBucket& bucket) const {
-  return bucket.layout.cut() == FlatLayout::Cut::kWhole && bucket.members.size() == 1 && !bucket.wire_dtype &&
-         mesh_.world->device().is_cpu() && exchanges_pieces(*mesh_.world) && bucket.layout.full_numel() > 0 &&
-         bucket.layout.full_numel() * static_cast<int64_t>(c10::elementSize(bucket.dtype)) >= least_piece_bytes;
+  return bucket.layout.cut() == FlatLayout::Cut::kWhole && is_large(bucket) && mesh_.world->device().is_cpu();
 }
 
 // Into pieces, of which gradients can be some as they are: where what comes is apart from what is sent, all of it in

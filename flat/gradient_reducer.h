@@ -115,6 +115,7 @@ class GradientReducer {
   void start_full_ones();
   void start(size_t bucket);
   Pending reduce(Flight& flight);
+  bool is_large(const GradientBucket& bucket) const;
   bool reduces_apart(const GradientBucket& bucket) const;
   bool adopts(const GradientBucket& bucket) const;
   void adopt(BucketContent& content, const GradientBucket& plan);

@@ -67,7 +67,9 @@ void CopyWatch::require_alike(Communicator& comm) {
   late_reports_.look();
   if (seen_.empty() || !copies_are_equal_) return;
   bool has_changed = false;
-  for (size_t i = 0; i < seen_.size(); ++i) has_changed = has_changed || look(i).version != seen_[i].version;
+  // Of a frozen one values count alone: another model's optimizer, which has it too, writes the same to some ranks'.
+  for (size_t i = 0; i < seen_.size(); ++i)
+    has_changed = has_changed || (binding_.tensor(i).requires_grad() && look(i).version != seen_[i].version);
   if (!samples_.is_on_device()) has_changed = has_changed || ValueSamples::of(binding_.parameters()) != samples_;
   if (has_changed)
     compare_now(comm);

@@ -208,7 +208,7 @@ void ReplicatedGradients::begin_forward() {
   Quiet quiet;
   recover();
   binding_.require_nothing_new();
-  if (!passes_through()) taken_.require_alone();
+  if (trains && !passes_through()) taken_.require_alone();
   for (size_t i = 0; i < states_.size(); ++i) {
     binding_.require_same_kind(i);
     keeper_->keep(binding_.tensor(i));

@@ -129,6 +129,32 @@ TEST_P(Afterwards, TwoModelsThatShareALayerInTurns) {
        });
 }
 
+TESSERA_LOOPS(AfterwardsReplicated, replicated_setups);
+
+TEST_P(AfterwardsReplicated, TwoModelsThatShareAFrozenLayer) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    for (at::Tensor& parameter : mlp_of(*run.model).fc2->parameters()) parameter.requires_grad_(false);
+    const auto other = run.another(std::make_shared<SharesALayer>(mlp_of(*run.model).fc2));
+    for (int step = 0; step < 3; ++step) {
+      run.train(step);
+      other->train(step + 10);
+    }
+  });
+}
+
+TEST_P(AfterwardsReplicated, AModelThatSharesALayerIsEvaluatedAndGoes) {
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    auto other = run.another(std::make_shared<SharesALayer>(mlp_of(*run.model).fc2));
+    {
+      const at::NoGradGuard no_grad;
+      run.note(run.loss(10));
+      run.note(other->loss(10));
+    }
+    other.reset();
+    three_steps(run);
+  });
+}
+
 // ---- steps of some ranks alone
 
 // In one unit a rank in the middle has nothing but elements of the layer that is not used.
@@ -160,9 +186,10 @@ TEST_P(AfterwardsSharded, StepsOfWhoHasElementsOfWhatIsUsed) {
         if (parameter.grad().defined() && parameter.numel() > 0) parameter.sub_(parameter.grad(), 0.05);
     }
   };
-  for (int world : {3, 4})
-    if (std::ranges::count(GetParam().worlds, world) > 0)
-      EXPECT_EQ(outcome_of(GetParam(), plays, descend, world, Optim::kSgd).wrong, "") << world;
+  for (int world : {3, 4}) {
+    if (std::ranges::count(GetParam().worlds, world) == 0) continue;
+    EXPECT_EQ(outcome_of(GetParam(), plays, descend, world, Optim::kSgd).wrong, "") << world;
+  }
 }
 
 }  // namespace
