@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,6 +46,11 @@ std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pie
     }
   }
   return parts;
+}
+
+int64_t numel_of(const std::vector<at::Tensor>& segments) {
+  return std::transform_reduce(segments.begin(), segments.end(), int64_t{0}, std::plus<>(),
+                               [](const at::Tensor& segment) { return segment.numel(); });
 }
 
 void send_segments(GlooOperation& op, const std::vector<at::Tensor>& segments, int to) {
@@ -192,15 +198,27 @@ void GlooCommunicator::exchange_shards(GlooOperation& op, const at::Tensor& full
 }
 
 // Each rank's part of what everybody has, this rank's `parts` by rank: its segments one after the other, of each every
-// rank's in rank order. This rank's own are where they were.
+// rank's in rank order. This rank's own are where they were. What comes has one memory, of at least as many elements as
+// all parts have: what the caller has just freed, maybe, of the same tensor in another stage; no page is touched
+// besides.
 GlooCommunicator::Segments GlooCommunicator::exchange_parts(GlooOperation& op, const Segments& parts) {
   const auto& own = parts[rank()];
   Segments segments;
   for (const at::Tensor& segment : own) segments.emplace_back(size(), segment);
+  at::Tensor room;
+  if (!own.empty()) {
+    int64_t full_numel = 0;
+    for (const auto& part : parts) full_numel += numel_of(part);
+    room = op.make_staging(std::max(full_numel, numel_of(own) * (size() - 1)), own[0].scalar_type());
+  }
+  int64_t begin = 0;
   exchange([&](int to) { send_segments(op, parts[to], to); },
            [&](int from) {
-             for (size_t i = 0; i < own.size(); ++i)
-               segments[i][from] = op.receive_new(own[i].numel(), own[i].scalar_type(), from, i);
+             for (size_t i = 0; i < own.size(); ++i) {
+               segments[i][from] = room.narrow(0, begin, own[i].numel());
+               begin += own[i].numel();
+               op.receive(segments[i][from], from, i);
+             }
            });
   return segments;
 }

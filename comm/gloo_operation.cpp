@@ -85,10 +85,15 @@ void GlooOperation::send(const at::Tensor& tensor, int peer, size_t part) {
   comm_->count_sent(static_cast<int64_t>(tensor.nbytes()));
 }
 
-at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part) {
+at::Tensor GlooOperation::make_staging(int64_t numel, at::ScalarType dtype) {
   staging_.push_back(at::empty({numel}, at::TensorOptions(at::kCPU).dtype(dtype)));
-  receive(staging_.back(), peer, part);
   return staging_.back();
+}
+
+at::Tensor GlooOperation::receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part) {
+  const at::Tensor room = make_staging(numel, dtype);
+  receive(room, peer, part);
+  return room;
 }
 
 void GlooOperation::start_message(const at::Tensor& tensor, int peer, size_t part, bool is_send) {

@@ -42,7 +42,8 @@ class GlooOperation : public Pending::Operation {
   void receive(const at::Tensor& tensor, int peer, size_t part = 0) {
     start_message(tensor, peer, part, /*is_send=*/false);
   }
-  // Into a tensor [numel] that is kept until the operation is over.
+  // A tensor [numel] that is kept until the operation is over; and a message into such a one.
+  at::Tensor make_staging(int64_t numel, at::ScalarType dtype);
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
   void all_reduce_by_gloo(const at::Tensor& tensor);
   // All of the operation, as a round of the group's SharedRounds: see there.
