@@ -104,6 +104,10 @@ class Communicator {
   // Uninitialised memory [numel] on device(), which the backend may know: InitOptions::registered_memory.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
+  // Whether an all-gather or a reduction of so many elements moves nothing but while a rank waits for it, so that one
+  // begun early is there no earlier (gloo, where all ranks read each other's memory, of what is not small).
+  virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
+
   // How many operations of any group this thread has begun.
   static uint64_t begun_by_this_thread();
 

@@ -38,6 +38,9 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
 
+  bool moves_only_when_awaited(int64_t full_numel) const override {
+    return rounds_ != nullptr && full_numel > rounds_->plan().most_numel();
+  }
   void abort_this(const std::string& reason) noexcept override;
 
  protected:

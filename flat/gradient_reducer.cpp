@@ -133,7 +133,7 @@ void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
     if (contents_[bucket].content.is_begun()) enqueue(bucket);
 }
 
-bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool reduce) {
+bool GradientReducer::add(size_t parameter, const at::Tensor& gradient) {
   ParameterState& state = states_[parameter];
   BucketState& bucket = contents_[state.bucket];
   if (!std::exchange(bucket.queued, true)) queue_.push_back(state.bucket);  // not foreseen: it takes its turn last
@@ -147,9 +147,7 @@ bool GradientReducer::add(size_t parameter, const at::Tensor& gradient, bool red
   if (std::exchange(state.arrived, true)) return bucket.missing == 0;  // again, by a part that is computed again
   arrivals_.push_back(parameter);
   if (bucket.missing > 0) --bucket.missing;
-  if (bucket.missing > 0) return false;
-  if (reduce) start_full_ones();
-  return true;
+  return bucket.missing == 0;
 }
 
 void GradientReducer::collect(size_t parameter, const at::Tensor& gradient) {
@@ -260,7 +258,12 @@ void GradientReducer::start(size_t bucket) {
   log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel());
   flight.pending = reduce(flight);
   flights_[kReducing].push_back(std::move(flight));
-  while (flights_[kReducing].size() > options_.in_flight) finish_oldest(kReducing);
+  while (flights_[kReducing].size() > most_in_flight(plan)) finish_oldest(kReducing);
+}
+
+size_t GradientReducer::most_in_flight(const GradientBucket& bucket) const {
+  const bool is_awaited = mesh_.shard->moves_only_when_awaited(bucket.layout.full_numel());
+  return is_awaited ? std::min(options_.awaited_in_flight, options_.in_flight) : options_.in_flight;
 }
 
 // What is borrowed is ours from now on, to be written.

@@ -50,8 +50,10 @@ class GradientReducer {
   // those of `order` in which nothing is trained, for what add_kept() may bring on some ranks.
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // A parameter's gradient, of any layout; undefined means none. Returns whether its bucket has all of this pass.
-  // `reduce` false: the bucket stays for a later pass.
-  bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
+  bool add(size_t parameter, const at::Tensor& gradient);
+  // Begins to reduce the buckets that have all; not in a pass that leaves them for a later one. Memory that the
+  // reduction does not need is best freed before.
+  void start_full_ones();
   // What earlier passes left elsewhere, after begin(); does not count as this pass's. `sum` is the bucket's from now
   // on.
   void add_kept(size_t parameter, const at::Tensor& sum) { collect(parameter, sum); }
@@ -112,8 +114,8 @@ class GradientReducer {
   void make_room(BucketContent& content, size_t bucket, size_t piece);
   void own(BucketContent& content, size_t bucket, size_t piece);
   static at::Tensor as_it_is(const GradientBucket& plan, size_t member, const at::Tensor& gradient);
-  void start_full_ones();
   void start(size_t bucket);
+  size_t most_in_flight(const GradientBucket& bucket) const;
   Pending reduce(Flight& flight);
   bool is_large(const GradientBucket& bucket) const;
   bool reduces_apart(const GradientBucket& bucket) const;

@@ -82,7 +82,8 @@ struct FsdpOptions {
   CpuOffload offload{};
 
   // How many units ahead of the one in use are gathered, in forward and in backward, in the order
-  // seen in the iteration before. 0: none. Costs one gathered unit of memory each.
+  // seen in the iteration before. 0: none. Costs one gathered unit of memory each. Not a unit of more than 65,536
+  // elements among ranks that read each other's memory (gloo, on one host), where nothing travels before it is needed.
   int prefetch = 1;
 
   // How many units, the most recently used ones, stay gathered while the next is in use. 2 keeps

@@ -74,7 +74,8 @@ void ResidentUnits::prefetch(const PrefetchOrder& order) {
     for (int index : order.upcoming(count + 2)) model_.units()[index]->read_ahead();
   if (model_.options().offload.params)  // the nearest first, so that its copy is not behind another's
     for (int index : order.upcoming(count + 1)) model_.units()[index]->start_fetch();
-  for (int index : order.upcoming(count)) model_.units()[index]->start_gather();
+  for (int index : order.upcoming(count))
+    if (Unit& unit = *model_.units()[index]; unit.may_gather_ahead()) unit.start_gather();
 }
 
 void ResidentUnits::release(Unit& unit) {

@@ -80,12 +80,13 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
                            ": gradients of sharded parameters cannot be differentiated again");
   Quiet quiet;
   enter();
-  if (gradients_.add(parameter, gradient, reduces())) {
+  if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
     if (reduces()) unit.drop_secondary();  // an optimizer's step comes next
     resident_.release(unit);
   }
-  return {};  // nothing is left for the module's own parameter
+  if (reduces()) gradients_.reducer().start_full_ones();  // in what the unit's parameters had, maybe
+  return {};                                              // nothing is left for the module's own parameter
 }
 
 Scope Scheduler::begin_forward() {

@@ -15,6 +15,7 @@ ReducerOptions reducer_options(ShardedModel& model) {
   ReducerOptions options;
   options.refuse_uneven_use = model.options().refuse_uneven_use;
   options.check_finite = model.options().check_finite;
+  options.awaited_in_flight = 0;  // each holds a whole unit, and room for what the peers send
   if (model.options().offload.grads) {
     options.to_host = model.offload().copies();
     options.staging = &model.offload().staging();
@@ -345,11 +346,11 @@ void ShardedGradients::begin() {
   }
 }
 
-bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient, bool reduce) {
+bool ShardedGradients::add(size_t parameter, const at::Tensor& gradient) {
   const int unit = states_[parameter].unit->index();
   if (!binding_.tensor(parameter).requires_grad()) return false;  // frozen since forward
   if (not_ready_->is_in(parameter, states_[parameter].shard)) throw std::logic_error(reason(parameter));
-  const bool complete = reducer_.add(parameter, gradient, reduce);
+  const bool complete = reducer_.add(parameter, gradient);
   const size_t bucket = reducer_.bucket_of(parameter);
   if (complete && !bucket_done_[bucket]) {
     bucket_done_[bucket] = true;

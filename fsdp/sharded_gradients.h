@@ -55,7 +55,7 @@ class ShardedGradients {
   void begin_forward();
   void begin();
   // Returns whether the unit has all gradients of this pass.
-  bool add(size_t parameter, const at::Tensor& gradient, bool reduce);
+  bool add(size_t parameter, const at::Tensor& gradient);
   void finish();
   void end_without_reducing();
   // A backward has failed: its gradients are not to be stepped with. Not collective.

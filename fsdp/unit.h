@@ -65,6 +65,7 @@ class Unit {
   void read_ahead();                // starts reading what lies on a disk; not collective
   void start_fetch();               // kSharded -> kFetching with offload, else nothing; not collective
   void start_gather();              // kSharded or kFetching -> kGathering; collective
+  bool may_gather_ahead() const;    // whether anything travels before finish_gather()
   void finish_gather();             // kGathering -> kResident; waits
   void use_here() { uses_.use(); }  // of a resident one: the current stream waits for the gather, too
   void release();                   // any -> kSharded; waits for a copy or gather under way. Not for a pinned unit.

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "tessera/comm/shared_rounds_plan.h"
 #include "tessera/plan/recorder.h"
 
 namespace tessera {
@@ -63,11 +64,29 @@ class WaitedOperation : public AsyncOperation {
 
 }  // namespace
 
-std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size) {
+std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size, int ranks_sharing_memory) {
   if (size < 1 || rank < 0 || rank >= size)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
                                 ", expected 0 to the world's size less 1");
-  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr));
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr, ranks_sharing_memory));
+}
+
+CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members,
+                                           int ranks_sharing_memory)
+    : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)),
+      members_(std::move(members)),
+      ranks_sharing_memory_(ranks_sharing_memory) {
+  const auto memory_of = [&](int member) {
+    const int in_world = members_ ? (*members_)[static_cast<size_t>(member)] : member;
+    return ranks_sharing_memory_ == 0 ? 0 : in_world / ranks_sharing_memory_;
+  };
+  shares_memory_ = size > 1;
+  for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
+}
+
+// As gloo, whose rounds take what is small.
+bool CountingCommunicator::moves_only_when_awaited(int64_t full_numel) const {
+  return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
 
 void CountingCommunicator::abort_this(const std::string& reason) noexcept { aborted_ = reason; }
@@ -78,8 +97,9 @@ std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&
   std::vector<int> in_world = members;
   if (members_)
     for (int& member : in_world) member = (*members_)[static_cast<size_t>(member)];
-  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(
-      position, static_cast<int>(members.size()), std::make_shared<const std::vector<int>>(std::move(in_world))));
+  return std::shared_ptr<CountingCommunicator>(
+      new CountingCommunicator(position, static_cast<int>(members.size()),
+                               std::make_shared<const std::vector<int>>(std::move(in_world)), ranks_sharing_memory_));
 }
 
 void CountingCommunicator::require_other_ranks(std::string_view what) const {

@@ -20,8 +20,10 @@ namespace tessera {
 // knows everybody's. abort() is noted, and every later operation throws CommError with its reason.
 class CountingCommunicator : public Communicator {
  public:
-  // Throws std::invalid_argument unless 0 <= rank < size.
-  static std::shared_ptr<CountingCommunicator> make(int rank, int size);
+  // `ranks_sharing_memory`: as DryRunOptions has it. Throws std::invalid_argument unless 0 <= rank < size.
+  static std::shared_ptr<CountingCommunicator> make(int rank, int size, int ranks_sharing_memory = 0);
+
+  bool moves_only_when_awaited(int64_t full_numel) const override;
 
  protected:
   Pending start(Collective collective) override;
@@ -33,13 +35,14 @@ class CountingCommunicator : public Communicator {
 
  private:
   // `members` are numbers of ranks in the world; null: all of them.
-  CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members)
-      : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)), members_(std::move(members)) {}
+  CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members, int ranks_sharing_memory);
 
   void count_as_sent(const Collective& collective, int64_t bytes);
   void fill(const Collective& collective) const;
 
   const std::shared_ptr<const std::vector<int>> members_;
+  const int ranks_sharing_memory_;
+  bool shares_memory_ = false;  // all members do
   std::string aborted_;
 };
 

@@ -73,7 +73,7 @@ struct RunScope::Recording {
 };
 
 RunScope::RunScope(const DryRunOptions& options)
-    : comm_(CountingCommunicator::make(options.rank, options.world_size)),
+    : comm_(CountingCommunicator::make(options.rank, options.world_size, options.ranks_sharing_memory)),
       steps_(checked_steps(options.steps)),
       recorder_(Recorder::make(/*with_data=*/false)),
       without_data_(std::make_unique<Without>()),

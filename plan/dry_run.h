@@ -22,6 +22,9 @@ struct DryRunOptions {
   int rank = 0;
   // At least 2: the first makes the optimizer's state, every other is like the second.
   int steps = 2;
+  // Ranks 0 to this less 1 read each other's memory, as those of a host do on gloo, and so on; 0: all do, 1: none
+  // (NCCL).
+  int ranks_sharing_memory = 0;
 };
 
 // What dry_run() and record_run() share, below their templates.

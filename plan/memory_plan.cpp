@@ -158,11 +158,11 @@ PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& c
   PlannedTraining plan{choice, options_text(choice, model.policy_text(choice.units))};
   PlannedRun run;
   try {
-    run = model.run(choice, machines.ranks, 0);
+    run = model.run(choice, machines.ranks, 0, machines.ranks_sharing_memory());
     const auto most = std::ranges::max_element(run.owned_bytes);
     if (most != run.owned_bytes.end() && *most > run.owned_bytes[0]) {
       plan.rank = static_cast<int>(most - run.owned_bytes.begin());
-      run = model.run(choice, machines.ranks, plan.rank);
+      run = model.run(choice, machines.ranks, plan.rank, machines.ranks_sharing_memory());
     }
   } catch (const c10::Error& error) {
     plan.why_not = error.what_without_backtrace();

@@ -40,6 +40,8 @@ struct Machines {
 
   // With fewer ranks than that in all, all of them.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
+  // Of those whose speed is that of CPUs, as DryRunOptions has it.
+  int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
 // A dry run of the choice. Throws as PlannedModel::run(), but for errors of libtorch's, and as predict_step().

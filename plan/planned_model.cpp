@@ -77,14 +77,13 @@ class PlannedDecoder : public PlannedModel {
  public:
   explicit PlannedDecoder(const DecoderOptions& options) : options_(options) {}
 
-  PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const override {
+  PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const override {
     const auto build = [&] { return Decoder(options_, choice.checkpointed); };
     const WrapPolicy units = choice.units == UnitChoice::kLayers    ? wrap_modules<DecoderBlockImpl>()
                              : choice.units == UnitChoice::kLinears ? wrap_modules<torch::nn::LinearImpl>()
                                                                     : WrapPolicy();
     return run_choice(
-        choice, {.world_size = world_size, .rank = rank}, units,
-        [&] { return choice.stage == 3 ? deferred(build) : build(); },
+        choice, where, units, [&] { return choice.stage == 3 ? deferred(build) : build(); },
         [&](auto& training) {
           const at::Tensor tokens = at::zeros({options_.batch, options_.sequence}, at::kLong);
           std::optional<AutocastScope> autocast(std::in_place, choice);
@@ -170,7 +169,7 @@ class PlannedArchive : public PlannedModel {
     description_ += "; trained: " + name + ".";
   }
 
-  PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const override {
+  PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const override {
     const auto make = [&] {
       if (choice.stage == 3) return deferred([&] { return load(choice.checkpointed); });
       auto model = load(choice.checkpointed);
@@ -181,7 +180,7 @@ class PlannedArchive : public PlannedModel {
     const WrapPolicy units = choice.units == UnitChoice::kLayers    ? layer_policy()
                              : choice.units == UnitChoice::kLinears ? wrap_classes({"Linear"})
                                                                     : WrapPolicy();
-    return run_choice(choice, {.world_size = world_size, .rank = rank}, units, make, [&](auto& training) {
+    return run_choice(choice, where, units, make, [&](auto& training) {
       std::optional<AutocastScope> autocast(std::in_place, choice);
       ExportedValue outputs = training(inputs_);
       const at::Tensor loss = loss_of_outputs(outputs).first;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tessera/plan/decoder.h"
+#include "tessera/plan/dry_run.h"
 #include "tessera/plan/run_record.h"
 #include "tessera/plan/training_choice.h"
 
@@ -23,14 +24,20 @@ class PlannedModel {
  public:
   virtual ~PlannedModel() = default;
 
-  // A dry run of two steps of AdamW with clipping by norm; with offload, of HostAdamW. Throws as dry_run().
-  virtual PlannedRun run(const TrainingChoice& choice, int world_size, int rank) const = 0;
+  // A dry run of two steps of AdamW with clipping by norm; with offload, of HostAdamW. `ranks_sharing_memory`: as
+  // DryRunOptions has it. Throws as dry_run().
+  PlannedRun run(const TrainingChoice& choice, int world_size, int rank, int ranks_sharing_memory = 0) const {
+    return run_as(choice, {.world_size = world_size, .rank = rank, .ranks_sharing_memory = ranks_sharing_memory});
+  }
   // Tokens, or items where it has no integers, of one rank's step.
   virtual int64_t tokens_of_rank() const = 0;
   // How a program writes the policy of such units; "" for none.
   virtual std::string policy_text(UnitChoice units) const = 0;
   // What is trained on, for people; "" where the model's own description says it.
   virtual std::string description() const { return ""; }
+
+ protected:
+  virtual PlannedRun run_as(const TrainingChoice& choice, const DryRunOptions& where) const = 0;
 };
 
 // GPT-2 or Llama by its numbers, on its options' batch and sequence, with cross entropy.

@@ -162,7 +162,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
-  reducer_.add(parameter, gradient, /*reduce=*/true);
+  if (reducer_.add(parameter, gradient)) reducer_.start_full_ones();
   return {};
 }
 

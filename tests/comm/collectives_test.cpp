@@ -153,6 +153,18 @@ TEST_P(Collectives, ReduceScatterOfPiecesIsThatOfAllOfThem) {
   });
 }
 
+TEST(CollectiveTransports, MoveOnlyWhenAwaitedWhereAllRanksReadEachOthersMemory) {
+  for (const InitOptions& options : transports())
+    for (const int world : {1, 2, 3})
+      run_ranks(
+          world,
+          [&](std::shared_ptr<Communicator> comm) {
+            EXPECT_EQ(comm->moves_only_when_awaited(1 << 20), options.peer_memory && world > 1);
+            EXPECT_FALSE(comm->moves_only_when_awaited(1 << 16));  // a round
+          },
+          options);
+}
+
 TEST(CollectivesErrors, PiecesThatAreNotOfOneTensor) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const at::Tensor shard = torch::zeros({3});

@@ -672,6 +672,24 @@ TEST(Usage, AtMostTwoUnitsAndThePrefetchedAreGathered) {
   }
 }
 
+// Where nothing travels before a rank waits, memory ahead of that is for nothing.
+TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
+  for (const bool in_memory : {true, false}) {
+    SCOPED_TRACE(in_memory ? "in memory" : "by TCP");
+    const auto body = [&](std::shared_ptr<Communicator> comm) {
+      FsdpOptions options = per_linear();
+      options.prefetch = 2;
+      FullyShardedDataParallel fsdp(chain(6, 260), comm, options);
+      const int64_t unit_bytes = fsdp.memory().largest_unit_bytes;
+      EXPECT_EQ(comm->moves_only_when_awaited(unit_bytes / 4), in_memory);
+      for (int step = 0; step < 2; ++step) fsdp(input(0, 2, 260)).sum().backward();
+      EXPECT_EQ(fsdp.memory().peak_gathered_bytes, (in_memory ? 2 : 4) * unit_bytes);
+      EXPECT_EQ(fsdp.memory().peak_bucket_bytes < 3 * unit_bytes / 2, in_memory);
+    };
+    run_ranks(2, body, {.peer_memory = in_memory});
+  }
+}
+
 TEST(Usage, EachUnitIsGatheredOnceInForwardAndOnceInBackward) {
   for (bool reshard : {true, false}) {
     on_ranks(2, [&](std::shared_ptr<Communicator> comm) {

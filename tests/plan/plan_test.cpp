@@ -73,6 +73,24 @@ TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
 #endif
 }
 
+// Ranks that read each other's memory gather no large unit ahead and keep no full gradient under way: a gathered unit,
+// and two gradients, fewer than others. A group within one of several memories is such a one.
+TEST(PlanModels, KnowWhoSharesMemory) {
+  const auto model = planned_decoder(decoder_of("gpt:layers=6,width=128,heads=2,vocab=50,sequence=16"));
+  const auto in_flight = [&](int ranks_sharing_memory, const TrainingChoice& choice) {
+    const RunRecord record = model->run(choice, 4, 0, ranks_sharing_memory).record;
+    return std::pair(record.most[MemoryKind::kGathered], record.most[MemoryKind::kBuckets]);
+  };
+  const auto [gathered, buckets] = in_flight(4, {.stage = 3});
+  EXPECT_EQ(in_flight(0, {.stage = 3}), std::pair(gathered, buckets));
+  for (const int ranks_sharing_memory : {1, 2}) {
+    const auto [more_gathered, more_buckets] = in_flight(ranks_sharing_memory, {.stage = 3});
+    EXPECT_GT(4 * more_gathered, 5 * gathered);  // three units of blocks, not two, but others are smaller
+    EXPECT_GT(more_buckets, 2 * buckets);
+  }
+  EXPECT_EQ(in_flight(2, {.stage = 3, .ranks_per_copy = 2}).first, gathered);
+}
+
 // Which submodule an operator is of: that of the parameter used last, and for a gradient that of what it is of.
 TEST(PlanRecord, NamesTheModuleOfEachOperator) {
   for (const int stage : {0, 3}) {

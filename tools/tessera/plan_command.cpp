@@ -74,7 +74,7 @@ constexpr size_t kShown = 20;
 
 void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTraining& plan, const Machines& machines,
           const std::string& notes) {
-  const RunRecord record = model.run(plan.choice, machines.ranks, plan.rank).record;
+  const RunRecord record = model.run(plan.choice, machines.ranks, plan.rank, machines.ranks_sharing_memory()).record;
   const std::optional<StepTime> time = planned_time(record, plan.choice, machines);
   std::optional<MeasuredStep> measured;
   if (!arguments.measured.empty()) {
