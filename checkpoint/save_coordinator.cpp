@@ -76,6 +76,8 @@ void SaveCoordinator::await(const std::function<bool()>& ready, const std::strin
     if (sum != std::exchange(last_sum, sum)) last_change = Clock::now();
     const auto silence = Clock::now() - last_change;
     const bool gives_up = hurries_ && silence > kMostMissed * beat_every();
+    const int ended = silence > patience * kMostMissed * beat_every() ? notes_.ended_rank() : -1;
+    if (ended >= 0) throw CheckpointError(what_for + ": the process of rank " + std::to_string(ended) + " has ended");
     if (gives_up || silence > patience * comm_->timeout())
       throw CheckpointError(what_for + (gives_up ? " before the save was given up" : " in time"));
     std::this_thread::sleep_for(pause);

@@ -55,7 +55,8 @@ class SaveCoordinator {
   // How often a rank at work is heard of, and the others look whether it has ended.
   std::chrono::milliseconds longest_pause() const;
   std::chrono::milliseconds beat_every() const;
-  // Waits until something holds; gives up when nothing was heard of any rank for `patience` times the group's timeout.
+  // Waits until something holds; gives up when nothing was heard of any rank for `patience` times the group's timeout,
+  // or for some seconds while one is known to be no more.
   void await(const std::function<bool()>& ready, const std::string& what_for, double patience = 1);
 
   const std::shared_ptr<Communicator> comm_;

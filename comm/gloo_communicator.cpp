@@ -52,6 +52,12 @@ GlooCommunicator::~GlooCommunicator() {
   close_locked();
 }
 
+int GlooCommunicator::ended_rank() const {
+  for (int peer = 0; memory_ && peer < size(); ++peer)
+    if (memory_->reaches(peer) && !memory_->is_alive(peer)) return peer;
+  return -1;
+}
+
 void GlooCommunicator::abort_this(const std::string& reason) noexcept {
   if (!process_.is_this()) return;
   watch_.publish_failure(reason);

@@ -37,6 +37,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   ~GlooCommunicator() override;
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
+  int ended_rank() const override;
 
   bool moves_only_when_awaited(int64_t full_numel) const override {
     return rounds_ != nullptr && full_numel > rounds_->plan().most_numel();

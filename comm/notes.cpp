@@ -8,15 +8,18 @@
 namespace tessera {
 namespace {
 
-const c10::intrusive_ptr<c10d::Store>& store_of(const Communicator& comm) {
+const HasStore& owner_of_store(const Communicator& comm) {
   const auto* owner = dynamic_cast<const HasStore*>(&comm);
   if (owner == nullptr) throw std::logic_error("Notes: this backend keeps no store");
-  return owner->store();
+  return *owner;
 }
 
 }  // namespace
 
-Notes::Notes(const Communicator& comm, std::string topic) : store_(store_of(comm)), topic_(std::move(topic)) {}
+Notes::Notes(const Communicator& comm, std::string topic)
+    : owner_(owner_of_store(comm)), store_(owner_.store()), topic_(std::move(topic)) {}
+
+int Notes::ended_rank() const { return owner_.ended_rank(); }
 
 template <class Act>
 auto Notes::reach(const std::string& name, Act act) const {

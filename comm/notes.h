@@ -15,6 +15,8 @@ class HasStore {
  public:
   virtual ~HasStore() = default;
   virtual const c10::intrusive_ptr<c10d::Store>& store() const = 0;
+  // One whose process has ended; -1: this rank knows of none, as of other hosts. Any thread.
+  virtual int ended_rank() const { return -1; }
 };
 
 // Texts by name that the ranks of a group leave for each other in its store, beside the operations: not collective,
@@ -32,10 +34,13 @@ class Notes {
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
 
+  int ended_rank() const;  // see HasStore, which must live
+
  private:
   template <class Act>
   auto reach(const std::string& name, Act act) const;
 
+  const HasStore& owner_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string topic_;
 };

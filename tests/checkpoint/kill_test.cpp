@@ -114,16 +114,21 @@ double value_of_newest(const std::filesystem::path& folder) {
   return value;
 }
 
-// One rank in a process of its own: goes on from the newest checkpoint and saves over and over, until another one is
-// gone.
-void save_until_alone(const std::filesystem::path& folder, int rank, int world, int port) {
+// This process, forked for that, is the rank.
+std::shared_ptr<Communicator> join(int rank, int world, int port, std::chrono::milliseconds timeout) {
   ::setenv("RANK", std::to_string(rank).c_str(), 1);
   ::setenv("WORLD_SIZE", std::to_string(world).c_str(), 1);
   ::setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
   ::setenv("MASTER_ADDR", "127.0.0.1", 1);
   ::setenv("MASTER_PORT", std::to_string(port).c_str(), 1);
   at::set_num_threads(1);
-  const auto comm = init({.timeout = std::chrono::seconds(4)});
+  return init({.timeout = timeout});
+}
+
+// One rank in a process of its own: goes on from the newest checkpoint and saves over and over, until another one is
+// gone.
+void save_until_alone(const std::filesystem::path& folder, int rank, int world, int port) {
+  const auto comm = join(rank, world, port, std::chrono::seconds(4));
   FullyShardedDataParallel fsdp(torch::nn::Linear(24, 24), comm);
   torch::optim::Adam adam(fsdp.parameters(), torch::optim::AdamOptions(0.1));
   const auto loaded = load_newest_checkpoint(folder, fsdp, adam);
@@ -201,6 +206,41 @@ TEST(CheckpointKilled, OneOfSeveralProcessesAtATime) {
     last = value;
   }
   EXPECT_GT(last, rounds) << "hardly anything was saved";
+}
+
+// Before the timeout of the group, which is minutes elsewhere: who waits for a save knows that a rank is no more.
+TEST(CheckpointKilled, ARankThatDiesInAnAsynchronousSaveIsNamed) {
+  const TemporaryFolder folder;
+  constexpr int kWorld = 3, kVictim = 1;
+  const int port = free_port();
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < kWorld; ++rank) {
+    children.push_back(::fork());
+    if (children.back() != 0) continue;
+    std::string error;
+    try {
+      const auto comm = join(rank, kWorld, port, std::chrono::seconds(4));
+      FullyShardedDataParallel fsdp(torch::nn::Linear(3000, 3000), comm);  // some time to write
+      auto pending = save_checkpoint_async(folder / "one", fsdp);
+      if (rank == kVictim) ::kill(::getpid(), SIGKILL);
+      pending.wait();
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+    const bool is_named =
+        error.find("rank 1 did not finish writing: the process of rank 1 has ended") != std::string::npos;
+    if (!is_named) std::fprintf(stderr, "rank %d: %s\n", rank, error.c_str());
+    ::_exit(is_named ? 5 : 6);
+  }
+  for (int rank = 0; rank < kWorld; ++rank) {
+    const pid_t child = children[static_cast<size_t>(rank)];
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    if (rank != kVictim) {
+      EXPECT_EQ(WIFEXITED(status) ? WEXITSTATUS(status) : -1, 5) << "rank " << rank;
+    }
+  }
+  EXPECT_FALSE(std::filesystem::exists(folder / "one"));
 }
 
 }  // namespace
