@@ -2,10 +2,13 @@
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
+#include <string_view>
+#include <typeinfo>
 #include <utility>
 
 namespace tessera {
@@ -26,6 +29,12 @@ ReducerOptions reducer_options(ShardedModel& model) {
 bool has_hooks(const at::Tensor& leaf) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(leaf);
   return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
+}
+
+// By its type: of a torch::autograd::Function, or of a class outside of libtorch.
+bool is_users(const torch::autograd::Node& node) {
+  const std::string_view type = typeid(node).name();
+  return !type.starts_with("N5torch8autograd") || type.starts_with("N5torch8autograd7CppNodeI");
 }
 
 // Must not throw, where a guard's end is told: only what can be counted, so no other guard.
@@ -307,6 +316,30 @@ std::optional<uint64_t> ShardedGradients::writes_if_between() const {
   return reducer_.has_observer() ? std::nullopt : std::optional(writes());
 }
 
+// A parameter of a unit that others of the unit are used without: a rank that waited for its gradient until the end of
+// backward would reduce the unit after its next gathers, where a rank that has one reduces it before. Not known where
+// the graph has nodes of the user's, which may compute more, as checkpointing does.
+void ShardedGradients::expect_what_the_graph_has() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return;
+  std::vector<size_t> absent;
+  for (const GradientBucket& bucket : reducer_.buckets()) {
+    const size_t absent_before = absent.size();
+    bool is_used = false;
+    for (const size_t parameter : bucket.members) {
+      const at::Tensor& tensor = binding_.tensor(parameter);
+      if (!tensor.requires_grad()) continue;
+      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
+      const bool is_in_graph = accumulator != nullptr && nodes->contains(accumulator.get());
+      if (!is_in_graph) absent.push_back(parameter);
+      is_used = is_used || is_in_graph;
+    }
+    if (!is_used) absent.resize(absent_before);  // the unit of a part that is computed again, maybe
+  }
+  if (absent.empty() || std::ranges::any_of(*nodes, [](const auto* node) { return is_users(*node); })) return;
+  for (const size_t parameter : absent) reducer_.expect_none(parameter);
+}
+
 void ShardedGradients::begin() {
   for (const auto& unit : model_.units())
     if (!versions_[unit->index()]) show_version(*unit);  // of the others require_unchanged() says more than autograd
@@ -329,10 +362,13 @@ void ShardedGradients::begin() {
     }
   }
   note_what_came_before();
+  // A graph's second backward, say: in one order on all ranks, whatever their gradients come in.
+  if (!first_uses_.empty()) last_uses_ = first_uses_;
   std::vector<size_t> order;
-  for (auto index = first_uses_.rbegin(); index != first_uses_.rend(); ++index)
+  for (auto index = last_uses_.rbegin(); index != last_uses_.rend(); ++index)
     for (size_t bucket = buckets_of_[*index]; bucket < buckets_of_[*index + 1]; ++bucket) order.push_back(bucket);
   reducer_.begin(order);
+  expect_what_the_graph_has();
   std::fill(bucket_done_.begin(), bucket_done_.end(), false);
   for (size_t unit = 0; unit < incomplete_.size(); ++unit) {
     incomplete_[unit] = 0;

@@ -95,6 +95,7 @@ class ShardedGradients {
   Range ranks_with(size_t parameter) const;
   bool all_ranks_train() const;
   void note_what_came_before();
+  void expect_what_the_graph_has();
 
   ShardedModel& model_;
   std::recursive_mutex& mutex_;
@@ -102,7 +103,8 @@ class ShardedGradients {
   GradientReducer reducer_;
   std::vector<ParameterState> states_;             // by parameter
   std::vector<size_t> buckets_of_;                 // by unit: its first bucket; and their end
-  std::vector<int> first_uses_;                    // units in order of their first use in forward
+  std::vector<int> first_uses_;                    // units in order of their first use since the last backward
+  std::vector<int> last_uses_;                     // or in the backward before, where there was none
   std::vector<bool> is_expected_;                  // by unit
   std::vector<std::optional<uint32_t>> versions_;  // by unit: of its shards when forward recorded their use
   std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd

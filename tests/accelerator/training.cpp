@@ -267,7 +267,8 @@ const std::vector<Case>& cases() {
       {.name = "fsdp_branches", .branches = true},
       {.name = "fsdp_branches_prefetch", .world = 3, .fsdp = {.prefetch = 2}, .branches = true, .accumulates = true},
       {.name = "fsdp_activations_towers", .checkpointed = true, .activations = true, .towers = true},
-      {.name = "fsdp_one_unit_towers", .side_stream = true, .towers = true, .one_unit = true},
+      // Gradients of both streams wait together until the end: that what is not used will get none is not known before.
+      {.name = "fsdp_one_unit_towers", .checkpointed = true, .side_stream = true, .towers = true, .one_unit = true},
       {.name = "sdp", .wrapper = Case::kSdp},
       {.name = "sdp_three_ranks", .wrapper = Case::kSdp, .world = 3, .clips = true, .accumulates = true},
       {.name = "sdp_unused_on_a_rank", .wrapper = Case::kSdp, .world = 3, .unused_on = 1},

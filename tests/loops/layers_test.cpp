@@ -624,6 +624,61 @@ TEST_P(Layers, GivenUpUnderNoSyncThenOtherValues) {
   });
 }
 
+// One unit, of which a rank's rows may need either expert, or both.
+struct ExpertsImpl : torch::nn::LinearImpl {
+  ExpertsImpl() : torch::nn::LinearImpl(kFeatures, kFeatures) {
+    for (const char* name : {"low", "high"})
+      experts.push_back(register_parameter(name, at::randn({kFeatures, kFeatures}) * 0.3));
+  }
+  at::Tensor route(const at::Tensor& x) {
+    at::Tensor out = torch::nn::functional::linear(x, weight, bias).tanh();
+    for (const bool is_high : {false, true}) {
+      const at::Tensor rows = x.select(1, 0).gt(0.5).eq(is_high).nonzero().squeeze(1);
+      if (rows.numel() == 0) continue;
+      out = out.index_add(0, rows, torch::nn::functional::linear(x.index_select(0, rows), experts[is_high]));
+    }
+    return out;
+  }
+  std::vector<at::Tensor> experts;
+};
+
+struct MixtureOfExperts : Net {
+  MixtureOfExperts() {
+    for (int i = 0; i < 3; ++i) {
+      blocks.push_back(std::make_shared<ExpertsImpl>());
+      register_module("block" + std::to_string(i), blocks.back());
+    }
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = x;
+    for (const auto& block : blocks) h = block->route(h);
+    return h;
+  }
+  std::vector<std::shared_ptr<ExpertsImpl>> blocks;
+};
+
+Play mixture() {
+  return {.model = [] { return seeded_model<MixtureOfExperts>(22); }, .unused = true};
+}
+
+TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(), three_steps); }
+
+TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
+  play(GetParam(), mixture(), [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor one = run.loss(2 * step), other = run.loss(2 * step + 1);
+      run.note(one.detach());
+      {
+        auto scope = run.no_sync();
+        one.backward();
+      }
+      other.backward();
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+    }
+  });
+}
+
 // The optimizer's step throws, is caught, and training goes on.
 TEST_P(Layers, AStepThatThrowsIsCaught) {
   play(GetParam(), {}, [](Trainer& run) {
