@@ -37,9 +37,12 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
   const at::Tensor flat = shard.view({-1});
   const int64_t rows = flat.numel() / norm_row_numel, in_rows = rows * norm_row_numel;
   const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, norm_row_numel});
-  const at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
-  const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
-  return at::linalg_vector_norm(at::cat({norms, rest.view({1})}), norm_type);
+  at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
+  if (in_rows < flat.numel()) {  // nothing has no largest value
+    const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
+    norms = at::cat({norms, rest.view({1})});
+  }
+  return at::linalg_vector_norm(norms, norm_type);
 }
 
 // The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.

@@ -2,6 +2,7 @@
 // between steps.
 #include "tests/loops/loops.h"
 
+#include <limits>
 #include <sstream>
 
 namespace tessera::loops {
@@ -673,6 +674,25 @@ TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
         one.backward();
       }
       other.backward();
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+    }
+  });
+}
+
+// Weights of a whole number of the rows that norms are taken by, and others.
+struct Narrower : Net {
+  Narrower() { register_module("narrow", narrow), register_module("wide", wide), register_module("last", last); }
+  at::Tensor forward(const at::Tensor& x) override { return last(wide(narrow(x).tanh()).tanh()); }
+  torch::nn::Linear narrow{torch::nn::LinearOptions(kFeatures, 6).bias(false)}, wide{6, kFeatures};
+  torch::nn::Linear last{kFeatures, kFeatures};
+};
+
+TEST_P(Layers, ClippedByAnyNorm) {
+  play(GetParam(), {.model = [] { return seeded_model<Narrower>(23); }}, [](Trainer& run) {
+    for (const double norm_type : {1.0, 2.0, 3.0, std::numeric_limits<double>::infinity()}) {
+      run.loss(static_cast<int>(norm_type == 2.0)).backward();
+      run.notes.push_back(run.clip_grad_norm_(0.05, norm_type));
       run.optimizer().step();
       run.optimizer().zero_grad();
     }

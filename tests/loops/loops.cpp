@@ -67,9 +67,10 @@ struct InTurns : Base, ChosenStep {
   }
 };
 
-double clip_by(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters, double max_norm) {
-  if (auto* sharded = dynamic_cast<ShardedOptimizer*>(&optimizer)) return sharded->clip_grad_norm_(max_norm);
-  return torch::nn::utils::clip_grad_norm_(parameters, max_norm);
+double clip_by(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>& parameters, double max_norm,
+               double norm_type) {
+  if (auto* sharded = dynamic_cast<ShardedOptimizer*>(&optimizer)) return sharded->clip_grad_norm_(max_norm, norm_type);
+  return torch::nn::utils::clip_grad_norm_(parameters, max_norm, norm_type);
 }
 
 // Also a rank of OSS alone, which has the whole batch and is told of no wrapper.
@@ -86,7 +87,9 @@ class OneProcess final : public Trainer {
   Scope no_sync() override {
     return Scope([] {});
   }
-  double clip_grad_norm_(double max_norm) override { return clip_by(*optimizer_, parameters(), max_norm); }
+  double clip_grad_norm_(double max_norm, double norm_type) override {
+    return clip_by(*optimizer_, parameters(), max_norm, norm_type);
+  }
   torch::OrderedDict<std::string, at::Tensor> state() override {
     torch::OrderedDict<std::string, at::Tensor> state;
     for (const auto& entry : model->named_parameters()) state.insert(entry.key(), entry.value().detach().clone());
@@ -138,9 +141,10 @@ class Rank final : public Trainer {
   }
   void zero_grad(bool set_to_none) override { wrapper_->zero_grad(set_to_none); }
   Scope no_sync() override { return wrapper_->no_sync(); }
-  double clip_grad_norm_(double max_norm) override {
-    if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get())) return sharded->clip_grad_norm_(max_norm);
-    return wrapper_->clip_grad_norm_(max_norm);
+  double clip_grad_norm_(double max_norm, double norm_type) override {
+    if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()))
+      return sharded->clip_grad_norm_(max_norm, norm_type);
+    return wrapper_->clip_grad_norm_(max_norm, norm_type);
   }
   torch::OrderedDict<std::string, at::Tensor> state() override { return wrapper_->full_state_dict(); }
   void set_gradient_divide_factor(double factor) override { wrapper_->set_gradient_divide_factor(factor); }
