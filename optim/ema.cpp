@@ -76,7 +76,7 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   if (count == comm()->size())
     replicas_ = count > 1 ? comm() : nullptr;
   else if (count > 1)
-    replicas_ = comm()->split(comm()->rank() % ranks_per_copy, replica);
+    replicas_ = comm()->split_by([=](int rank) { return rank % ranks_per_copy; });
 
   // The parts of all parameters, one after the other, cut evenly.
   auto cut = [&](int rank) { return rank == count ? total : total * rank / count / kAlignmentNumel * kAlignmentNumel; };

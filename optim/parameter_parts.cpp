@@ -96,7 +96,8 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
   auto* flags = have.mutable_data_ptr<uint8_t>();
   for (int64_t i = 0; i < count; ++i) {
     // In a dry run other ranks use the same parameters, also those of which this one has nothing.
-    const bool is_elsewhere = is_without_data() && are_cut_ && of(parameters[i]).held.numel() == 0;
+    const bool is_elsewhere =
+        is_without_data() && are_cut_ && parameters[i].requires_grad() && of(parameters[i]).held.numel() == 0;
     flags[i] = parameters[i].grad().defined() || is_elsewhere ? 1 : 0;
   }
   if (are_cut_ && count > 0) {

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "tessera/optim/adafactor.h"
+#include "tessera/optim/ema.h"
 #include "tessera/optim/host_adam.h"
 #include "tessera/optim/optimizer_state.h"
 #include "tests/plan/models.h"
@@ -240,6 +242,46 @@ TEST(DryRun, TakesWhatARunWithDataTakes) {
       if (::testing::Test::HasFailure()) return;
     }
   }
+}
+
+// What a rank has nothing of may be trained on another one, unless it is frozen.
+TEST(DryRun, TakesWhatWholeParametersOptimizersTakeOfAFrozenModel) {
+  constexpr int kWorld = 3;
+  const auto make = [](std::shared_ptr<Communicator> comm) {
+    torch::nn::Sequential model;
+    for (int layer = 0; layer < 6; ++layer) model->push_back(torch::nn::Linear(50, 50));
+    for (int layer = 0; layer < 5; ++layer)
+      for (auto& parameter : model[layer]->parameters()) parameter.requires_grad_(false);
+    return zero<Adafactor>(model, AdafactorOptions(1e-3), std::move(comm), {.stage = 3});
+  };
+  const auto train = [](auto& model) {
+    model.optimizer().zero_grad();
+    torch::mse_loss(model(torch::randn({4, 50})), torch::randn({4, 50})).backward();
+    model.step();
+  };
+  std::vector<RunRecord> real(kWorld);
+  on_ranks(kWorld, [&](std::shared_ptr<Communicator> comm) {
+    const auto rank = static_cast<size_t>(comm->rank());
+    real[rank] = record_run(make, train, comm);
+  });
+  for (int rank = 0; rank < kWorld; ++rank)
+    expect_same(dry_run(make, train, {.world_size = kWorld, .rank = rank}), real[static_cast<size_t>(rank)],
+                "rank " + std::to_string(rank));
+}
+
+TEST(DryRun, TakesAnAverageOverCopiesOfTheModel) {
+  const auto record = dry_run(
+      [](std::shared_ptr<Communicator> comm) {
+        struct Averaged {
+          explicit Averaged(std::shared_ptr<Communicator> comm)
+              : fsdp(torch::nn::Linear(50, 50), std::move(comm), {.hybrid = {.ranks_per_copy = 2}}), ema(fsdp) {}
+          FullyShardedDataParallel<torch::nn::Linear> fsdp;
+          Ema ema;
+        };
+        return std::make_shared<Averaged>(std::move(comm));
+      },
+      [](auto& model) { model->ema.update(); }, {.world_size = 4});
+  EXPECT_GT(record.peak_bytes(), 4 * 50 * 50 / 2);
 }
 
 // Some losses keep the memory of what they are the mean of, and are seen while backward goes on.
