@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tessera/flat/gradient_part.h"
+#include "tessera/paging/residency.h"
 
 namespace tessera {
 
@@ -83,6 +84,23 @@ at::Tensor GradientBuffer::whole_gradient() const {
   for (size_t i = 0; i < members_.size(); ++i)
     if (!members_[i].leaf.grad().is_same(views_[i])) return {};
   return grad_;
+}
+
+int64_t GradientBuffer::bytes() const {
+  int64_t bytes = grad_.defined() ? static_cast<int64_t>(grad_.nbytes()) : 0;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const at::Tensor& grad = members_[i].leaf.grad();
+    const bool is_view = !views_.empty() && grad.is_same(views_[i]);
+    if (grad.defined() && !is_view && !is_paged(grad)) bytes += static_cast<int64_t>(grad.nbytes());
+  }
+  return bytes;
+}
+
+int64_t GradientBuffer::idle_bytes() const {
+  int64_t bytes = 0;
+  for (size_t i = 0; i < views_.size(); ++i)
+    if (!members_[i].leaf.grad().is_same(views_[i])) bytes += static_cast<int64_t>(views_[i].nbytes());
+  return bytes;
 }
 
 std::vector<at::Tensor> GradientBuffer::leaves(const std::vector<bool>& used) const {

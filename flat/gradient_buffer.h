@@ -51,8 +51,10 @@ class GradientBuffer {
   // All leaves, or those that `used` names.
   std::vector<at::Tensor> leaves(const std::vector<bool>& used = {}) const;
 
-  // Bytes of the buffer, 0 while there is none.
-  int64_t bytes() const { return grad_.defined() ? static_cast<int64_t>(grad_.nbytes()) : 0; }
+  // Bytes of the buffer, 0 while there is none, and of gradients that are no views of it.
+  int64_t bytes() const;
+  // Of those the ones that are no gradient's: of a buffer that is kept for the next.
+  int64_t idle_bytes() const;
   // The buffer if every leaf's gradient is a view of it, else undefined.
   at::Tensor whole_gradient() const;
   // Frees the buffer if no gradient is defined any more.

@@ -7,7 +7,7 @@ namespace tessera {
 // What a wrapper holds on this rank, in bytes of tensors. FlatLayout predicts each figure.
 struct MemoryReport {
   int64_t shard_bytes = 0;           // this rank's part of the parameters
-  int64_t grad_bytes = 0;            // its part of the gradients, while any is defined
+  int64_t grad_bytes = 0;            // its part of the gradients, with memory that is kept for the next ones
   int64_t gathered_bytes = 0;        // full parameters of the units gathered or being gathered now
   int64_t peak_gathered_bytes = 0;   // the most of that at one time
   int64_t secondary_bytes = 0;       // parts of gathered ones that are kept for backward (hybrid sharding) now

@@ -416,6 +416,8 @@ void ReplicatedGradients::require_averages_to_clip() {
 void ReplicatedGradients::report(MemoryReport& report) const {
   std::lock_guard lock(mutex_);
   reducer_.report(report);
+  for (const GradientBucket& bucket : reducer_.buckets())
+    if (bucket.result != nullptr) report.grad_bytes += bucket.result->idle_bytes();
 }
 
 void ReplicatedGradients::reset_peak() {

@@ -672,6 +672,21 @@ TEST(Usage, AtMostTwoUnitsAndThePrefetchedAreGathered) {
   }
 }
 
+TEST(Usage, AGradientThatComesLaterThanItsUnitsOthersIsCounted) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const auto model = chain(2, 32);
+    FullyShardedDataParallel fsdp(model, comm);
+    const auto backward = [&](bool trains) {
+      model->parameters()[0].requires_grad_(trains);
+      fsdp(input(0, 2, 32)).sum().backward();
+    };
+    backward(false);
+    const int64_t before = fsdp.memory().grad_bytes;
+    backward(true);
+    EXPECT_EQ(fsdp.memory().grad_bytes, before + static_cast<int64_t>(fsdp.parameters()[0].grad().nbytes()));
+  });
+}
+
 // Where nothing travels before a rank waits, memory ahead of that is for nothing.
 TEST(Usage, LargeUnitsWaitWhereRanksReadEachOthersMemory) {
   for (const bool in_memory : {true, false}) {
