@@ -94,6 +94,7 @@ class Loader {
     for (ReadState& read : states_) put_state(read);
     for (size_t i = 0; takes_options_ && i < manifest_.optimizer->groups.size(); ++i)
       write_options(optimizer_->whole().param_groups()[i].options(), manifest_.optimizer->groups[i].options);
+    if (optimizer_) complete_states();
     for (const auto& stateful : beside_)
       if (const auto saved = manifest_.beside.find(stateful->state_name()); saved != manifest_.beside.end())
         stateful->load_state_values(saved->second);
@@ -404,6 +405,15 @@ class Loader {
       } catch (const std::invalid_argument& error) {
         throw CheckpointError("the optimizer's state of '" + read.name + "': " + error.what());
       }
+  }
+
+  // A state goes with its parameter, which may be in another group here, of other options.
+  void complete_states() {
+    auto& states = optimizer_->whole().state();
+    for (auto& group : optimizer_->whole().param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (const auto state = states.find(parameter.unsafeGetTensorImpl()); state != states.end())
+          complete_state(*state->second, group.options());
   }
 
   // The one before goes first, so that a device never has two of a parameter.

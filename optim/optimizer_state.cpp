@@ -242,6 +242,29 @@ std::unique_ptr<OptimizerParamState> make_state(const std::string& kind, const P
   return state;
 }
 
+namespace {
+
+void fill(at::Tensor& field, const at::Tensor& like, bool is_needed) {
+  if (is_needed && like.defined() && !field.defined()) field = at::zeros_like(like, at::MemoryFormat::Preserve);
+}
+
+}  // namespace
+
+void complete_state(OptimizerParamState& state, const OptimizerOptions& options) {
+  const auto complete_adam = [&]<class Options, class State>(Kind<Options, State>) {
+    const auto* typed = dynamic_cast<const Options*>(&options);
+    auto* own = dynamic_cast<State*>(&state);
+    if (typed != nullptr && own != nullptr) fill(own->max_exp_avg_sq(), own->exp_avg_sq(), typed->amsgrad());
+  };
+  complete_adam(Kind<AdamOptions, AdamParamState>());
+  complete_adam(Kind<AdamWOptions, AdamWParamState>());
+  const auto* typed = dynamic_cast<const RMSpropOptions*>(&options);
+  auto* own = dynamic_cast<RMSpropParamState*>(&state);
+  if (typed == nullptr || own == nullptr) return;
+  fill(own->momentum_buffer(), own->square_avg(), typed->momentum() > 0);
+  fill(own->grad_avg(), own->square_avg(), typed->centered());
+}
+
 OptionList read_options(const OptimizerOptions& options) {
   OptionList values;
   with_class_of(options, [&](auto& typed, const char*) {

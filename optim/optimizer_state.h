@@ -53,6 +53,10 @@ ParameterState read_state(const torch::optim::OptimizerParamState& state);
 // lists the names, for a value that the kind does not have or one of its numbers missing.
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(const std::string& kind, const ParameterState& values);
 
+// What torch's Adam, AdamW or RMSprop need of a state under these options, and it does not have since it was made under
+// others: zeros.
+void complete_state(torch::optim::OptimizerParamState& state, const torch::optim::OptimizerOptions& options);
+
 OptionList read_options(const torch::optim::OptimizerOptions& options);
 // An option as it is, with all its digits; and all of them, "Lion: lr=0.001 weight_decay=0".
 std::string text_of(const OptimizerOption& option);
