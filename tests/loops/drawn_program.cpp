@@ -427,6 +427,7 @@ class Drawer {
                 dynamic_cast<ShardedOptimizer&>(player.run.optimizer()).load_state_dict(*player.saved_state);
               } else {
                 std::istringstream file(player.saved_optimizer);
+                player.run.optimizer().state().clear();  // torch::load() leaves what the file has nothing of
                 torch::load(player.run.optimizer(), file);
               }
             }};
