@@ -1,33 +1,63 @@
 #include "tessera/flat/gradient_keeper.h"
 
-#include <unordered_set>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
 namespace tessera {
-namespace {
 
-// libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
-struct KeeperMark : c10::BackendMeta {
-  explicit KeeperMark(std::function<void(StepEvent)> ear) : hear(std::move(ear)) {}
+// libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none. By it keep() sees at a glance
+// that nothing has changed.
+struct GradientKeeper::Mark : c10::BackendMeta {
+  explicit Mark(std::function<void(StepEvent)> ear) : hear(std::move(ear)) {}
   const std::function<void(StepEvent)> hear;
 };
 
-}  // namespace
+// What set_data() cannot take away, as it does what hangs on the tensor. Keepers are there as long as their parameters.
+struct GradientKeeper::Registry {
+  std::mutex mutex;
+  std::unordered_map<const c10::TensorImpl*, c10::intrusive_ptr<Mark>> marks;
+
+  static Registry& of_process() {
+    static auto* const registry = new Registry;
+    return *registry;
+  }
+};
 
 GradientKeeper::GradientKeeper(std::function<void(StepEvent)> hear)
-    : mark_(c10::make_intrusive<KeeperMark>(std::move(hear))) {}
+    : mark_(c10::make_intrusive<Mark>(std::move(hear))) {}
 
-void GradientKeeper::keep(const at::Tensor& parameter) const {
+GradientKeeper::~GradientKeeper() {
+  Registry& registry = Registry::of_process();
+  const std::lock_guard lock(registry.mutex);
+  for (const at::Tensor& parameter : kept_) {
+    const auto found = registry.marks.find(parameter.unsafeGetTensorImpl());
+    if (found != registry.marks.end() && found->second == mark_) registry.marks.erase(found);
+  }
+}
+
+void GradientKeeper::keep(const at::Tensor& parameter) {
   c10::TensorImpl* impl = parameter.unsafeGetTensorImpl();
-  if (impl->get_backend_meta() != mark_.get()) impl->set_backend_meta(mark_);
+  if (impl->get_backend_meta() == mark_.get()) return;
+  impl->set_backend_meta(mark_);
+  Registry& registry = Registry::of_process();
+  const std::lock_guard lock(registry.mutex);
+  if (kept_impls_.insert(impl).second) kept_.push_back(parameter);
+  registry.marks[impl] = mark_;
 }
 
 void tell_gradient_keepers(const std::vector<at::Tensor>& parameters, StepEvent event) {
-  std::unordered_set<const KeeperMark*> told;
-  for (const at::Tensor& parameter : parameters) {
-    const auto* mark = dynamic_cast<const KeeperMark*>(parameter.unsafeGetTensorImpl()->get_backend_meta());
-    if (mark != nullptr && told.insert(mark).second) mark->hear(event);
+  std::vector<c10::intrusive_ptr<GradientKeeper::Mark>> told;
+  {
+    auto& registry = GradientKeeper::Registry::of_process();
+    const std::lock_guard lock(registry.mutex);
+    std::unordered_set<const GradientKeeper::Mark*> seen;
+    for (const at::Tensor& parameter : parameters) {
+      const auto found = registry.marks.find(parameter.unsafeGetTensorImpl());
+      if (found != registry.marks.end() && seen.insert(found->second.get()).second) told.push_back(found->second);
+    }
   }
+  for (const auto& mark : told) mark->hear(event);
 }
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
+#include <unordered_set>
 #include <vector>
 
 namespace tessera {
@@ -11,15 +12,25 @@ namespace tessera {
 enum class StepEvent { kWantsNorm, kBegins, kEnds };
 
 // A mark on parameters, for wrappers whose optimizers do not know them: `hear` throws where gradients are not such that
-// a step may take them, or their norm. It stays with the TensorImpls until another wrapper's.
+// a step may take them, or their norm. It stays as long as this does, or until another wrapper's.
 class GradientKeeper {
  public:
   explicit GradientKeeper(std::function<void(StepEvent)> hear);
-  // Leaves the mark, unless it is there: a change of the parameter's data takes it away.
-  void keep(const at::Tensor& parameter) const;
+  ~GradientKeeper();
+  GradientKeeper(const GradientKeeper&) = delete;
+  GradientKeeper& operator=(const GradientKeeper&) = delete;
+
+  // Leaves the mark, unless it is there and the parameter has had the same data since.
+  void keep(const at::Tensor& parameter);
 
  private:
-  const c10::intrusive_ptr<c10::BackendMeta> mark_;
+  friend void tell_gradient_keepers(const std::vector<at::Tensor>& parameters, StepEvent event);
+  struct Mark;
+  struct Registry;
+
+  const c10::intrusive_ptr<Mark> mark_;
+  std::vector<at::Tensor> kept_;
+  std::unordered_set<const c10::TensorImpl*> kept_impls_;
 };
 
 // Tells those who keep the gradients of these parameters, each once. Throws what they throw.

@@ -680,6 +680,20 @@ TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
   });
 }
 
+// What a step or a norm must not take is known after new data, too.
+TEST_P(Layers, OtherDataBetweenNoSyncAndClipping) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    {
+      auto scope = run.no_sync();
+      run.loss(0).backward();
+    }
+    auto parameters = run.model->parameters();
+    torch::nn::utils::vector_to_parameters(0.9 * torch::nn::utils::parameters_to_vector(parameters), parameters);
+    run.notes.push_back(run.clip_grad_norm_(0.05));
+    run.optimizer().step();
+  });
+}
+
 // Weights of a whole number of the rows that norms are taken by, and others.
 struct Narrower : Net {
   Narrower() { register_module("narrow", narrow), register_module("wide", wide), register_module("last", last); }
