@@ -694,6 +694,98 @@ TEST_P(Layers, OtherDataBetweenNoSyncAndClipping) {
   });
 }
 
+TEST_P(Layers, OtherDataBetweenNoSyncAndAStep) {
+  for (const bool by_archive : {false, true})
+    play(GetParam(), {.expect = Expect::kEither}, [=](Trainer& run) {
+      run.train(0);
+      run.optimizer().zero_grad();
+      {
+        auto scope = run.no_sync();
+        run.loss(1).backward();
+      }
+      if (by_archive) {
+        std::stringstream file;
+        torch::save(seeded_model<Mlp>(24), file);
+        torch::load(run.model, file, run.device);
+      } else {
+        for (at::Tensor& parameter : run.model->parameters()) parameter.set_data(0.9 * parameter.detach());
+      }
+      run.optimizer().step();
+      run.train(2);
+    });
+}
+
+// So large that ranks which read each other's memory gather and reduce them when they are needed, not before.
+struct Large : Net {
+  Large() { register_module("in", in), register_module("wide", wide), register_module("again", again); }
+  at::Tensor forward(const at::Tensor& x) override {
+    const at::Tensor h = again(wide(in(x).tanh()).tanh()).tanh();
+    return torch::nn::functional::linear(h, in->weight.t());
+  }
+  torch::nn::Linear in{kFeatures, 264}, wide{264, 264}, again{264, 264};
+};
+
+Play large() {
+  return {.model = [] { return seeded_model<Large>(25); }};
+}
+
+TEST_P(Layers, LargeOnesInEveryOrder) {
+  play(GetParam(), large(), [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    const at::Tensor one = run.loss(1), other = run.loss(2);
+    {
+      const torch::NoGradGuard no_grad;
+      run.note(run.loss(3));
+    }
+    {
+      auto scope = run.no_sync();
+      other.backward({}, /*keep_graph=*/true);
+    }
+    (one + 0.5 * other).backward();
+    run.optimizer().step();
+    run.train(4);
+  });
+}
+
+TEST_P(Layers, LargeOnesAfterABackwardThatThrew) {
+  play(GetParam(), large(), [](Trainer& run) {
+    run.train(0);
+    run.optimizer().zero_grad();
+    const auto weight = dynamic_cast<Large&>(*run.model).wide->weight;
+    bool throws = true;
+    weight.register_hook([&throws](const at::Tensor&) {
+      if (throws) throw std::runtime_error("the user's hook");
+    });
+    try {
+      run.loss(1).backward();
+    } catch (const std::runtime_error&) {
+    }
+    throws = false;
+    run.optimizer().zero_grad();
+    run.train(2);
+    run.train(3);
+  });
+}
+
+// By which a parameter that the pass did not seem to need gets a gradient after all.
+TEST_P(Layers, AHookThatGoesBackwardThroughAnotherLoss) {
+  Play play_of = mixture();
+  play_of.expect = Expect::kEither;
+  play(GetParam(), play_of, [](Trainer& run) {
+    for (int step = 0; step < 2; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor extra = run.loss(10 + step), out = run(run.x(step));
+      out.register_hook([extra](const at::Tensor&) {
+        const torch::AutoGradMode recording(true);
+        extra.backward();
+      });
+      torch::mse_loss(out, run.y(step)).backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 // Weights of a whole number of the rows that norms are taken by, and others.
 struct Narrower : Net {
   Narrower() { register_module("narrow", narrow), register_module("wide", wide), register_module("last", last); }
