@@ -82,7 +82,7 @@ void GradientBuffer::adopt(const at::Tensor& values) {
 at::Tensor GradientBuffer::whole_gradient() const {
   if (!grad_.defined()) return {};
   for (size_t i = 0; i < members_.size(); ++i)
-    if (!members_[i].leaf.grad().is_same(views_[i])) return {};
+    if (!is_in_buffer(i)) return {};
   return grad_;
 }
 
@@ -90,8 +90,7 @@ int64_t GradientBuffer::bytes() const {
   int64_t bytes = grad_.defined() ? static_cast<int64_t>(grad_.nbytes()) : 0;
   for (size_t i = 0; i < members_.size(); ++i) {
     const at::Tensor& grad = members_[i].leaf.grad();
-    const bool is_view = !views_.empty() && grad.is_same(views_[i]);
-    if (grad.defined() && !is_view && !is_paged(grad)) bytes += static_cast<int64_t>(grad.nbytes());
+    if (grad.defined() && !is_in_buffer(i) && !is_paged(grad)) bytes += static_cast<int64_t>(grad.nbytes());
   }
   return bytes;
 }
@@ -99,7 +98,7 @@ int64_t GradientBuffer::bytes() const {
 int64_t GradientBuffer::idle_bytes() const {
   int64_t bytes = 0;
   for (size_t i = 0; i < views_.size(); ++i)
-    if (!members_[i].leaf.grad().is_same(views_[i])) bytes += static_cast<int64_t>(views_[i].nbytes());
+    if (!is_in_buffer(i)) bytes += static_cast<int64_t>(views_[i].nbytes());
   return bytes;
 }
 

@@ -62,6 +62,9 @@ class GradientBuffer {
 
  private:
   bool is_ours_alone() const;
+  bool is_in_buffer(size_t member) const {  // its gradient
+    return member < views_.size() && members_[member].leaf.grad().is_same(views_[member]);
+  }
   at::Tensor as_gradient(const at::Tensor& values, size_t member) const;
   at::Tensor part_of(const at::Tensor& values, size_t member) const {
     return view_in(values, members_[member].geometry, members_[member].offset);

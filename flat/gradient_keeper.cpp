@@ -1,7 +1,7 @@
 #include "tessera/flat/gradient_keeper.h"
 
 #include <mutex>
-#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace tessera {
@@ -13,7 +13,7 @@ struct GradientKeeper::Mark : c10::BackendMeta {
   const std::function<void(StepEvent)> hear;
 };
 
-// What set_data() cannot take away, as it does what hangs on the tensor. Keepers are there as long as their parameters.
+// What set_data() cannot take away, as it does what hangs on the tensor.
 struct GradientKeeper::Registry {
   std::mutex mutex;
   std::unordered_map<const c10::TensorImpl*, c10::intrusive_ptr<Mark>> marks;
@@ -30,8 +30,8 @@ GradientKeeper::GradientKeeper(std::function<void(StepEvent)> hear)
 GradientKeeper::~GradientKeeper() {
   Registry& registry = Registry::of_process();
   const std::lock_guard lock(registry.mutex);
-  for (const at::Tensor& parameter : kept_) {
-    const auto found = registry.marks.find(parameter.unsafeGetTensorImpl());
+  for (const auto& [impl, parameter] : kept_) {
+    const auto found = registry.marks.find(impl);
     if (found != registry.marks.end() && found->second == mark_) registry.marks.erase(found);
   }
 }
@@ -42,7 +42,7 @@ void GradientKeeper::keep(const at::Tensor& parameter) {
   impl->set_backend_meta(mark_);
   Registry& registry = Registry::of_process();
   const std::lock_guard lock(registry.mutex);
-  if (kept_impls_.insert(impl).second) kept_.push_back(parameter);
+  kept_.emplace(impl, parameter);
   registry.marks[impl] = mark_;
 }
 

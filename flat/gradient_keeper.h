@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <functional>
-#include <unordered_set>
+#include <unordered_map>
 #include <vector>
 
 namespace tessera {
@@ -29,8 +29,7 @@ class GradientKeeper {
   struct Registry;
 
   const c10::intrusive_ptr<Mark> mark_;
-  std::vector<at::Tensor> kept_;
-  std::unordered_set<const c10::TensorImpl*> kept_impls_;
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> kept_;  // so that nothing else is made where one was
 };
 
 // Tells those who keep the gradients of these parameters, each once. Throws what they throw.

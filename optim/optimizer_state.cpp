@@ -163,6 +163,10 @@ std::unique_ptr<OptimizerParamState> filled(const std::string& kind, const Param
   return state;
 }
 
+void fill(at::Tensor& field, const at::Tensor& like, bool is_needed) {
+  if (is_needed && like.defined() && !field.defined()) field = at::zeros_like(like, at::MemoryFormat::Preserve);
+}
+
 }  // namespace
 
 StateForm form_of_state(const std::string& name) {
@@ -241,14 +245,6 @@ std::unique_ptr<OptimizerParamState> make_state(const std::string& kind, const P
     throw std::invalid_argument("a state for an optimizer of kind '" + kind + "', expected one of " + kind_names());
   return state;
 }
-
-namespace {
-
-void fill(at::Tensor& field, const at::Tensor& like, bool is_needed) {
-  if (is_needed && like.defined() && !field.defined()) field = at::zeros_like(like, at::MemoryFormat::Preserve);
-}
-
-}  // namespace
 
 void complete_state(OptimizerParamState& state, const OptimizerOptions& options) {
   const auto complete_adam = [&]<class Options, class State>(Kind<Options, State>) {
