@@ -9,7 +9,7 @@ ours run again, and the two fastest peers of each stage.
 Programs whose losses differ from the others' are not compared but listed, and so are those that fail.
 
 Everything measured goes to <out>/results.json, and the verdict by target to <out>/verdict.md and the terminal. The
-documentation is written by a run of everything alone, and by --render and --more of one: what --quick, --models,
+documentation is written by a run of everything alone, and by --render, --more and --again of one: what --quick, --models,
 --ranks or --programs leave out would be missing there, so such runs go to folders of their own, out/bench/quick and
 out/bench/part.
 """
@@ -67,17 +67,19 @@ def parse():
     parser.add_argument("--minutes", type=float, help=f"begin nothing after so many; of --quick {QUICK_MINUTES}")
     parser.add_argument("--quick", action="store_true", help="two rounds at 2 ranks, fewer steps, the faster programs alone")
     parser.add_argument("--more", action="store_true", help="add rounds to what an earlier call has measured")
+    parser.add_argument("--again", action="store_true", help="the library has changed: what was measured of ours goes, and one "
+                        "more round measures it beside the fastest peers; of the others stays what was measured before")
     parser.add_argument("--render", action="store_true", help="measure nothing")
     parser.add_argument("--timeout", type=int, default=900, help="seconds for a run")
     args = parser.parse_args()
     is_part = args.models or args.ranks or args.programs
-    # What --more and --render add to or draw is all of what is there.
-    args.writes_docs = args.out is None and not args.quick and (not is_part or args.more or args.render)
+    # What --more, --again and --render add to or draw is all of what is there.
+    args.writes_docs = args.out is None and not args.quick and (not is_part or args.more or args.again or args.render)
     args.out = os.path.abspath(args.out or os.path.join(OUT, "quick" if args.quick else "" if args.writes_docs else "part"))
     args.models = args.models or (QUICK_MODELS if args.quick else MODELS)
     args.ranks = args.ranks or ([2] if args.quick else RANKS)
     args.programs = args.programs or (QUICK if args.quick else list(PROGRAMS))
-    args.rounds = args.rounds or (2 if args.quick else 5)
+    args.rounds = args.rounds or (1 if args.again else 2 if args.quick else 5)
     args.ends = time.time() + 60 * (args.minutes or (QUICK_MINUTES if args.quick else 1e9))
     return args
 
@@ -207,11 +209,21 @@ def versions():
     return found
 
 
+def without_ours(results):
+    for kind in ("runs", "returning"):
+        results[kind] = {key: line for key, line in results.get(kind, {}).items()
+                         if key.split("/")[2] != LIMIT and not key.split("/")[2].startswith("tessera ")}
+    results.pop("units", None)
+    results["rounds_without_ours"] = results["rounds"]
+    return results
+
+
 def results_of(args):
     path = os.path.join(args.out, "results.json")
-    if args.render or args.more:
+    if args.render or args.more or args.again:
         with open(path) as file:
-            return json.load(file)
+            results = json.load(file)
+        return without_ours(results) if args.again else results
     if os.path.exists(path):  # what was measured in hours is not lost by beginning anew
         os.replace(path, os.path.join(args.out, "results.before.json"))
     return {"machine": machine(), "versions": versions(), "rounds": 0, "runs": {}}
