@@ -87,8 +87,8 @@ struct FsdpOptions {
   int prefetch = 1;
 
   // How many units, the most recently used ones, stay gathered while the next is in use. 2 keeps
-  // two units that are used in turn from evicting each other. A unit that is not gathered ahead (above) goes sooner
-  // where a pass of eight uses or more did not come back to it within so many, the time before.
+  // two units that are used in turn from evicting each other. Units that are not gathered ahead (above), if there are
+  // eight or more, go as backward begins, but for the one that it begins with.
   int keep_recent = 2;
 
   // Take parameters and buffers from rank 0 at construction. false: the caller promises that

@@ -43,7 +43,7 @@ void ResidentUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, b
   }
   for (Unit* unit : needed)
     if (unit->is_stale() && unit->state() != Unit::State::kSharded && !unit->is_pinned()) release(*unit);
-  evict_for(needed, order);
+  evict_for(needed, backward && order.seen().empty());
   for (Unit* unit : needed) unit->start_gather();
   for (Unit* unit : needed) {
     unit->finish_gather();
@@ -62,19 +62,18 @@ void ResidentUnits::use(const std::vector<Unit*>& needed, Page::GradMode mode, b
 }
 
 // Where a gather is a copy from peers' memory, one more at the turn from forward to backward costs less than a unit
-// that lies there as the first gradients come, which is when a rank holds the most. Not if it would be one of few.
-constexpr size_t kLeastUsesOfAChain = 8;
+// that lies there as the first gradients come, which is when a rank holds the most. Not if it would be one of few. What
+// a gather depends on is the same on all ranks, whose passes may take more or fewer turns.
+constexpr size_t kLeastUnitsOfAChain = 8;
 
-void ResidentUnits::evict_for(const std::vector<Unit*>& needed, const PrefetchOrder& order) {
+void ResidentUnits::evict_for(const std::vector<Unit*>& needed, bool turns) {
   std::erase_if(recent_, [&](Unit* unit) { return std::find(needed.begin(), needed.end(), unit) != needed.end(); });
   if (!model_.options().reshard_after_forward) return;  // each goes when backward has all its gradients
-  const int keep_recent = model_.options().keep_recent;
-  while (!recent_.empty() && recent_.size() + needed.size() > static_cast<size_t>(keep_recent))
+  while (!recent_.empty() && recent_.size() + needed.size() > static_cast<size_t>(model_.options().keep_recent))
     release(*recent_.front());
-  if (order.expected().size() < kLeastUsesOfAChain) return;
-  const int next = needed.front()->index();
+  if (!turns || model_.units().size() < kLeastUnitsOfAChain) return;
   for (Unit* unit : std::vector<Unit*>(recent_))
-    if (!unit->may_gather_ahead() && order.goes_on_without(unit->index(), next, keep_recent)) release(*unit);
+    if (!unit->may_gather_ahead()) release(*unit);
 }
 
 void ResidentUnits::prefetch(const PrefetchOrder& order) {

@@ -21,9 +21,9 @@ class ResidentUnits {
   // Nothing is in use, and what was prefetched for a pass that took another way goes.
   void begin_forward();
   void begin_backward();
-  // An operator needs these units: evicts others beyond keep_recent, and sooner what this pass has no more use for if
-  // it is large and its ranks read each other's memory, gathers these, unless a prefetch did, then starts gathering the
-  // units that followed them last time.
+  // An operator needs these units: evicts others beyond keep_recent, and as backward begins those that are large and
+  // whose ranks read each other's memory, gathers these, unless a prefetch did, then starts gathering the units that
+  // followed them last time.
   void use(const std::vector<Unit*>& needed, Page::GradMode mode, bool backward);
   void release(Unit& unit);
   void release_all();
@@ -37,7 +37,7 @@ class ResidentUnits {
 
  private:
   void drop_secondaries();
-  void evict_for(const std::vector<Unit*>& needed, const PrefetchOrder& order);
+  void evict_for(const std::vector<Unit*>& needed, bool turns);
   void prefetch(const PrefetchOrder& order);
   void set_current(std::vector<Unit*> units, Page::GradMode mode);
   void describe(std::ostream& text, const char* pass, const PrefetchOrder& order) const;

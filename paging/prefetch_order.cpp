@@ -32,11 +32,4 @@ std::vector<int> PrefetchOrder::upcoming(int count) const {
   return units;
 }
 
-bool PrefetchOrder::goes_on_without(int unit, int next, int count) const {
-  if (!on_path_ || next_ >= expected_.size() || expected_[next_] != next) return false;
-  const auto begin = expected_.begin() + static_cast<std::ptrdiff_t>(next_);
-  const auto end = begin + std::min<std::ptrdiff_t>(count, expected_.end() - begin);
-  return std::find(begin, end, unit) == end;
-}
-
 }  // namespace tessera

@@ -23,10 +23,6 @@ class PrefetchOrder {
   // has left the path of the last one.
   std::vector<int> upcoming(int count) const;
 
-  // Whether the pass is about to use `next`, as the last one did here, and that did not come back to `unit` among the
-  // `count` units from `next` on. false where this pass has left the path: nothing is known.
-  bool goes_on_without(int unit, int next, int count) const;
-
   // Units in order of first use in the pass under way.
   const std::vector<int>& seen() const { return current_; }
   const std::vector<int>& expected() const { return expected_; }

@@ -44,23 +44,6 @@ TEST(PrefetchOrder, FollowsPositionsNotUnits) {
   EXPECT_EQ(order.upcoming(1), Units{2});
 }
 
-TEST(PrefetchOrder, KnowsWhatThePassDoesNotComeBackTo) {
-  PrefetchOrder order;
-  run(order, {0, 1, 0, 2, 3});
-  EXPECT_FALSE(order.goes_on_without(0, 4, 2));  // beyond its end
-  order.begin_pass();
-  order.used(0);
-  EXPECT_FALSE(order.goes_on_without(0, 1, 2));  // after 1 comes 0
-  EXPECT_TRUE(order.goes_on_without(0, 1, 1));
-  EXPECT_TRUE(order.goes_on_without(3, 1, 3));
-  EXPECT_FALSE(order.goes_on_without(0, 2, 2));  // another way than the last pass took
-  order.used(1);
-  order.used(0);
-  EXPECT_TRUE(order.goes_on_without(1, 2, 9));
-  order.used(7);
-  EXPECT_FALSE(order.goes_on_without(1, 3, 2));
-}
-
 TEST(PrefetchOrder, CountsRepetitionsOnce) {
   PrefetchOrder order;
   run(order, {0, 0, 1, 1, 1, 2});
