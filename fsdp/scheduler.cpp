@@ -29,10 +29,9 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this),
-      gradients_(model_, mutex_),
-      resident_(model_),
-      writes_(model_.units().size()) {}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {
+  writes_.assign(model_.units().size(), Writes{.is_open = true});
+}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -239,6 +238,7 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
 
 void Scheduler::before_write(int index, int64_t storage_offset) {
   std::lock_guard lock(mutex_);
+  if (writes_.empty()) return;
   Unit& unit = *model_.units()[index];
   unit.wait_for_reads();
   // A step, say, which begins where the one before began. What has replaced a parameter's values until now came before.
@@ -250,6 +250,22 @@ void Scheduler::before_write(int index, int64_t storage_offset) {
   gradients_.require_none_by_hand(unit);
   unit.bring_home(/*may_change=*/true);
   writes = {true, storage_offset, unit.holders()};
+}
+
+// An optimizer's weight decay, say, or an average: of what has replaced a parameter's values until now. Another thread
+// that is in here has looked.
+void Scheduler::before_read(int index) {
+  if (inside_backward()) return;
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock() || is_running() || writes_.empty()) return;
+  Unit& unit = *model_.units()[index];
+  Writes& writes = writes_[static_cast<size_t>(index)];
+  if (!writes.is_open || unit.is_pinned() || unit.holders() == writes.holders) return;
+  writes.is_open = false;
+  Quiet quiet;
+  unit.bring_home(/*may_change=*/true);
+  writes.is_open = true;
+  writes.holders = unit.holders();
 }
 
 // ---- what users ask for -------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Scheduler : public Pager, public BackwardPass {
   void use(const std::vector<Page*>& pages) override;
   bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) override;
   void before_write(int index, int64_t storage_offset) override;
+  void before_read(int index) override;
   void set_divisor(double divisor) override;
 
   Scope begin_forward();  // ends where forward does, within this object's life
@@ -68,16 +69,16 @@ class Scheduler : public Pager, public BackwardPass {
   void require_outside_backward(const char* call) const;
   void require_use(const std::string& use) const;
 
-  ShardedModel model_;
-  ShardedGradients gradients_;
-  ResidentUnits resident_;
   // By unit: the writes to its shards since the last backward.
   struct Writes {
     bool is_open = false;            // whether the next one may be a step's first
     std::optional<int64_t> first{};  // where a step began
     size_t holders = 0;              // Unit::holders() at the last look
   };
-  std::vector<Writes> writes_;
+  std::vector<Writes> writes_;  // empty until the model below is made, which reads and writes shards itself
+  ShardedModel model_;
+  ShardedGradients gradients_;
+  ResidentUnits resident_;
   std::function<void()> observer_of_failures_;
   std::string refusal_;  // why nobody may use the parameters outside backward
   bool first_backward_ = true;

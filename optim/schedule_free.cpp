@@ -65,6 +65,8 @@ Scope ScheduleFreeAdamW::swap_in_averages() {
   std::vector<std::pair<at::Tensor, at::Tensor>> own;
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
+      // One of a unit that other ranks write to now.
+      if (!state().empty() && note_write_if_empty(y)) own.emplace_back(y, y.detach());
       const auto found = state().find(y.unsafeGetTensorImpl());
       if (found == state().end() || y.numel() == 0) continue;
       own.emplace_back(y, y.detach().clone());
@@ -75,7 +77,8 @@ Scope ScheduleFreeAdamW::swap_in_averages() {
   is_swapped_in_ = true;
   return Scope([this, own] {
     at::NoGradGuard quiet;
-    for (const auto& [y, value] : own) y.detach().copy_(value);
+    for (const auto& [y, value] : own)
+      if (!note_write_if_empty(y)) y.detach().copy_(value);
     is_swapped_in_ = false;
   });
 }

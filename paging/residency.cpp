@@ -104,8 +104,8 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (is_written && state.told_of_writes != nullptr)
-      state.told_of_writes->before_write(state.id_told, tensor.storage_offset());
+    if (Pager* told = state.told_of_writes; told != nullptr)
+      is_written ? told->before_write(state.id_told, tensor.storage_offset()) : told->before_read(state.id_told);
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
     all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
@@ -133,11 +133,23 @@ bool returns_views(const c10::FunctionSchema& schema) {
   return std::ranges::any_of(schema.returns(), [](const auto& result) { return result.alias_info() != nullptr; });
 }
 
+// torch::load() into a parameter that is cast while it is used: set_() would keep that dtype over bytes of another.
+bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const c10::OperatorName set_to_tensor("aten::set_", "source_Tensor");
+  if (op.operator_name() != set_to_tensor) return false;
+  const at::Tensor& target = stack.end()[-2].toTensor();
+  return is_paged(target) && target.scalar_type() != stack.back().toTensor().scalar_type();
+}
+
 // Sees every operator that has a view of a page among its arguments, above autograd.
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
   // What it calls in turn is looked at for itself.
   if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
+  if (sets_another_dtype(op, *stack)) {
+    const at::Tensor source = torch::jit::pop(*stack).toTensor();
+    return stack->back().toTensor().set_data(source);  // which its pager finds, and looks at
+  }
   const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
   if (has_stand_ins) return call_with_stand_ins(op, stack);
   if (is_done) return;  // zero_() returns its argument, which the stack holds

@@ -23,6 +23,8 @@ class Pager {
   // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. `storage_offset` is where
   // what is written begins. May use and write to the page.
   virtual void before_write(int /*id*/, int64_t /*storage_offset*/) {}
+  // The same for an operator that is about to read one.
+  virtual void before_read(int /*id*/) {}
 };
 
 // What autograd does with an operator that is called now: records it in a forward (or will, when a checkpointed part is

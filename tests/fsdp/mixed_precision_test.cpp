@@ -197,6 +197,24 @@ TEST(MixedPrecision, FullParametersAreExactAndMayBeChanged) {
   }
 }
 
+TEST(MixedPrecision, ValuesThatTorchLoadsAreTakenAsTheyAre) {
+  for (const int world : {1, 2})
+    run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      const torch::nn::Linear other = seeded(4, [] { return torch::nn::Linear(kWidth, kWidth); });
+      std::stringstream file;
+      torch::save(other, file);
+      FsdpOptions options;
+      options.mixed_precision.param_dtype = at::kBFloat16;
+      torch::nn::Linear model = on_rank_device(torch::nn::Linear(kWidth, kWidth));
+      FullyShardedDataParallel fsdp(model, comm, options);
+      torch::load(model, file);
+      fsdp(input(comm->rank())).sum().backward();
+      const auto state = fsdp.full_state_dict();
+      for (const auto& parameter : other->named_parameters())
+        EXPECT_TRUE(at::equal(state[parameter.key()], parameter.value())) << parameter.key();
+    });
+}
+
 TEST(MixedPrecision, HalvesTheBytesGatheredAndInUse) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto sent_by = [&](std::optional<at::ScalarType> compute, std::optional<at::ScalarType> reduce) {

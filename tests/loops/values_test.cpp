@@ -86,6 +86,51 @@ TEST_P(Values, LoadBeforeTheFirstStep) {
   });
 }
 
+// As load_checkpoint() does that resumes, if there is anything to resume from.
+TEST_P(Values, LoadBeforeTheFirstStepAndWrittenOver) {
+  play(GetParam(), {}, [](Trainer& run) {
+    load(run.model);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) parameter.mul_(0.5);
+    }
+    for (int step = 0; step < 3; ++step) run.train(step);
+  });
+}
+
+TEST_P(Values, LoadedValuesAreReadAtOnce) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    load(run.model);
+    std::vector<at::Tensor> kept;
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) kept.push_back(parameter * 0.5);
+    }
+    run.train(1);
+    {
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < kept.size(); ++i) run.parameters()[i].copy_(kept[i]);
+    }
+    run.train(2);
+  });
+}
+
+// The decay is of what was loaded, which nothing has used yet.
+TEST_P(Values, LoadBeforeAStepWithWeightDecay) {
+  if (!has_shards(GetParam())) GTEST_SKIP() << "its optimizer is the one that it was made with";
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    torch::optim::SGD decayed(run.parameters(), torch::optim::SGDOptions(0.1).weight_decay(0.2));
+    for (int step = 0; step < 3; ++step) {
+      run.zero_grad();
+      run.loss(step).backward();
+      load(run.model);
+      decayed.step();
+    }
+    run.note(run.loss(5));
+  });
+}
+
 TEST_P(Values, LoadInsideSummonFullParams) {
   const bool can_summon = GetParam().name != "zero3";  // Zero has no such scope
   play(GetParam(), {.expect = can_summon ? Expect::kEqual : Expect::kEither}, [](Trainer& run) {
