@@ -245,11 +245,10 @@ void Scheduler::before_write(int index, int64_t storage_offset) {
   Writes& writes = writes_[static_cast<size_t>(index)];
   const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
   if (!writes.is_open || !begins) return;
-  writes.is_open = false;  // bringing home writes, too
   Quiet quiet;
   gradients_.require_none_by_hand(unit);
-  unit.bring_home(/*may_change=*/true);
-  writes = {true, storage_offset, unit.holders()};
+  bring_home(unit, writes);
+  writes.first = storage_offset;
 }
 
 // An optimizer's weight decay, say, or an average: of what has replaced a parameter's values until now. Another thread
@@ -261,7 +260,11 @@ void Scheduler::before_read(int index) {
   Unit& unit = *model_.units()[index];
   Writes& writes = writes_[static_cast<size_t>(index)];
   if (!writes.is_open || unit.is_pinned() || unit.holders() == writes.holders) return;
-  writes.is_open = false;
+  bring_home(unit, writes);
+}
+
+void Scheduler::bring_home(Unit& unit, Writes& writes) {
+  writes.is_open = false;  // bringing home reads and writes, too
   Quiet quiet;
   unit.bring_home(/*may_change=*/true);
   writes.is_open = true;

@@ -75,6 +75,7 @@ class Scheduler : public Pager, public BackwardPass {
     std::optional<int64_t> first{};  // where a step began
     size_t holders = 0;              // Unit::holders() at the last look
   };
+  void bring_home(Unit& unit, Writes& writes);
   std::vector<Writes> writes_;  // empty until the model below is made, which reads and writes shards itself
   ShardedModel model_;
   ShardedGradients gradients_;

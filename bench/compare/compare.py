@@ -223,9 +223,12 @@ def results_of(args):
     if args.render or args.more or args.again:
         with open(path) as file:
             results = json.load(file)
-        return without_ours(results) if args.again else results
+        if not args.again:
+            return results
     if os.path.exists(path):  # what was measured in hours is not lost by beginning anew
         os.replace(path, os.path.join(args.out, "results.before.json"))
+    if args.again:
+        return without_ours(results)
     return {"machine": machine(), "versions": versions(), "rounds": 0, "runs": {}}
 
 

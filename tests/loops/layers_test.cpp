@@ -768,6 +768,38 @@ TEST_P(Layers, LargeOnesAfterABackwardThatThrew) {
   });
 }
 
+// Of so many large ones, which go as backward begins.
+struct ManyLarge : Net {
+  ManyLarge() {
+    register_module("in", in), register_module("middle", middle), register_module("out", out);
+    for (int i = 0; i < 8; ++i) middle->push_back(torch::nn::Linear(264, 264));
+  }
+  at::Tensor forward(const at::Tensor& x) override {
+    at::Tensor h = in(x).tanh();
+    for (const auto& layer : *middle) h = h + 0.1 * layer->as<torch::nn::Linear>()->forward(h).tanh();
+    return out(h);
+  }
+  torch::nn::Linear in{kFeatures, 264}, out{264, kFeatures};
+  torch::nn::ModuleList middle;
+};
+
+TEST_P(Layers, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
+  play(GetParam(), {.model = [] { return seeded_model<ManyLarge>(26); }}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      {
+        const torch::NoGradGuard no_grad;
+        run.note(run.loss(step + 5));
+      }
+      loss.backward();
+      run.optimizer().step();
+      const torch::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters()) parameter.copy_(parameter * 0.99);
+    }
+  });
+}
+
 // By which a parameter that the pass did not seem to need gets a gradient after all.
 TEST_P(Layers, AHookThatGoesBackwardThroughAnotherLoss) {
   Play play_of = mixture();
