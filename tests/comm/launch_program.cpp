@@ -157,9 +157,11 @@ int main(int argc, char** argv) {
   if (arguments.spawn != 0 && !tessera::launched()) return tessera::spawn_local(arguments.spawn, argc, argv);
   if (arguments.mode == "spawn-again") return tessera::spawn_local(2, argc, argv);
 
-  if (const char* rank = std::getenv("RANK");
-      arguments.mode == "absent" && rank != nullptr && std::stoi(rank) == arguments.rank)
-    return 0;
+  if (arguments.mode == "absent") {
+    say("begins");
+    const char* rank = std::getenv("RANK");
+    if (rank != nullptr && std::stoi(rank) == arguments.rank) return 0;
+  }
   std::shared_ptr<tessera::Communicator> comm;
   try {
     comm = tessera::init({.timeout = std::chrono::milliseconds(arguments.timeout_ms)});
