@@ -77,19 +77,19 @@ void require_shardable(const std::vector<PlannedParameter>& parameters, const Co
   }
 }
 
-void require_apart(const torch::OrderedDict<std::string, at::Tensor>& buffers,
+void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank) {
   std::unordered_multimap<const c10::StorageImpl*, Extent> by_storage;
   for (const PlannedParameter& parameter : parameters)
     if (has_memory(parameter.tensor))
       by_storage.emplace(parameter.tensor.storage().unsafeGetStorageImpl(), extent_of(parameter.tensor, &parameter));
-  for (const auto& buffer : buffers) {
-    if (!has_memory(buffer.value())) continue;
-    const Extent own = extent_of(buffer.value(), nullptr);
-    const auto [begin, end] = by_storage.equal_range(buffer.value().storage().unsafeGetStorageImpl());
+  for (const auto& other : others) {
+    if (!has_memory(other.value())) continue;
+    const Extent own = extent_of(other.value(), nullptr);
+    const auto [begin, end] = by_storage.equal_range(other.value().storage().unsafeGetStorageImpl());
     for (auto at = begin; at != end; ++at)
       if (own.begin_bytes < at->second.end_bytes && at->second.begin_bytes < own.end_bytes)
-        throw std::invalid_argument(who + ": buffer '" + buffer.key() + "' on rank " + std::to_string(rank) +
+        throw std::invalid_argument(who + ": " + kind + " '" + other.key() + "' on rank " + std::to_string(rank) +
                                     " shares memory with parameter '" + at->second.parameter->fqn +
                                     "', and would keep the values of now: make it of the parameter in forward, or "
                                     "register a clone()");

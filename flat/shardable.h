@@ -21,9 +21,10 @@ namespace tessera {
 void require_shardable(const std::vector<PlannedParameter>& parameters, const Communicator& comm,
                        const std::string& who, bool may_be_deferred = false);
 
-// For a wrapper that gives parameters other memory. Throws std::invalid_argument, naming both and the rank, for a
-// buffer that shares memory with a parameter: it would be torn from it.
-void require_apart(const torch::OrderedDict<std::string, at::Tensor>& buffers,
+// For a wrapper that gives parameters other memory. Throws std::invalid_argument, naming both and the rank, for one of
+// `others`, tensors that keep theirs, that shares memory with a parameter: it would be torn from it. `kind` is what
+// they are, for errors: "buffer".
+void require_apart(const torch::OrderedDict<std::string, at::Tensor>& others, const std::string& kind,
                    const std::vector<PlannedParameter>& parameters, const std::string& who, int rank);
 
 }  // namespace tessera

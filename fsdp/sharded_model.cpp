@@ -25,6 +25,18 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
   return comm;
 }
 
+// Those of the module that are in no unit.
+torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<PlannedParameter>& planned,
+                                                              const torch::nn::Module& module) {
+  std::unordered_set<const at::TensorImpl*> known;
+  for (const PlannedParameter& parameter : planned) known.insert(parameter.tensor.unsafeGetTensorImpl());
+  torch::OrderedDict<std::string, at::Tensor> others;
+  for (const auto& parameter : module.named_parameters())
+    if (parameter.value().defined() && !known.contains(parameter.value().unsafeGetTensorImpl()))
+      others.insert(parameter.key(), parameter.value());
+  return others;
+}
+
 }  // namespace
 
 // ---- construction -------------------------------------------------------------------------------
@@ -49,7 +61,9 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   std::vector<PlannedParameter> planned;
   for (const PlannedUnit& unit : plan) planned.insert(planned.end(), unit.parameters.begin(), unit.parameters.end());
   require_shardable(planned, *mesh_.world, "FullyShardedDataParallel", /*may_be_deferred=*/true);
-  require_apart(module_->named_buffers(), planned, "FullyShardedDataParallel", mesh_.world->rank());
+  require_apart(module_->named_buffers(), "buffer", planned, "FullyShardedDataParallel", mesh_.world->rank());
+  require_apart(parameters_beside(planned, *module_), "parameter of an ignored module", planned,
+                "FullyShardedDataParallel", mesh_.world->rank());
   const FormerMemory former_memory(planned);
   planned.clear();
   check_agreement(plan);

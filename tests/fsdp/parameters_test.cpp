@@ -31,6 +31,18 @@ TEST(Parameters, IgnoredModulesStayWhole) {
   }
 }
 
+TEST(Parameters, OfAnIgnoredModuleThatAreAViewOfOneOfAUnitAreRefused) {
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    auto model = chain(2, 8);
+    model[1]->named_parameters()["bias"].set_data(model[0]->named_parameters()["weight"].detach()[3]);
+    FsdpOptions options = per_linear();
+    options.ignored_modules = wrap_if([](const std::string& fqn, const torch::nn::Module&) { return fqn == "1"; });
+    const std::string error = error_of<std::invalid_argument>([&] { FullyShardedDataParallel(model, comm, options); });
+    expect_contains(error, "parameter of an ignored module '1.bias' on rank " + std::to_string(comm->rank()) +
+                               " shares memory with parameter '0.weight'");
+  });
+}
+
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() {
     register_module("a", a);
