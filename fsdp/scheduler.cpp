@@ -231,6 +231,16 @@ void Scheduler::show_in_shards() {
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
 
+const std::vector<NamedShard>& Scheduler::named_shards() {
+  std::lock_guard lock(mutex_);
+  if (!inside_backward() && !is_running()) gradients_.follow_freezing();
+  return model_.named_shards();
+}
+
+bool Scheduler::shows_exact_values() const {
+  return summoned_ && std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_pinned(); });
+}
+
 bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
   model_.units()[page.id()]->require_write(page, view, operation, model_.rank_text());
   return false;

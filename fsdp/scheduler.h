@@ -44,6 +44,10 @@ class Scheduler : public Pager, public BackwardPass {
   void dismiss(bool writeback);
   // The shards become what the module's parameters show, for who reads them. Not collective.
   void show_in_shards();
+  // The same of which parameters train, for who is given the shards; what a backward that goes on has seen stays.
+  const std::vector<NamedShard>& named_shards();
+  // Whether parameters are in their own dtype now, whatever mixed precision computes in: all units are pinned.
+  bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }
   GradNorm clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);

@@ -211,17 +211,27 @@ void ShardedGradients::expect(const Unit& unit, bool backward) {
   first_uses_.push_back(unit.index());
 }
 
+void ShardedGradients::follow_freezing(size_t i) {
+  const at::Tensor parameter = binding_.tensor(i);
+  ParameterState& state = states_[i];
+  if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user's freezing of a shard
+    parameter.set_requires_grad(state.shard.requires_grad());
+  } else if (parameter.requires_grad() != state.shard.requires_grad()) {
+    state.shard.set_requires_grad(parameter.requires_grad());
+  }
+  state.shard_requires_grad = parameter.requires_grad();
+}
+
+void ShardedGradients::follow_freezing() {
+  for (size_t i = 0; i < states_.size(); ++i) follow_freezing(i);
+}
+
 void ShardedGradients::inspect(const Unit& unit) {
   for (const auto& paged : unit.flat_parameters()) {
     for (size_t i = paged->first_parameter; i < paged->first_parameter + paged->flat.parameters().size(); ++i) {
       at::Tensor parameter = binding_.tensor(i);
       ParameterState& state = states_[i];
-      if (state.shard.requires_grad() != state.shard_requires_grad) {  // the user's freezing of a shard
-        parameter.set_requires_grad(state.shard.requires_grad());
-      } else if (parameter.requires_grad() != state.shard.requires_grad()) {
-        state.shard.set_requires_grad(parameter.requires_grad());
-      }
-      state.shard_requires_grad = parameter.requires_grad();
+      follow_freezing(i);
       if (state.shard_requires_grad) {
         const c10::AutoGradMode recording(true);
         state.accumulator = torch::autograd::impl::grad_accumulator(state.shard);

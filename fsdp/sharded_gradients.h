@@ -46,6 +46,8 @@ class ShardedGradients {
   // Looks for what has happened to the parameters of a unit, outside of a backward: hooks them anew, has requires_grad
   // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
   void inspect(const Unit& unit);
+  // The last of these alone, of all parameters: for who is given the shards now.
+  void follow_freezing();
 
   // Throws std::logic_error, naming it, for a parameter of the unit, or of all, into whose .grad the user has put
   // something, which a step would not take.
@@ -80,6 +82,7 @@ class ShardedGradients {
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) accumulator = {};
   };
   void place_guards();  // where they belong, after a pass
+  void follow_freezing(size_t parameter);
   void show_version(const Unit& unit);
   std::string reason(size_t parameter) const;
   std::string by_hand(size_t parameter) const;

@@ -646,6 +646,29 @@ TEST(Usage, AutogradGradGivesFullGradients) {
   });
 }
 
+// Whoever is given the shards is shown what the module's parameters say, before any forward.
+TEST(Usage, ParametersThatAreFrozenInTheModuleAreFrozenInTheShards) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto model = seeded(1, [] { return chain(2, 8); });
+    FullyShardedDataParallel fsdp(model, comm, per_linear());
+    for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
+    for (auto& shard : fsdp.parameters()) EXPECT_FALSE(shard.requires_grad());
+    for (auto& shard : fsdp.parameters()) shard.requires_grad_(true);  // thawed the other way
+    fsdp(input(0)).sum().backward();
+    for (auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+    fsdp.zero_grad();
+    auto shards = fsdp.parameters();
+    for (auto& shard : shards) shard.requires_grad_(false);
+    EXPECT_FALSE(fsdp.parameters()[0].requires_grad());
+    for (auto& parameter : model->parameters()) {
+      EXPECT_FALSE(parameter.requires_grad());  // by the look that parameters() is
+      parameter.requires_grad_(true);
+    }
+    fsdp(input(0)).sum().backward();
+    for (auto& shard : shards) EXPECT_TRUE(shard.grad().defined());
+  });
+}
+
 // ---- memory and traffic
 
 TEST(Usage, AtMostTwoUnitsAndThePrefetchedAreGathered) {
