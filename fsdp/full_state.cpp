@@ -34,7 +34,7 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   for (const auto& buffer : defined_buffers(*model.module())) {
     const at::Tensor value = buffer.value().detach();
     const auto cast = model.cast_buffers().find(buffer.key());
-    show(buffer.key(), cast == model.cast_buffers().end() ? value : value.to(cast->second));
+    show(buffer.key(), cast == model.cast_buffers().end() ? value : value.to(cast->second.own));
   }
 }
 

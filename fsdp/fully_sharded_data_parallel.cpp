@@ -17,7 +17,7 @@ void FullyShardedModule::end_forward() { scheduler_->end_forward(); }
 
 std::optional<at::ScalarType> FullyShardedModule::input_dtype() const {
   const MixedPrecision& precision = scheduler_->model().options().mixed_precision;
-  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+  return precision.cast_forward_inputs && !scheduler_->shows_exact_values() ? precision.param_dtype : std::nullopt;
 }
 
 std::optional<at::ScalarType> FullyShardedModule::output_dtype() const {

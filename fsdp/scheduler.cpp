@@ -61,6 +61,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit, backward);
   resident_.use(needed, mode, backward);
+  for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
 }
 
 void Scheduler::inspect(Unit& unit) {
@@ -99,6 +100,7 @@ Scope Scheduler::begin_forward() {
   Quiet quiet;
   recover();
   gradients_.binding().require_nothing_new();
+  model_.require_cast_buffers();
   inspect_all();
   gradients_.begin_forward();
   resident_.begin_forward();
@@ -227,6 +229,7 @@ void Scheduler::show_in_shards() {
   Quiet quiet;
   recover();
   gradients_.binding().require_nothing_new();
+  model_.require_cast_buffers();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
@@ -296,6 +299,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   Quiet quiet;
   recover();
   gradients_.binding().require_nothing_new();
+  model_.require_cast_buffers();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);

@@ -175,9 +175,24 @@ void ShardedModel::cast_buffers(at::ScalarType dtype) {
       at::Tensor buffer = entry.value();
       if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
       const std::string name = module.key().empty() ? entry.key() : module.key() + "." + entry.key();
-      cast_buffers_.emplace(name, buffer.scalar_type());
+      cast_buffers_.emplace(name, CastBuffer{buffer, buffer.scalar_type()});
       buffer.set_data(buffer.to(dtype));
     }
+  }
+}
+
+// torch::load() sets the storage of a tensor without a look at its dtype: what is read then is noise.
+void ShardedModel::require_cast_buffers() const {
+  for (const auto& [name, cast] : cast_buffers_) {
+    const at::ScalarType dtype = cast.tensor.scalar_type();
+    if (c10::elementSize(dtype) == c10::elementSize(cast.own) || cast.tensor.numel() == 0) continue;
+    if (!cast.tensor.has_storage() ||
+        cast.tensor.storage().nbytes() != static_cast<size_t>(cast.tensor.numel()) * c10::elementSize(cast.own))
+      continue;
+    throw std::logic_error("buffer '" + name + "' on rank " + rank_text() + " was given the bytes of " +
+                           c10::toString(cast.own) + " values (by torch::load()), expected " + c10::toString(dtype) +
+                           ", which FsdpOptions::mixed_precision.buffer_dtype has cast it to: load before wrapping, or "
+                           "with load_checkpoint()");
   }
 }
 

@@ -45,8 +45,14 @@ class ShardedModel {
   std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
   // Parameters of ignored modules, whole on every rank, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
-  // The dtypes that buffers had before they were cast, by name.
-  const std::map<std::string, at::ScalarType>& cast_buffers() const { return cast_buffers_; }
+  // Buffers that were cast, and the dtypes that they had before, by name.
+  struct CastBuffer {
+    at::Tensor tensor;
+    at::ScalarType own;
+  };
+  const std::map<std::string, CastBuffer>& cast_buffers() const { return cast_buffers_; }
+  // Throws std::logic_error, naming it, for one that torch::load() has given the bytes of its own dtype.
+  void require_cast_buffers() const;
 
   MemoryReport memory() const;  // without buckets of gradients
   void reset_peak_memory();
@@ -74,7 +80,7 @@ class ShardedModel {
   };
   std::vector<InLayout> in_layouts_;  // of named_shards_
   torch::OrderedDict<std::string, at::Tensor> ignored_parameters_;
-  std::map<std::string, at::ScalarType> cast_buffers_;
+  std::map<std::string, CastBuffer> cast_buffers_;
 };
 
 }  // namespace tessera

@@ -241,9 +241,8 @@ bool Unit::is_stale() const {
 
 void Unit::set_current(Page::GradMode use) {
   for (auto& paged : flat_parameters_) {
-    paged->page->set_current(use);
-    for (const auto& page : {paged->exact_page.get(), paged->host_page.get()})
-      if (page != nullptr) page->set_current(use);
+    for (const auto& page : {paged->page.get(), paged->exact_page.get(), paged->host_page.get()})
+      if (page != nullptr && page->is_lent()) page->set_current(use);
   }
 }
 
@@ -362,6 +361,16 @@ void Unit::require_write(const Page& page, const at::Tensor& view, const std::st
   throw std::logic_error(operation + " would change " + parameter_at(page, view) + " of " + where +
                          ", which is sharded: change it inside summon_full_params(), or change the shards, "
                          "fsdp.parameters()");
+}
+
+void Unit::require_lent(const Page& page, const std::string& rank) const {
+  if (page.is_lent()) return;
+  throw std::logic_error("a view of a parameter of " + name_ + " is used on rank " + rank +
+                         (is_pinned_ ? " inside summon_full_params() that was made before it (in a graph that goes "
+                                       "backward only now, say)"
+                                     : " that was made inside summon_full_params(), and kept") +
+                         ": parameters are in another dtype or on another device there, expected one made where it "
+                         "is used");
 }
 
 size_t Unit::holders() const {

@@ -197,6 +197,76 @@ TEST(MixedPrecision, FullParametersAreExactAndMayBeChanged) {
   }
 }
 
+// Views of both kinds of memory, in the scope and out of it.
+TEST(MixedPrecision, AViewOfWhatIsElsewhereNowIsRefusedByUnitAndRank) {
+  for (const int world : {1, 2})
+    on_ranks(world, [](std::shared_ptr<Communicator> comm) {
+      auto net = build();
+      FullyShardedDataParallel fsdp(net, comm, options_of(at::kBFloat16, {}, false));
+      const std::string where = "a view of a parameter of unit 'in' is used on rank " + std::to_string(comm->rank());
+      const at::Tensor before = net->in->weight.detach().view({-1});
+      before.sum();
+      const at::Tensor loss = fsdp(input(0)).sum();
+      at::Tensor inside;
+      {
+        auto guard = fsdp.summon_full_params();
+        inside = net->in->weight.detach().view({-1});
+        for (int again = 0; again < 2; ++again) {
+          inside.sum();  // the last one used, since when its unit's pages are not asked for again
+          expect_contains(error_of<std::logic_error>([&] { before.sum(); }),
+                          where + " inside summon_full_params() that was made before it");
+        }
+        expect_contains(error_of<std::logic_error>([&] { loss.backward(); }),
+                        "is used on rank " + std::to_string(comm->rank()) + " inside summon_full_params()");
+      }
+      before.sum();
+      expect_contains(error_of<std::logic_error>([&] { inside.sum(); }),
+                      where + " that was made inside summon_full_params(), and kept");
+      fsdp.zero_grad();
+      fsdp(input(0)).sum().backward();
+      for (const auto& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
+    });
+}
+
+TEST(MixedPrecision, ForwardInsideFullParametersIsExact) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto expected = build();
+    FullyShardedDataParallel fsdp(build(), comm, options_of(at::kBFloat16, {}, true));
+    const torch::NoGradGuard no_grad;
+    const at::Tensor cast = fsdp(input(0));
+    {
+      auto guard = fsdp.summon_full_params();
+      EXPECT_TRUE(at::equal(fsdp(input(0)), expected(input(0))));
+    }
+    EXPECT_TRUE(at::equal(fsdp(input(0)), cast));
+    auto guard = fsdp.summon_full_params({.units = {"in", "out"}});  // the root unit, with the norm, is cast
+    EXPECT_TRUE(fsdp.module()->in->weight.scalar_type() == at::kFloat);
+  });
+}
+
+TEST(MixedPrecision, BytesOfAnotherDtypeInABufferAreRefusedByName) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    std::stringstream file, own;
+    torch::save(torch::nn::BatchNorm1d(kWidth), file);
+    const torch::nn::BatchNorm1d net = on_rank_device(torch::nn::BatchNorm1d(kWidth));
+    FullyShardedDataParallel fsdp(net, comm, options_of(at::kBFloat16, {}, false));
+    const std::string text = "' on rank " + std::to_string(comm->rank()) + " was given the bytes of Float values";
+    {
+      auto guard = fsdp.summon_full_params();
+      torch::save(fsdp.module(), own);
+      auto module = fsdp.module();
+      torch::load(module, file);
+      expect_contains(error_of<std::logic_error>([&] { fsdp(input(0)); }), text);
+    }
+    expect_contains(error_of<std::logic_error>([&] { fsdp(input(0)); }), text);
+    expect_contains(error_of<std::logic_error>([&] { fsdp.full_state_dict(); }), text);
+    auto module = fsdp.module();
+    torch::load(module, own);
+    EXPECT_TRUE(at::equal(fsdp.full_state_dict()["running_var"], at::ones({kWidth}, net->running_var.device())));
+    fsdp(input(0)).sum().backward();
+  });
+}
+
 TEST(MixedPrecision, ValuesThatTorchLoadsAreTakenAsTheyAre) {
   for (const int world : {1, 2})
     run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
