@@ -65,6 +65,23 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
+bool is_utf8(const std::string& text) try {
+  static_cast<void>(json(text).dump());
+  return true;
+} catch (const json::exception&) {
+  return false;
+}
+
+// What a manifest can hold: found here, before anything is written, by all ranks and by name.
+void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
+  const std::string where = " of the state '" + state_name + "'";
+  if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");
+  if (const auto* number = std::get_if<double>(&value); number != nullptr && !std::isfinite(*number))
+    throw std::invalid_argument("'" + name + "'" + where + " is not finite");
+  if (const auto* text = std::get_if<std::string>(&value); text != nullptr && !is_utf8(*text))
+    throw std::invalid_argument("'" + name + "'" + where + " is a text that is not UTF-8");
+}
+
 SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
   const Quiet quiet;
   const auto shards = state.model.shards_to_save();
@@ -83,9 +100,7 @@ SavePlan plan_save(const State& state, const json& extra, const SaveOptions& opt
   plan.pieces = pieces_of(tensors, comm.rank());
   for (const auto& stateful : state.beside) {
     auto& values = plan.beside[stateful->state_name()] = stateful->state_values();
-    for (const auto& [name, value] : values)
-      if (const double* number = std::get_if<double>(&value); number != nullptr && !std::isfinite(*number))
-        throw std::invalid_argument("'" + name + "' of the state '" + stateful->state_name() + "' is not finite");
+    for (const auto& [name, value] : values) check_state_value(name, value, stateful->state_name());
   }
   if (options.rng) plan.rng = generator_states(comm.device());
   return plan;

@@ -220,6 +220,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const LocalTensor& local : tensors) {
     check_dtype(local.fqn, local.tensor.scalar_type());
     check_tensor_name(local.fqn, "the model");
+    for (const auto& alias : local.aliases) check_tensor_name(alias, "the model");
     if (!names.insert(local.fqn).second)
       throw std::invalid_argument("two tensors of the model and its optimizer are named '" + local.fqn + "'");
   }

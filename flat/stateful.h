@@ -11,7 +11,7 @@
 
 namespace tessera {
 
-// Values of a state that are no tensors, by name: {"position", 7}. Real ones are finite.
+// Values of a state that are no tensors, by name: {"position", 7}. Real ones are finite, texts UTF-8.
 using StateValue = std::variant<bool, int64_t, double, std::string>;
 using StateValues = std::map<std::string, StateValue>;
 

@@ -210,6 +210,46 @@ TEST(TrainingState, MistakesAreRefused) {
   EXPECT_THROW(DistributedSampler(4, 0, 1, {.batch_numel = 0}), std::invalid_argument);
 }
 
+// A manifest has no form for it: found before anything is written, not when rank 0 commits.
+TEST(TrainingState, TextsThatAreNotUtf8AreRefusedByName) {
+  struct Mine : Stateful {
+    StateValues values;
+    std::string state_name() const override { return "tokenizer"; }
+    StateValues state_values() const override { return values; }
+    void check_state_values(const StateValues&) const override {}
+    void load_state_values(const StateValues& loaded) override { values = loaded; }
+  };
+  struct Tied : torch::nn::Module {
+    Tied() {
+      register_parameter("weight", torch::ones({2}));
+      register_parameter("of\xff", parameters()[0]);
+    }
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(2, 2).ptr(), comm), tied(std::make_shared<Tied>(), comm);
+    Mine mine;
+    auto errors = [&] {
+      return std::vector<std::string>{
+          error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", {model, mine}); }),
+          error_of<std::invalid_argument>([&] { save_checkpoint_async(folder / "a", {model, mine}).wait(); })};
+    };
+    mine.values = {{"merges", "a\xff"}};
+    for (const auto& error : errors())
+      expect_contains(error, "'merges' of the state 'tokenizer' is a text that is not");
+    mine.values = {{"\xff", int64_t{1}}};
+    for (const auto& error : errors()) expect_contains(error, "the name of a value of the state 'tokenizer'");
+    expect_contains(error_of<CheckpointError>([&] { save_checkpoint(folder / "a", tied); }), "name is not UTF-8");
+    comm->barrier();
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+    mine.values = {{"merges", "\xc3\xa4"}};
+    save_checkpoint(folder / "a", {model, mine});
+    mine.values.clear();
+    load_checkpoint(folder / "a", {model, mine});
+    EXPECT_EQ(std::get<std::string>(mine.values.at("merges")), "\xc3\xa4");
+  });
+}
+
 TEST(TrainingState, SamplersVisitEachItemOnceAnEpochWhateverTheRanks) {
   for (bool shuffle : {true, false})
     for (int64_t world : {1, 2, 3, 5}) {
