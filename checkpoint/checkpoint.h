@@ -53,9 +53,9 @@ class [[nodiscard]] PendingSave {
   explicit PendingSave(std::shared_ptr<SaveJob> job) : job_(std::move(job)) {}
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
-  // Not collective. Returns when the checkpoint is complete or has failed; an error is then thrown by the group's next
-  // save. So too while an exception is on its way, which the save does not mind; but then it waits for other ranks only
-  // as long as they are heard of.
+  // Not collective. Returns when the checkpoint is complete or has failed; an error is then a warning (TORCH_WARN), and
+  // thrown by the group's next save, if there is one. So too while an exception is on its way, which the save does not
+  // mind; but then it waits for other ranks only as long as they are heard of.
   ~PendingSave();
 
   // Whether the save has ended, well or not, as far as this rank knows. Not collective.

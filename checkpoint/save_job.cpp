@@ -1,6 +1,7 @@
 #include "tessera/checkpoint/save_job.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
 
 #include <stdexcept>
 #include <utility>
@@ -103,8 +104,12 @@ void SaveJob::await_save_before(const std::shared_ptr<Communicator>& comm) {
 
 SaveJob::~SaveJob() {
   join();
+  const bool is_untold = !delivered_ && !result_.error.empty();
+  if (is_untold) {  // and there may be no next save
+    TORCH_WARN(what_, " failed, and nobody has waited for it: ", result_.error);
+  }
   with_group_saves(comm_, [&](GroupSaves& saves) {
-    if (!delivered_ && !result_.error.empty()) saves.failure = result_.error;
+    if (is_untold) saves.failure = result_.error;
     if (at::Tensor memory = copies_.take_memory(); memory.defined()) saves.host = std::move(memory);
   });
 }

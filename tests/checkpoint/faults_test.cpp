@@ -226,6 +226,33 @@ TEST(CheckpointFaults, AFileThatCannotBeWrittenIsAnErrorOnAllRanksAndNothingIsLo
   });
 }
 
+// Of the last save of a program, say, which no other follows.
+TEST(CheckpointFaults, ASaveThatFailedAndNobodyWaitedForIsAWarning) {
+  struct Warnings : c10::WarningHandler {
+    void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+    std::vector<std::string> texts;
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    FullyShardedDataParallel fsdp(on_rank_device(torch::nn::Linear(30, 30)), comm);
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    failing_rank = 1;
+    comm->barrier();
+    {
+      auto told = save_checkpoint_async(folder / "told", fsdp);
+      EXPECT_NE(error_of<CheckpointError>([&] { told.wait(); }), "");
+    }
+    EXPECT_EQ(warnings.texts, std::vector<std::string>());
+    { auto dropped = save_checkpoint_async(folder / "dropped", fsdp); }
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    const std::string failed = "saving " + (folder / "dropped").string() + " failed, and nobody has waited for it: ";
+    for (const std::string& part : {failed, std::string("rank 1: ")}) expect_contains(warnings.texts[0], part);
+    comm->barrier();
+    failing_rank = -1;
+  });
+}
+
 // The others get to know at once, by name, and the group is as good as before.
 TEST(CheckpointFaults, OneRankThatCannotWriteInTheBackgroundIsNamedAtOnce) {
   for (int world : {3, 5}) {  // rank 0 reads what each rank wrote; what each group of ranks wrote
