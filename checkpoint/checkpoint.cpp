@@ -173,6 +173,7 @@ std::optional<LoadedCheckpoint> load_newest(const fs::path& folder, const State&
     const auto [whole, damaged] = find_checkpoints(folder);
     for (const auto& path : whole) all = path.filename().string() + "/" + all;
     for (const auto& path : damaged) all = path.filename().string() + "/" + all;
+    if (all.empty()) require_no_checkpoint(folder);
     return all;
   });
   std::istringstream newest_first(gather_results(comm, names, "looking for checkpoints in " + folder.string())[0]);

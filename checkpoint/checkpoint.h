@@ -113,7 +113,8 @@ struct LoadedCheckpoint {
 
 // Loads the newest complete checkpoint of a folder that is sound: one that is damaged is passed over for the one
 // before, and told of in the result; one whose manifest is damaged, so that its age is not known, in any case. Nothing
-// if the folder has none; CheckpointError with all their errors if none is sound. One that does not fit is a
+// if the folder has none; CheckpointError with all their errors if none is sound, and for a folder that is a checkpoint
+// itself. One that does not fit is a
 // CheckpointMismatch, as of load_checkpoint(). What says nothing of a checkpoint is thrown too, since an older one
 // would undo what the newest holds: StorageUnavailable for a store that does not answer, files that may not be opened,
 // too many that are, a disk that does not read; CheckpointError for memory that ends. Waits as load_checkpoint() does.
@@ -125,7 +126,8 @@ std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::pa
                                                        const LoadOptions& options = {});
 
 // The newest complete checkpoint among the entries of a folder; nothing if there is none. One whose manifest is damaged
-// comes first, so that loading it says so. Not collective: let rank 0 ask, or make sure that no save is under way.
+// comes first, so that loading it says so. Throws CheckpointError for a folder that is a checkpoint itself. Not
+// collective: let rank 0 ask, or make sure that no save is under way.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace tessera

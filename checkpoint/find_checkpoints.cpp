@@ -95,10 +95,18 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
   return found;
 }
 
+void require_no_checkpoint(const fs::path& folder) {
+  if (!is_checkpoint(folder) || (!peek_sequence(folder) && contents_of(folder).ranks == 0)) return;
+  throw CheckpointError(folder.string() +
+                        ": is a checkpoint itself, expected a folder of checkpoints: load_checkpoint() loads it");
+}
+
 std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
   const auto [whole, damaged] = find_checkpoints(folder);
   if (!damaged.empty()) return damaged.back();
-  return whole.empty() ? std::nullopt : std::optional(whole.back());
+  if (!whole.empty()) return whole.back();
+  require_no_checkpoint(folder);
+  return std::nullopt;
 }
 
 bool holds_nothing_else(const fs::path& checkpoint) {

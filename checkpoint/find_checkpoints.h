@@ -23,6 +23,9 @@ struct FoundCheckpoints {
   std::vector<std::filesystem::path> whole, damaged;
 };
 FoundCheckpoints find_checkpoints(const std::filesystem::path& folder);
+// Of a folder in which none was found. Throws CheckpointError where it is a checkpoint itself: whoever asked for the
+// newest in it would begin anew.
+void require_no_checkpoint(const std::filesystem::path& folder);
 
 // The name of a save's folder in a remote checkpoint (its id), without the '/' that it is listed with; "" for anything
 // else.

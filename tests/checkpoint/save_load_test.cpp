@@ -770,6 +770,29 @@ TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   });
 }
 
+// A program that resumes would begin anew; nor is it one that has no checkpoint yet.
+TEST(Checkpoint, TheNewestInACheckpointIsRefusedByName) {
+  const TemporaryFolder folder;
+  folder.write("mine/tessera.json", "{}");  // somebody else's: no checkpoint, nor anything wrong
+  folder.write("mine/notes.txt", "mine");
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(folder / "last", model);
+    for (const auto& error :
+         {error_of<CheckpointError>([&] { static_cast<void>(load_newest_checkpoint(folder / "last", {model})); }),
+          error_of<CheckpointError>([&] { latest_checkpoint(folder / "last"); })})
+      expect_contains(error, (folder / "last").string() + ": is a checkpoint itself");
+    EXPECT_FALSE(load_newest_checkpoint(folder / "mine", {model}));
+    EXPECT_TRUE(load_newest_checkpoint(folder.path(), {model}));
+    comm->barrier();
+    if (comm->rank() == 0) std::filesystem::resize_file(folder / "last/tessera.json", 5);  // damaged, and one still
+    comm->barrier();
+    expect_contains(
+        error_of<CheckpointError>([&] { static_cast<void>(load_newest_checkpoint(folder / "last", {model})); }),
+        "is a checkpoint itself");
+  });
+}
+
 // One unit is summoned; the other could be written to.
 TEST(CheckpointLoad, InsideSummonFullParamsIsRefusedBeforeAnythingHasChanged) {
   const TemporaryFolder folder;
