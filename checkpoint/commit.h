@@ -34,7 +34,8 @@ class PartialCheckpoint {
   uint64_t id() const { return id_; }
 
   // Checks that the manifest's slices are the whole of every tensor, and writes it: all becomes the target in one step.
-  // Sets the manifest's id and sequence. A checkpoint that was there is removed by the destructor.
+  // Sets the manifest's id and sequence. A checkpoint that was there is removed by the destructor; what else its folder
+  // had, the user's own, is then in the new one.
   virtual void commit(Manifest manifest) = 0;
 
  protected:
@@ -54,7 +55,8 @@ constexpr char kSaving[] = ".saving-";
 constexpr char kMaking[] = ".making-";  // instead, until it is locked
 
 // Removes all but the newest `keep` complete checkpoints of the folder, those whose manifests are damaged first, and
-// what dead saves left; a local one that somebody reads is left for the next time.
+// what dead saves left; a local one that somebody reads is left for the next time. What no save has written stays in
+// the folder that it is in.
 void remove_old_checkpoints(const std::filesystem::path& folder, int keep);
 
 // Keeps a checkpoint where it is while it is read: nobody removes it for keep_last meanwhile, nor, where it was

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "tessera/checkpoint/checkpoint.h"
@@ -35,6 +36,13 @@ std::string explain_missing(const fs::path& directory) {
          " (safetensors files of another program are for load_full())";
 }
 
+// "rank-00042-0.safetensors"
+bool is_rank_file(const std::string& listed) {
+  constexpr std::string_view kStart = "rank-", kEnd = ".safetensors";
+  return listed.starts_with(kStart) && listed.ends_with(kEnd) &&
+         listed.find_first_not_of("0123456789-", kStart.size()) == listed.size() - kEnd.size();
+}
+
 // What is in a checkpoint's directory beside the manifest.
 struct Contents {
   int ranks = 0;   // files of ranks, or folders of saves
@@ -43,9 +51,9 @@ struct Contents {
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
   for (const std::string& name : storage_of(checkpoint).list(checkpoint)) {
-    if (!save_folder(name).empty() || (name.starts_with("rank-") && name.ends_with(".safetensors")))
+    if (!save_folder(name).empty() || is_rank_file(name))
       ++contents.ranks;
-    else if (name != kManifestName && name != kDraftName && !name.starts_with(".part-") && !name.starts_with(".group-"))
+    else if (!is_of_save(name))
       ++contents.others;
   }
   return contents;
@@ -57,6 +65,11 @@ std::string save_folder(const std::string& listed) {
   const bool fits =
       listed.size() == 17 && listed.back() == '/' && listed.find_first_not_of("0123456789abcdef") == listed.size() - 1;
   return fits ? listed.substr(0, 16) : "";
+}
+
+bool is_of_save(const std::string& listed) {
+  return !save_folder(listed).empty() || is_rank_file(listed) || listed == kManifestName || listed == kDraftName ||
+         listed.starts_with(".part-") || listed.starts_with(".group-") || listed.starts_with(".nfs");
 }
 
 bool is_checkpoint(const fs::path& path) { return storage_of(path).exists(path / kManifestName); }

@@ -30,6 +30,8 @@ void require_no_checkpoint(const std::filesystem::path& folder);
 // The name of a save's folder in a remote checkpoint (its id), without the '/' that it is listed with; "" for anything
 // else.
 std::string save_folder(const std::string& listed);
+// Whether what a checkpoint's directory lists was written by saves, or left by NFS of such: all else is the user's own.
+bool is_of_save(const std::string& listed);
 // Whether a directory has a manifest and, beside it, only what a checkpoint consists of.
 bool holds_nothing_else(const std::filesystem::path& checkpoint);
 

@@ -1,7 +1,10 @@
 // Checkpoints in local folders: written in a temporary one, which gets the checkpoint's name by a rename.
+#include <c10/util/Exception.h>
+
 #include <chrono>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/commit.h"
@@ -60,18 +63,58 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
   return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
 }
 
-// Removes a hidden directory that nobody needs; others may be removing it, too. Returns what kept it, or nothing. The
-// lock on its manifest is let go of before that goes: NFS gives a file that is open another name instead, and the
-// directory would stay.
+// What is in a checkpoint's directory: what saves have written, or what is the user's own.
+std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
+  std::vector<fs::path> entries;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(directory, ignored)) {
+    const bool is_folder = fs::is_directory(entry.symlink_status(ignored));
+    if (is_of_save(entry.path().filename().string() + (is_folder ? "/" : "")) == of_saves)
+      entries.push_back(entry.path());
+  }
+  return entries;
+}
+
+// From the hidden directory of a checkpoint that was replaced or is to be removed, the user's own goes back under its
+// name to where the checkpoint was. If the process is killed meanwhile, whoever clears the directory away does the
+// rest. What cannot be moved stays where it is, and is told of: what is saved is complete.
+void bring_back_own(const fs::path& hidden) {
+  const std::string name = hidden.filename().string();
+  for (const fs::path& from : entries_in(hidden, /*of_saves=*/false)) {
+    const fs::path folder = hidden.parent_path() / name.substr(1, name.rfind(kSaving) - 1);
+    const fs::path to = folder / from.filename();
+    std::error_code ignored;
+    fs::create_directory(folder, ignored);
+    std::string reason = is_gone(to) ? "" : "there is one already";
+    if (reason.empty()) try {
+        rename_entry(from, to, false);
+        sync_directory(folder);
+      } catch (const CheckpointError& error) {
+        reason = error.what();
+      }
+    if (!reason.empty()) {
+      TORCH_WARN(from.string(), " is of no save, and could not be moved to ", to.string(), ": ", reason);
+    }
+  }
+}
+
+// Removes what saves have written to a hidden directory that nobody needs, and with it the directory; others may be
+// removing it, too. Returns what kept it, or nothing. The lock on its manifest is let go of before that goes: NFS gives
+// a file that is open another name instead, and the directory would stay.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
-  std::error_code error, ignored;
-  for (const auto& file : fs::directory_iterator(directory, ignored))
-    if (const auto name = file.path().filename(); name != kManifestName && name != kDraftName)
-      fs::remove(file.path(), ignored), progress();
+  std::error_code failure;
+  auto remove = [&](const fs::path& path) {
+    std::error_code error, ignored;
+    fs::is_directory(fs::symlink_status(path, ignored)) ? fs::remove_all(path, error) : fs::remove(path, error);
+    if (error && !failure) failure = error;
+  };
+  for (const fs::path& path : entries_in(directory, /*of_saves=*/true))
+    if (const auto name = path.filename(); name != kManifestName && name != kDraftName) remove(path), progress();
   lock.release();
-  do fs::remove_all(directory, error);
-  while (error == std::errc::no_such_file_or_directory && !is_gone(directory));
-  return is_gone(directory) ? "" : error.message();
+  for (const char* name : {kManifestName, kDraftName}) remove(directory / name);
+  std::error_code error;
+  fs::remove(directory, error);
+  return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
 // Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
@@ -85,13 +128,14 @@ void clear_leftovers(const fs::path& folder, const std::string& prefix, const st
     const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
                           (name.find(kMaking) != std::string::npos && is_left_in_the_making(entry.path()));
     if (!needless) continue;
+    bring_back_own(entry.path());
     remove_hidden(entry.path(), lock, progress);
   }
 }
 
 // Here rather than after everything is written.
 void require_exchange(const fs::path& directory) {
-  const fs::path a = directory / ".a", b = directory / ".b";
+  const fs::path a = directory / ".part-a", b = directory / ".part-b";
   std::error_code error;
   for (const auto& each : {a, b})
     if (!fs::create_directory(each, error)) throw CheckpointError(each.string() + ": creating: " + error.message());
@@ -166,6 +210,7 @@ void LocalPartial::commit(Manifest manifest) {
   }
   is_committed_ = true;
   sync_directory(target_.parent_path());
+  bring_back_own(path_);  // also where somebody still reads what was replaced
 }
 
 }  // namespace
@@ -186,6 +231,7 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
     if (is_gone(checkpoint)) return;  // another job has removed it
     throw;
   }
+  bring_back_own(hidden);
   if (const std::string error = remove_hidden(hidden, lock); !error.empty())
     throw CheckpointError(hidden.string() + ": removing: " + error);
 }

@@ -10,7 +10,7 @@ namespace tessera {
 // How a checkpoint is written. The same on all ranks.
 struct SaveOptions {
   // After a save, only this many of the complete checkpoints in the directory's parent stay, the newest; 0: all. The
-  // parent is then taken to hold one run's checkpoints alone.
+  // parent is then taken to hold one run's checkpoints alone. Files of your own in one that is removed stay.
   int keep_last = 0;
 
   // How many bytes one checksum covers: what a rank that needs a part of a slice reads at least. A multiple of 16, at

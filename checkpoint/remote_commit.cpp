@@ -97,12 +97,13 @@ class RemotePartial : public PartialCheckpoint {
   }
 
  private:
-  // The folder of the checkpoint that is there, or its files, if it was copied from a local folder.
+  // The folder of the checkpoint that is there, or its files, if it was copied from a local folder: never what is not a
+  // save's.
   void find_replaced() {
     const std::string named = named_folder(target_);
     if (!named.empty()) return replaced_.push_back(named + "/");
     for (const auto& listed : storage_of(target_).list(target_))
-      if (listed.ends_with(".safetensors")) replaced_.push_back(listed);
+      if (is_of_save(listed) && listed.ends_with(".safetensors")) replaced_.push_back(listed);
   }
 
   bool has_asked_ = false;  // for the manifest to be written
@@ -118,8 +119,11 @@ std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const fs::path& targe
 
 void remove_remote_checkpoint(const fs::path& checkpoint) {
   // The manifest first, so that one that is half removed is not taken for whole.
-  storage_of(checkpoint).remove(checkpoint / kManifestName);
-  storage_of(checkpoint).remove_all(checkpoint);
+  const Storage& storage = storage_of(checkpoint);
+  storage.remove(checkpoint / kManifestName);
+  for (const auto& listed : storage.list(checkpoint))
+    if (is_of_save(listed))
+      listed.ends_with('/') ? storage.remove_all(checkpoint / listed) : storage.remove(checkpoint / listed);
 }
 
 void clear_remote_leftovers(const fs::path& folder) {

@@ -737,6 +737,57 @@ TEST(Checkpoint, ReplacesACheckpointAndNothingElse) {
   expect_eventually(folder / "a", {"b"});
 }
 
+// A configuration that a program puts beside the weights, say: in whatever has the checkpoint's name then.
+TEST(Checkpoint, WhatNoSaveHasWrittenIsNeverRemoved) {
+  const TemporaryFolder folder;
+  auto save = [&](const std::string& name, int keep = 0) {
+    on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+      for (const bool in_background : {false, true})
+        if (in_background)
+          save_checkpoint_async(folder / name, model, {{"name", name}}, {.keep_last = keep}).wait();
+        else
+          save_checkpoint(folder / name, model, {{"name", name}}, {.keep_last = keep});
+    });
+  };
+  const auto is_own = [&](const std::string& name) {
+    return file_bytes(folder / (name + "/config.json")) == "mine" &&
+           file_bytes(folder / (name + "/eval/a.txt")) == "too";
+  };
+  const std::set<std::string> saved{"tessera.json", "rank-00000-0.safetensors", "rank-00001-0.safetensors"};
+  std::set<std::string> with_own = saved;
+  with_own.insert({"config.json", "eval"});
+  for (const std::string name : {"last", "step-1"}) {
+    save(name);
+    folder.write(name + "/config.json", "mine");
+    folder.write(name + "/eval/a.txt", "too");
+  }
+  save("last");
+  EXPECT_EQ(names_in(folder / "last"), with_own);
+  EXPECT_TRUE(is_own("last"));
+  {
+    const ReadLock hold(folder / "last");  // who reads the old one is no reason to hide them
+    save("last");
+    EXPECT_TRUE(is_own("last"));
+  }
+  save("last");
+  EXPECT_EQ(verify_checkpoint(folder / "last"), std::vector<std::string>());
+  expect_eventually(folder.path(), {"last", "step-1"});
+  // Killed after the exchange, the save had not got to them.
+  std::filesystem::rename(folder / "step-1", folder / ".last.saving-0123456789abcdef");
+  std::filesystem::remove_all(folder / "last/eval");
+  std::filesystem::remove(folder / "last/config.json");
+  save("last");
+  EXPECT_TRUE(is_own("last"));
+  expect_eventually(folder.path(), {"last"});
+  // What is removed for others leaves them where it was.
+  save("step-2", 1);
+  expect_eventually(folder / "last", {"config.json", "eval"});
+  EXPECT_TRUE(is_own("last"));
+  expect_eventually(folder.path(), {"last", "step-2"});
+  EXPECT_EQ(names_in(folder / "step-2"), saved);
+}
+
 TEST(Checkpoint, TheNewestThatIsSoundIsLoaded) {
   const TemporaryFolder folder;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {

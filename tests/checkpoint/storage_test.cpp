@@ -169,6 +169,30 @@ TEST_F(CheckpointStorage, WhatIsNoCheckpointIsLeftAndAFailureLeavesNothing) {
   expect_contains(error_of<std::invalid_argument>([&] { FolderLock{folder_}; }), "has no locks");
 }
 
+TEST_F(CheckpointStorage, WhatNoSaveHasWrittenIsNeverRemoved) {
+  const TemporaryFolder local;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(local / "a", model);
+    save_checkpoint(at("step-1"), model);
+  });
+  const Storage& storage = storage_of(folder_);
+  // Copied from a local folder, with what is in it.
+  for (const auto& entry : fs::directory_iterator(local / "a"))
+    storage.put(at("copied") / entry.path().filename(), file_bytes(entry.path()), true);
+  for (const char* name : {"copied", "step-1"}) storage.put(at(name) / "model.safetensors", "mine", true);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(torch::nn::Linear(3, 3).ptr(), comm);
+    save_checkpoint(at("copied"), model);
+    save_checkpoint(at("step-2"), model, {}, {.keep_last = 1});
+    save_checkpoint(at("step-3"), model, {}, {.keep_last = 1});
+  });
+  const std::vector<std::string> folders{"copied/", "step-1/", "step-3/"}, own{"model.safetensors"};
+  for (int i = 0; i < 500 && list() != folders; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(list(), folders);
+  for (const char* name : {"copied", "step-1"}) EXPECT_EQ(list(name), own) << name;
+}
+
 TEST_F(CheckpointStorage, TheCommandsFunctionsTakeAnyStorage) {
   const TemporaryFolder local;
   on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
