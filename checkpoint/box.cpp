@@ -15,6 +15,15 @@ std::string in_brackets(size_t dimensions, TextOf text_of) {
   return text + "]";
 }
 
+// The dimensions of more than one element, from the slowest in memory to the fastest.
+std::vector<int64_t> longer_dimensions(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  std::vector<int64_t> longer;
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] != 1) longer.push_back(static_cast<int64_t>(d));
+  std::stable_sort(longer.begin(), longer.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
+  return longer;
+}
+
 }  // namespace
 
 int64_t numel_of(const std::vector<int64_t>& sizes) {
@@ -70,22 +79,27 @@ std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range) 
   return boxes;
 }
 
+bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+  if (numel_of(sizes) == 0) return true;
+  const std::vector<int64_t> longer = longer_dimensions(sizes, strides);
+  int64_t expected = 1;
+  for (size_t i = longer.size(); i-- > 0; expected *= sizes[longer[i]])
+    if (strides[longer[i]] != expected) return false;
+  return true;
+}
+
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   if (sizes.size() != strides.size())
     throw std::invalid_argument("sizes " + to_string(sizes) + " and strides " + to_string(strides) +
                                 " differ in length");
+  if (!fills_memory(sizes, strides))
+    throw std::invalid_argument("a tensor of sizes " + to_string(sizes) + " with strides " + to_string(strides) +
+                                " does not fill its memory");
   std::vector<int64_t> order(sizes.size());
   std::iota(order.begin(), order.end(), 0);
   if (numel_of(sizes) == 0) return order;
   // The stride of a dimension of one element says nothing about its place: leave it where it is.
-  std::vector<int64_t> longer;
-  std::copy_if(order.begin(), order.end(), std::back_inserter(longer), [&](int64_t d) { return sizes[d] != 1; });
-  std::stable_sort(longer.begin(), longer.end(), [&](int64_t a, int64_t b) { return strides[a] > strides[b]; });
-  int64_t expected = 1;
-  for (size_t i = longer.size(); i-- > 0; expected *= sizes[longer[i]])
-    if (strides[longer[i]] != expected)
-      throw std::invalid_argument("a tensor of sizes " + to_string(sizes) + " with strides " + to_string(strides) +
-                                  " does not fill its memory");
+  const std::vector<int64_t> longer = longer_dimensions(sizes, strides);
   size_t next = 0;
   for (int64_t& d : order)
     if (sizes[d] != 1) d = longer[next++];

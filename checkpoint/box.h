@@ -32,6 +32,9 @@ std::optional<Box> intersection(const Box& a, const Box& b);
 // empty range.
 std::vector<Box> boxes_of_range(const std::vector<int64_t>& sizes, Range range);
 
+// Whether a tensor of such strides has each element of its memory once: neither holes nor overlaps.
+bool fills_memory(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);
+
 // The tensor's dimensions from the slowest in memory to the fastest. Throws std::invalid_argument for strides with
 // holes or overlaps.
 std::vector<int64_t> memory_order(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides);

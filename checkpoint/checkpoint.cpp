@@ -84,7 +84,7 @@ void check_state_value(const std::string& name, const StateValue& value, const s
 
 SavePlan plan_save(const State& state, const json& extra, const SaveOptions& options) {
   const Quiet quiet;
-  const auto shards = state.model.shards_to_save();
+  const auto shards = in_dense_order(state.model.shards_to_save());
   const Communicator& comm = *state.model.comm();
   SavePlan plan{.extra = extra.is_null() ? json::object() : extra};  // `{}` at a call is null
   std::optional<NamedOptimizer> named;

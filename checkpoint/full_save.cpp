@@ -235,7 +235,7 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   };
   on_all_ranks(comm, "saving " + file.string(), [&] {
     if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
-    tensors = local_tensors(model, model.shards_to_save(), nullptr);
+    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), nullptr);
     std::vector<FullTensor> all;
     for (const auto& local : tensors)
       all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});

@@ -57,7 +57,7 @@ class Loader {
       : manifest_(manifest),
         saved_(manifest.saved),
         model_(model),
-        shards_(model.named_shards()),
+        shards_(in_dense_order(model.named_shards())),
         buffers_(local_buffers(model)),
         beside_(beside),
         shards_beside_(shards_beside(beside)),
@@ -331,8 +331,9 @@ class Loader {
   void read_model() {
     for (const NamedShard& shard : shards_)
       if (const auto found = saved_names_.find(shard.fqn); found != saved_names_.end()) {
-        tensors_.emplace_back(shard.tensor, want_shard(found->second, shard, is_transposed(found->second)));
-        want_tied(shard, tensors_.back().second);
+        const at::Tensor value = want_shard(found->second, shard, is_transposed(found->second));
+        want_once(shard.fqn, shard.tensor, value);
+        want_tied(shard, value);
       }
     for (const LocalTensor& buffer : buffers_) {
       const auto found = saved_names_.find(buffer.fqn);
@@ -344,18 +345,18 @@ class Loader {
       if (value.numel() > 0)
         reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
       const at::Tensor taken = transposed ? value.t() : value;
-      want_buffer(buffer, model_.named_buffers()[buffer.fqn], taken);
+      want_once(buffer.fqn, model_.named_buffers()[buffer.fqn], taken);
       want_tied(buffer, taken);
     }
   }
 
   // Each element of an expanded one is written once.
-  void want_buffer(const NamedShard& own, at::Tensor target, const at::Tensor& value) {
+  void want_once(const std::string& fqn, at::Tensor target, const at::Tensor& value) {
     at::Tensor once = value;
     for (int64_t d = 0; d < target.dim(); ++d)
       if (target.size(d) > 1 && target.stride(d) == 0) target = target.narrow(d, 0, 1), once = once.narrow(d, 0, 1);
     tensors_.emplace_back(target, once);
-    if (target.sizes() != at::IntArrayRef(own.sizes)) expanded_.push_back({own.fqn, value, once});
+    if (once.numel() != value.numel()) expanded_.push_back({fqn, value, once});
   }
 
   void want_tied(const NamedShard& own, const at::Tensor& value) {

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
@@ -26,6 +27,12 @@ at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
+void require_strided(const std::string& fqn, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided)
+    throw std::invalid_argument(c10::str("'", fqn, "' has layout ", tensor.layout(),
+                                         ", expected a strided one: register its indices and values, or a dense copy"));
+}
+
 at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                                  const std::vector<int64_t>& strides) {
   at::Tensor dense = tensor.detach();
@@ -44,6 +51,7 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
 // A shard's elements in the order of memory: [held.numel()], a view unless `tensor` has other strides than the shard
 // says. `tensor` has the shape of shard.tensor.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
+  require_strided(shard.fqn, tensor);
   if (DiskPager::of(tensor) != nullptr)
     return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
   // A shard that holds everything may still be 1-D, as its tensor in a world of one.
@@ -145,6 +153,12 @@ std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarT
 
 std::string state_name(const std::string& key, const std::string& fqn) { return "optim." + key + "." + fqn; }
 
+std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards) {
+  for (NamedShard& shard : shards)
+    if (!fills_memory(shard.sizes, shard.strides)) shard.strides = row_major_strides(shard.sizes);
+  return shards;
+}
+
 std::vector<LocalTensor> local_buffers(const ModelShards& model) {
   std::vector<LocalTensor> buffers;
   std::map<const void*, size_t> known;
@@ -156,6 +170,7 @@ std::vector<LocalTensor> local_buffers(const ModelShards& model) {
       buffers[found->second].aliases.push_back(item.key());
       continue;
     }
+    require_strided(item.key(), buffer);
     const auto sizes = buffer.sizes().vec();
     const auto strides = row_major_strides(sizes);
     buffers.push_back({{item.key(),
@@ -174,7 +189,7 @@ std::vector<LocalTensor> local_buffers(const ModelShards& model) {
 std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside) {
   std::vector<NamedShard> all;
   for (const auto& stateful : beside)
-    for (NamedShard shard : stateful->state_shards()) {
+    for (NamedShard shard : in_dense_order(stateful->state_shards())) {
       shard.fqn = "beside." + stateful->state_name() + "." + shard.fqn;
       shard.aliases.clear();
       all.push_back(std::move(shard));

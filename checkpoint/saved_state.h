@@ -58,9 +58,14 @@ std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarT
 
 std::string state_name(const std::string& key, const std::string& fqn);  // "optim.exp_avg.blocks.0.weight"
 
+// The shards with strides that tell an order of elements: row-major where those of a parameter have holes or overlaps
+// (a column of a table, an expanded one), as its dense copy is saved.
+std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards);
+
 // Buffers with each tensor once: {name, aliases} as for parameters.
 std::vector<LocalTensor> local_buffers(const ModelShards& model);
-// Parameters, buffers and the tensors of the optimizer's state (if not null) that are here.
+// Parameters, buffers and the tensors of the optimizer's state (if not null) that are here; `shards` as of
+// in_dense_order(). Throws std::invalid_argument for a tensor that is not strided, as a sparse one.
 std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
                                        const NamedOptimizer* optimizer,
                                        const std::vector<std::shared_ptr<Stateful>>& beside = {});

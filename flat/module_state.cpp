@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 namespace tessera {
@@ -76,6 +77,10 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   for (const auto& buffer : module.named_buffers()) {
     lines.push_back("buffer '" + buffer.key() + "' ");
     if (!buffer.value().defined()) continue;
+    if (buffer.value().layout() != at::kStrided)
+      throw std::invalid_argument(
+          c10::str("buffer '", buffer.key(), "' has layout ", buffer.value().layout(),
+                   ", expected a strided one: register its indices and values, or a dense copy"));
     lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
     for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
       if (is_expanded(buffer.value(), dim)) lines.back() += c10::str(" expanded in dimension ", dim);

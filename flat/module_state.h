@@ -20,7 +20,8 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
 std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module);
 
 // A line for each parameter and buffer that says what all ranks must have alike: name, dtype,
-// shape, layout in memory, frozen or not, kept in full precision or not, ties. For require_agreement().
+// shape, layout in memory, frozen or not, kept in full precision or not, ties. For require_agreement(). Throws
+// std::invalid_argument, naming it, for a buffer that has no strides (a sparse one).
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 

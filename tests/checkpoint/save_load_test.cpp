@@ -899,6 +899,79 @@ TEST(CheckpointLoad, ABufferThatIsExpandedIsLoadedOrRefusedBeforeAnythingHasChan
   });
 }
 
+// Columns of a table, and one value that a shape shows several times.
+struct OddlyLaidImpl : torch::nn::Module {
+  explicit OddlyLaidImpl(double value, bool is_expanded = true) : table(torch::full({4, 3}, value)) {
+    columns = register_parameter("columns", table.slice(1, 0, 2));
+    scale = register_parameter(
+        "scale", is_expanded ? torch::full({1, 3}, value).expand({2, 3}) : torch::arange(6.0).view({2, 3}),
+        /*requires_grad=*/false);
+  }
+  at::Tensor forward(const at::Tensor& input) { return input.matmul(columns) + scale.sum(); }
+  at::Tensor table, columns, scale;
+};
+TORCH_MODULE(OddlyLaid);
+
+TEST(CheckpointSave, ParametersOfAnyStridesAreSavedDenseAndLoaded) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    OddlyLaid net(1), other(2), several(3, /*is_expanded=*/false);
+    DistributedDataParallel model(net, comm), to(other, comm), of_several(several, comm);
+    Adam adam(model.parameters(), AdamOptions(0.1)), of_other(to.parameters(), AdamOptions(0.1));
+    auto step = [](auto& wrapper, Adam& optimizer) {
+      optimizer.zero_grad();
+      wrapper.forward(torch::ones({2, 4})).pow(2).sum().backward();
+      optimizer.step();
+    };
+    step(model, adam);
+    save_checkpoint(folder / "a", model, adam);
+    save_checkpoint_async(folder / "b", model, adam, {}, {.copy_in_background = true}).wait();
+    save_full(folder / "a.safetensors", model);
+    save_checkpoint(folder / "several", of_several);
+    auto expect_loaded = [&](const std::string& name, const std::function<void()>& load) {
+      const at::NoGradGuard no_grad;
+      other->columns.fill_(7);
+      other->scale.narrow(0, 0, 1).fill_(7);
+      load();
+      EXPECT_TRUE(torch::equal(other->columns, net->columns)) << name;
+      EXPECT_TRUE(other->scale.eq(1).all().item<bool>()) << name;
+      EXPECT_TRUE(other->table.select(1, 2).eq(2).all().item<bool>()) << name << ": what is not a parameter's";
+    };
+    for (const char* name : {"a", "b"}) expect_loaded(name, [&] { load_checkpoint(folder / name, to, of_other); });
+    expect_loaded("full", [&] { load_full(folder / "a.safetensors", to); });
+    FullyShardedDataParallel fsdp(OddlyLaid(4), comm);
+    load_checkpoint(folder / "a", fsdp);
+    EXPECT_TRUE(torch::equal(fsdp.full_state_dict()["columns"], net->columns.detach()));
+    step(model, adam);
+    step(to, of_other);
+    EXPECT_TRUE(torch::equal(other->columns, net->columns)) << "the moments, too";
+    expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "several", to); }),
+                    "expanded in the model, saved with several values: scale");
+    EXPECT_TRUE(torch::equal(other->columns, net->columns)) << "nothing has changed";
+  });
+}
+
+TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
+  struct Sparse : torch::nn::Module {
+    Sparse() { register_buffer("mask", torch::eye(3).to_sparse()); }
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Replicated model(std::make_shared<Sparse>(), comm);
+    for (const auto& error : {error_of<std::invalid_argument>([&] { save_checkpoint(folder / "a", model); }),
+                              error_of<std::invalid_argument>([&] { save_full(folder / "a.safetensors", model); })})
+      expect_contains(error, "rank 0: 'mask' has layout Sparse, expected a strided one");
+    struct WithSparse : torch::nn::LinearImpl {
+      WithSparse() : LinearImpl(2, 2) { register_buffer("mask", torch::eye(3).to_sparse()); }
+    };
+    for (const auto& error :
+         {error_of<std::invalid_argument>([&] { DistributedDataParallel ddp(std::make_shared<WithSparse>(), comm); }),
+          error_of<std::invalid_argument>(
+              [&] { FullyShardedDataParallel fsdp(std::make_shared<WithSparse>(), comm); })})
+      expect_contains(error, "buffer 'mask' has layout Sparse, expected a strided one");
+  });
+}
+
 // What they show is saved, also what came by set_data() and no forward has seen.
 TEST(CheckpointSave, HasWhatTheModulesParametersShow) {
   const TemporaryFolder folder;
