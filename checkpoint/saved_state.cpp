@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "tessera/checkpoint/safetensors_header.h"
+#include "tessera/flat/lazy_values.h"
 #include "tessera/optim/lamb.h"
 #include "tessera/paging/disk_pager.h"
 
@@ -33,9 +34,14 @@ void require_strided(const std::string& fqn, const at::Tensor& tensor) {
                                          ", expected a strided one: register its indices and values, or a dense copy"));
 }
 
+// The tensor, or where its memory has other values than operators see, which files would have, a copy of those.
+at::Tensor with_values_in_memory(const at::Tensor& tensor) {
+  return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
+}
+
 at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
                                  const std::vector<int64_t>& strides) {
-  at::Tensor dense = tensor.detach();
+  at::Tensor dense = with_values_in_memory(tensor);
   if (dense.numel() > 0 && dense.strides() != at::IntArrayRef(strides)) {
     dense = at::empty_strided(sizes, strides, dense.options().requires_grad(false));
     dense.copy_(tensor.detach());
@@ -56,7 +62,7 @@ at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
     return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
   // A shard that holds everything may still be 1-D, as its tensor in a world of one.
   if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.sizes, shard.strides);
-  if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return tensor.detach().contiguous();
+  if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
                               "; expected " + to_string(shard.tensor.sizes().vec()));
 }
@@ -221,7 +227,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
         local.tensor = flat_elements(tensor, shard);
       } else {
         const Range saved = saved_part(key, shard);
-        local.tensor = tensor.detach().narrow(0, saved.begin - local.held.begin, saved.numel());
+        local.tensor = with_values_in_memory(tensor).narrow(0, saved.begin - local.held.begin, saved.numel());
         local.held = saved;
       }
       if (optimizer->sharded()) local.replica = 0, local.replica_count = 1;

@@ -6,6 +6,7 @@
 
 #include "tessera/checkpoint/checksum.h"
 #include "tessera/checkpoint/errors.h"
+#include "tessera/flat/lazy_values.h"
 
 namespace tessera {
 namespace {
@@ -117,7 +118,7 @@ int64_t bytes_of(const Piece& piece) { return tensor_bytes(piece.box.sizes, piec
 
 at::Tensor checked_data(const Piece& piece) {
   const at::Tensor data = piece.data();
-  if (!data.is_cpu() || !data.is_contiguous() || data.scalar_type() != piece.dtype ||
+  if (!data.is_cpu() || !data.is_contiguous() || has_lazy_values(data) || data.scalar_type() != piece.dtype ||
       data.sizes() != at::IntArrayRef(piece.box.sizes))
     throw std::logic_error("the data for the slice " + to_string(piece.box) + " of '" + piece.name +
                            "' is not what was announced");

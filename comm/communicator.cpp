@@ -130,6 +130,8 @@ void Communicator::check(Collective& collective) const {
     require(tensor.defined(), name, " is undefined");
     require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
     require(tensor.is_contiguous(), name, " is not contiguous; shape ", tensor.sizes());
+    require(!tensor.is_conj() && !tensor.is_neg(), name,
+            " has a conjugate or negative bit, by which its memory has other values, expected none: clone() it");
     if (tensor.dim() != 1 || tensor.requires_grad()) tensor = tensor.detach().view({-1});
   };
   require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);

@@ -22,11 +22,11 @@ namespace tessera {
 // A group of ranks that train together, seen from one of them.
 //
 // Every operation is collective: all ranks call it in the same order with the same counts. It starts the exchange and
-// returns; Pending::wait() ends it, at most timeout() later. Tensors are contiguous, on device(); their contents must
-// not change, and results not be read, before wait(). What only moves data takes any dtype; reductions take integers of
-// 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of these. `what` says what the operation
-// is for ("unit 'blocks.3'"), the same on all ranks, and appears in errors. Counts, where taken, are numbers of
-// elements per rank in rank order, 0 too; empty means even, full = size() * shard.
+// returns; Pending::wait() ends it, at most timeout() later. Tensors are contiguous, on device(), without conjugate or
+// negative bits; their contents must not change, and results not be read, before wait(). What only moves data takes any
+// dtype; reductions take integers of 8 to 64 bits, Half, BFloat16, Float and Double, averages the floating ones of
+// these. `what` says what the operation is for ("unit 'blocks.3'"), the same on all ranks, and appears in errors.
+// Counts, where taken, are numbers of elements per rank in rank order, 0 too; empty means even, full = size() * shard.
 //
 // On gloo reductions add the ranks' contributions in rank order, so that results are the same on every run and in every
 // operation. 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/flat/lazy_values.h"
+
 namespace tessera {
 namespace {
 
@@ -34,7 +36,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   for (const at::Tensor& given : tensors) {
     if (!given.defined() || given.numel() == 0) continue;
     const at::Tensor tensor = distinct_elements(given.data());  // of no version: what autograd has saved stays usable
-    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() &&
+    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
         tensor.device() == comm.device()) {
       pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
     } else {
@@ -43,7 +45,8 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
   }
   for (auto& [dtype, members] : small) {
     std::vector<at::Tensor> pieces;
-    for (const at::Tensor& member : members) pieces.push_back(member.reshape({-1}).to(comm.device()));
+    for (const at::Tensor& member : members)
+      pieces.push_back(member.reshape({-1}).to(comm.device()).resolve_conj().resolve_neg());
     const at::Tensor flat = at::cat(pieces);
     comm.broadcast(flat.view(at::kByte), 0, what).wait();
     int64_t offset = 0;

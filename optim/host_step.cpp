@@ -31,6 +31,7 @@ constexpr int64_t kColumns = 61, kSums = kColumns + 1;
 at::Tensor value_sums(const at::Tensor& parameter) {
   at::Tensor values = flat(parameter);
   if (!values.defined()) values = parameter.detach().reshape({-1});
+  values = values.resolve_conj().resolve_neg();
   if (values.is_complex()) values = at::view_as_real(values).view({-1});
   values = values.view(bits_dtype(values.element_size()));
   const int64_t rows = values.numel() / kColumns, in_rows = rows * kColumns;
@@ -163,10 +164,12 @@ void HostStep::finish_gradient(HostCopy& copy) {
   if (dropped_) dropped_->put(copy.number, "a dropped gradient", copy.parameter);
 }
 
-// In the order of memory, where both have the same: set_data() may have given the parameter other strides since.
+// In the order of memory, where both have the same and memory has the values: set_data() may have given the parameter
+// other strides since, or a conjugate or negative bit.
 void HostStep::start_return(HostCopy& copy) {
   copy.host.mutable_grad().reset();
-  if (const at::Tensor to = flat(copy.parameter); to.defined() && copy.parameter.strides() == copy.host.strides()) {
+  const at::Tensor to = has_lazy_values(copy.parameter) ? at::Tensor() : flat(copy.parameter);
+  if (to.defined() && copy.parameter.strides() == copy.host.strides()) {
     copy.leaving = engine_->to_device(to, flat(copy.host));
   } else {
     copy.parameter.detach().copy_(copy.host);

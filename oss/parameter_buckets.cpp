@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "tessera/flat/bucket_plan.h"
+#include "tessera/flat/lazy_values.h"
 
 namespace tessera {
 
@@ -60,7 +61,7 @@ ParameterBuckets::Bucket ParameterBuckets::make_bucket(std::vector<size_t> membe
                 FlatLayout::by_owner(std::move(numels), owners, comm_.size(),
                                      FlatLayout::alignment_numel(static_cast<int64_t>(first.element_size()))),
                 std::move(kinds)};
-  if (bucket.members.size() > 1 || !first.is_non_overlapping_and_dense()) {
+  if (bucket.members.size() > 1 || !first.is_non_overlapping_and_dense() || has_lazy_values(first)) {
     const MemoryKindScope kind(MemoryKind::kParameters);
     bucket.flat = at::zeros({bucket.layout.full_numel()}, first.options().requires_grad(false));
   }

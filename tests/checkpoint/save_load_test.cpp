@@ -951,6 +951,63 @@ TEST(CheckpointSave, ParametersOfAnyStridesAreSavedDenseAndLoaded) {
   });
 }
 
+// Tensors whose memory has other values than operators see; large enough to travel alone when they are wrapped.
+struct LazyImpl : torch::nn::Module {
+  LazyImpl(double value, bool is_lazy) {
+    const auto made = [&](const at::Tensor& tensor) { return is_lazy ? tensor : tensor.clone(); };
+    const auto complex = [&] {
+      return torch::complex(torch::full({400, 400}, value), torch::full({400, 400}, 2 * value));
+    };
+    conjugate = register_buffer("conjugate", made(complex().conj()));
+    imaginary = register_buffer("imaginary", made(at::imag(complex().conj())));
+    frozen = register_parameter("frozen", made(complex().conj()), /*requires_grad=*/false);
+    weight = register_parameter("weight", made(at::_neg_view(torch::full({3, 2}, value))));
+  }
+  at::Tensor forward(const at::Tensor& input) { return input.matmul(weight); }
+  at::Tensor conjugate, imaginary, frozen, weight;
+};
+TORCH_MODULE(Lazy);
+
+TEST(CheckpointSave, HasTheValuesOfConjugateAndNegativeBits) {
+  const TemporaryFolder folder;
+  const auto moment = [](Adam& adam, const at::Tensor& parameter) -> at::Tensor& {
+    return static_cast<torch::optim::AdamParamState&>(*adam.state().at(parameter.unsafeGetTensorImpl())).exp_avg();
+  };
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Lazy net(1, true);
+    ASSERT_TRUE(net->conjugate.is_conj() && net->imaginary.is_neg() && net->frozen.is_conj() && net->weight.is_neg());
+    DistributedDataParallel model(net, comm);
+    Adam adam(model.parameters(), AdamOptions(0.1));
+    model.forward(torch::ones({1, 3})).sum().backward();
+    adam.step();
+    at::Tensor& own = moment(adam, net->weight);
+    own = at::_neg_view(own.neg());
+    save_checkpoint(folder / "a", model, adam);
+    save_checkpoint_async(folder / "b", model, adam).wait();
+    save_full(folder / "a.safetensors", model);
+    for (const bool is_lazy : {false, true}) {
+      Lazy other(2, is_lazy);
+      DistributedDataParallel to(other, comm);
+      Adam of_other(to.parameters(), AdamOptions(0.1));
+      const auto expect_loaded = [&](const std::string& name) {
+        const at::NoGradGuard no_grad;
+        for (const auto& [key, tensor] : {std::pair("conjugate", other->conjugate), {"imaginary", other->imaginary}})
+          EXPECT_TRUE(torch::equal(tensor.clone(), net->named_buffers()[key].clone())) << name << key << is_lazy;
+        for (const auto& [key, tensor] : {std::pair("frozen", other->frozen), {"weight", other->weight}})
+          EXPECT_TRUE(torch::equal(tensor.clone(), net->named_parameters()[key].clone())) << name << key << is_lazy;
+        for (const auto& tensor : {other->conjugate, other->imaginary, other->frozen, other->weight}) tensor.zero_();
+      };
+      for (const char* name : {"a", "b"}) {
+        load_checkpoint(folder / name, to, of_other);
+        expect_loaded(name);
+        EXPECT_TRUE(torch::equal(moment(of_other, other->weight), own.clone())) << name;
+      }
+      load_full(folder / "a.safetensors", to);
+      expect_loaded("full");
+    }
+  });
+}
+
 TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
   struct Sparse : torch::nn::Module {
     Sparse() { register_buffer("mask", torch::eye(3).to_sparse()); }

@@ -180,6 +180,22 @@ TEST(CollectivesErrors, PiecesThatAreNotOfOneTensor) {
   });
 }
 
+// What travels is memory.
+TEST(CollectivesErrors, AConjugateOrNegativeBitIsRefused) {
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    const at::Tensor negative = at::_neg_view(torch::ones({2})), full = torch::zeros({4});
+    const at::Tensor conjugate = torch::ones({2}, at::kComplexFloat).conj();
+    for (const auto& error :
+         {error_of<std::invalid_argument>([&] { comm->all_gather(full, negative, {}, "w").wait(); }),
+          error_of<std::invalid_argument>([&] { comm->reduce_scatter(full.narrow(0, 0, 1), negative).wait(); }),
+          error_of<std::invalid_argument>([&] { comm->broadcast(conjugate).wait(); })})
+      expect_contains(error, "on rank " + std::to_string(comm->rank()) + ": ");
+    expect_contains(error_of<std::invalid_argument>([&] { comm->all_reduce(negative).wait(); }),
+                    "the tensor has a conjugate or negative bit");
+    comm->broadcast(conjugate.clone()).wait();
+  });
+}
+
 TEST_P(Collectives, UnevenAndEmptyParts) {
   over_each_transport_and_numel([&](std::shared_ptr<Communicator> comm, int64_t numel) {
     std::vector<int64_t> counts;  // rank 0 has none; the others more and more

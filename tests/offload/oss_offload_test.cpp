@@ -70,6 +70,31 @@ TEST(OssOffload, IsTheStepOnTheDeviceBitForBit) {
   }
 }
 
+// Their memory has other values than operators see: at 1 rank the step writes there, at more what it publishes does.
+TEST(OssOffload, ParametersWithANegativeBitAreSteppedByTheirValues) {
+  for (const int world : {1, 2})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      const auto stepped = [&](bool is_negative, const OssOptions& options) {
+        const at::Tensor values = torch::full({3}, 2.0);
+        const at::Tensor weight = (is_negative ? at::_neg_view(values.neg()) : values).requires_grad_();
+        EXPECT_EQ(weight.is_neg(), is_negative);
+        OSS<torch::optim::SGD> optimizer(std::vector<at::Tensor>{weight}, torch::optim::SGDOptions(0.25), comm,
+                                         options);
+        for (int step = 0; step < 3; ++step) {
+          optimizer.zero_grad();
+          weight.square().sum().backward();
+          optimizer.step();
+        }
+        return weight.detach().clone();
+      };
+      for (const bool is_offloaded : {false, true}) {
+        const OssOptions options{.offload = {.params = is_offloaded}};
+        EXPECT_TRUE(torch::equal(stepped(true, options), stepped(false, options))) << world << is_offloaded;
+        EXPECT_TRUE(stepped(true, options).eq(0.25).all().item<bool>());
+      }
+    });
+}
+
 TEST(OssOffload, HostMemoryIsThatOfWhatARankOwns) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     torch::nn::Sequential model;
