@@ -1,7 +1,7 @@
 #include "tessera/checkpoint/load_state.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
@@ -15,6 +15,7 @@
 #include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/saved_state.h"
 #include "tessera/checkpoint/slice_reader.h"
+#include "tessera/flat/quiet.h"
 #include "tessera/paging/disk_pager.h"
 
 namespace tessera {
@@ -41,10 +42,24 @@ Values reversed(Values values) {
   return values;
 }
 
+// Throws what a write to it would, and writes nothing.
+void write_nothing(const at::Tensor& target) {
+  const WritesTo scope(target);
+  target.as_strided({0}, {1}).fill_(0);
+}
+
+// Why nobody can write to a buffer; "" if one can. Of no version: what autograd has saved stays usable.
+std::string what_keeps(const at::Tensor& buffer) try {
+  write_nothing(buffer.data());
+  return "";
+} catch (const c10::Error& error) {
+  return error.what_without_backtrace();
+}
+
 // Inside summon_full_params(), say, nobody may write to shards.
 void require_writable(const NamedShard& shard) {
   if (DiskPager::of(shard.tensor) == nullptr) {
-    shard.tensor.detach().as_strided({0}, {1}).fill_(0);
+    write_nothing(shard.tensor.detach());
   } else if (Page& page = *page_of(shard.tensor); !page.is_writable()) {
     page.pager()->refuse(page, shard.tensor, "load_checkpoint");
   }
@@ -74,6 +89,7 @@ class Loader {
     if (options_.rng && manifest_.world_size == model_.comm()->size())
       generators_ = generators_of(manifest_, model_.comm()->rank());
     match_generators();
+    match_writable();
     throw_if_any(misfits_);
     // Before anything has changed.
     for (const auto* shards : {&shards_, &shards_beside_})
@@ -90,7 +106,10 @@ class Loader {
 
   // Nothing in it can fail but memory that ends.
   void apply() {
-    for (auto& [target, value] : tensors_) target.copy_(value);
+    for (auto& [target, value] : tensors_) {
+      const WritesTo scope(target);
+      target.copy_(value);
+    }
     for (ReadState& read : states_) put_state(read);
     for (size_t i = 0; takes_options_ && i < manifest_.optimizer->groups.size(); ++i)
       write_options(optimizer_->whole().param_groups()[i].options(), manifest_.optimizer->groups[i].options);
@@ -315,6 +334,14 @@ class Loader {
                                                 " is another libtorch's; load with rng = false");
   }
 
+  // Shards have a check of their own.
+  void match_writable() {
+    for (const LocalTensor& buffer : buffers_)
+      if (saved_names_.contains(buffer.fqn))
+        if (const std::string reason = what_keeps(model_.named_buffers()[buffer.fqn]); !reason.empty())
+          misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
+  }
+
   // The elements that a shard holds, in host memory: shaped like shard.tensor, of the saved dtype. There once they are
   // fetched.
   at::Tensor want_shard(const std::string& name, const NamedShard& shard, bool transposed) {
@@ -462,7 +489,7 @@ class Loader {
 void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
                 const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
                 const std::string& what) {
-  const at::NoGradGuard no_grad;
+  const Quiet quiet;
   std::optional<Loader> loader;
   on_all_ranks(*model.comm(), what, [&] { loader.emplace(manifest, model, optimizer, beside, options).read(); });
   loader->apply();

@@ -1,14 +1,13 @@
 #include "tessera/flat/module_state.h"
 
 #include <ATen/ops/cat.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 
 #include <map>
 #include <stdexcept>
 #include <utility>
 
 #include "tessera/flat/lazy_values.h"
+#include "tessera/flat/quiet.h"
 
 namespace tessera {
 namespace {
@@ -29,8 +28,7 @@ at::Tensor distinct_elements(at::Tensor tensor) {
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
   if (comm.size() == 1) return;
-  c10::InferenceMode ordinary(false);
-  at::NoGradGuard no_grad;
+  const Quiet quiet;
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {
@@ -51,6 +49,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
     comm.broadcast(flat.view(at::kByte), 0, what).wait();
     int64_t offset = 0;
     for (at::Tensor& member : members) {
+      const WritesTo scope(member);
       member.copy_(flat.narrow(0, offset, member.numel()).view(member.sizes()));
       offset += member.numel();
     }

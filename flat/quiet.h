@@ -1,7 +1,10 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+
+#include <optional>
 
 namespace tessera {
 
@@ -10,6 +13,17 @@ namespace tessera {
 struct Quiet {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
+};
+
+// While it lives `target` may be written to, also if it was made under InferenceMode, outside which nobody may.
+class WritesTo {
+ public:
+  explicit WritesTo(const at::Tensor& target) {
+    if (target.is_inference()) as_made_.emplace();
+  }
+
+ private:
+  std::optional<c10::InferenceMode> as_made_;
 };
 
 }  // namespace tessera

@@ -1029,6 +1029,67 @@ TEST(CheckpointSave, ASparseBufferIsRefusedByName) {
   });
 }
 
+// Whose buffer was made where autograd's bookkeeping is off.
+struct EvaluatedImpl : torch::nn::Module {
+  explicit EvaluatedImpl(double value) {
+    weight = register_parameter("weight", torch::full({3}, value));
+    const c10::InferenceMode mode;
+    table = register_buffer("table", torch::full({3}, value));
+  }
+  at::Tensor forward(const at::Tensor& input) { return input * weight; }
+  at::Tensor weight, table;
+};
+TORCH_MODULE(Evaluated);
+
+TEST(CheckpointLoad, WritesToBuffersThatWereMadeUnderInferenceMode) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    Evaluated net(1), other(2);
+    ASSERT_TRUE(other->table.is_inference());
+    DistributedDataParallel model(net, comm), to(other, comm);
+    Adam adam(model.parameters(), AdamOptions(0.1)), of_other(to.parameters(), AdamOptions(0.1));
+    const auto step = [](auto& wrapper, Adam& optimizer) {
+      wrapper.forward(torch::ones({3})).sum().backward();
+      optimizer.step();
+    };
+    step(model, adam);
+    save_checkpoint(folder / "a", model, adam);
+    for (const bool in_inference : {false, true}) {
+      {
+        const at::NoGradGuard no_grad;
+        other->weight.fill_(7);
+      }
+      std::optional<c10::InferenceMode> mode;
+      if (in_inference) mode.emplace();
+      load_checkpoint(folder / "a", to, of_other);
+      mode.reset();
+      EXPECT_TRUE(other->table.eq(1).all().item<bool>());
+      EXPECT_TRUE(torch::equal(other->weight, net->weight));
+      step(to, of_other);  // states are ordinary tensors
+    }
+  });
+}
+
+// Found before anything is written.
+TEST(CheckpointLoad, ABufferThatNobodyCanWriteToIsNamedAndNothingChanges) {
+  struct Zeros : torch::nn::Module {
+    explicit Zeros(double value) {
+      weight = register_parameter("weight", torch::full({3}, value));
+      register_buffer("zeros", at::_efficientzerotensor({3}, at::TensorOptions(at::kFloat)));
+    }
+    at::Tensor weight;
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const auto net = std::make_shared<Zeros>(1), other = std::make_shared<Zeros>(2);
+    Replicated model(net, comm), to(other, comm);
+    save_checkpoint(folder / "a", model);
+    expect_contains(error_of<CheckpointMismatch>([&] { load_checkpoint(folder / "a", to); }),
+                    "cannot be written to: zeros (");
+    EXPECT_TRUE(other->weight.detach().eq(2).all().item<bool>());
+  });
+}
+
 // What they show is saved, also what came by set_data() and no forward has seen.
 TEST(CheckpointSave, HasWhatTheModulesParametersShow) {
   const TemporaryFolder folder;
