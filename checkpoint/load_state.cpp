@@ -8,6 +8,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <string_view>
 
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
@@ -96,9 +97,8 @@ class Loader {
       for (const NamedShard& shard : *shards) require_writable(shard);
     read_model();
     if (optimizer_) read_optimizer();
-    for (const NamedShard& shard : shards_beside_)
-      if (saved_.tensors.contains(shard.fqn))
-        tensors_.emplace_back(shard.tensor, want_shard(shard.fqn, shard, /*transposed=*/false));
+    for (const auto& [shard, saved] : found_beside_)
+      tensors_.emplace_back(shard->tensor, want_shard(saved.name, *shard, saved.transposed));
     reader_.fetch();
     check_tied();
     check_states();
@@ -154,8 +154,11 @@ class Loader {
   }
 
   void match_tensor(const NamedShard& own, const std::string& saved) {
+    match_tensor(own, saved, is_of_model(saved_.tensors.at(saved)) && is_transposed(saved));
+  }
+
+  void match_tensor(const NamedShard& own, const std::string& saved, bool transposed) {
     const SavedTensor& tensor = saved_.tensors.at(saved);
-    const bool transposed = is_of_model(tensor) && is_transposed(saved);
     const auto shape = transposed ? reversed(tensor.shape) : tensor.shape;
     if (shape != own.sizes || (transposed && shape.size() != 2))
       misfits_["other shapes"].push_back(own.fqn + " is " + to_string(shape) + (transposed ? " transposed" : "") +
@@ -172,6 +175,7 @@ class Loader {
     const auto names = names_in_model();
     std::set<std::string> used;
     auto match = [&](const NamedShard& own) {
+      names_of_model_.insert(own.fqn);
       auto found = names.find(own.fqn);
       for (size_t i = 0; i < own.aliases.size() && found == names.end(); ++i) found = names.find(own.aliases[i]);
       if (found == names.end()) {
@@ -198,10 +202,11 @@ class Loader {
     }
   }
 
-  // The name that a tensor of the model is saved under; its own if it is not.
+  // The name that a tensor of the model is saved under; its own if it is not, unless that may now be another tensor's.
   std::string saved_name(const std::string& name) const {
     const auto found = saved_names_.find(name);
-    return found == saved_names_.end() ? name : found->second;
+    if (found != saved_names_.end()) return found->second;
+    return options_.rename ? "" : name;
   }
 
   static bool have_same_bytes(const at::Tensor& a, const at::Tensor& b) {
@@ -317,12 +322,30 @@ class Loader {
       }
     }
     for (const NamedShard& shard : shards_beside_) {
-      const auto saved = saved_.tensors.find(shard.fqn);
-      if (saved == saved_.tensors.end() || saved->second.kind != TensorKind::kBeside)
+      const SavedBeside beside = saved_beside(shard.fqn);
+      const auto saved = saved_.tensors.find(beside.name);
+      if (saved == saved_.tensors.end() || saved->second.kind != TensorKind::kBeside) {
         missing(shard.fqn);
-      else
-        match_tensor(shard, shard.fqn);
+        continue;
+      }
+      match_tensor(shard, beside.name, beside.transposed);
+      found_beside_.emplace_back(&shard, beside);
     }
+  }
+
+  struct SavedBeside {
+    std::string name;
+    bool transposed = false;
+  };
+
+  // What a tensor beside the model is saved as. One of a parameter's name, an average, follows the parameter: to the
+  // name that it was saved under, and to none where it was left out.
+  SavedBeside saved_beside(const std::string& own) const {
+    const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
+    const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
+    if (!names_of_model_.contains(fqn)) return {own};
+    const std::string saved = saved_name(fqn);
+    return {start + saved, !saved.empty() && is_transposed(saved)};
   }
 
   void match_generators() {
@@ -471,7 +494,9 @@ class Loader {
   GeneratorStates generators_;                          // none: they are not restored
   std::map<std::string, std::string> saved_names_;      // of what the model and the checkpoint have
   std::multimap<std::string, std::string> tied_names_;  // to the model's names, further saved ones of the same tensor
+  std::set<std::string> names_of_model_;                // each tensor's first
   std::set<std::string> left_out_;                      // saved names that `rename` has no name for
+  std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
   std::set<std::string> saved_parameters_;  // of the saved optimizer
   bool takes_options_ = false;              // hyper-parameters too

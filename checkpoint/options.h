@@ -46,12 +46,13 @@ struct LoadOptions {
   // If not null, gets what was left as it was: nothing if `strict`.
   LoadReport* report = nullptr;
 
-  // The model's name for a name of the checkpoint: of a parameter or buffer; the optimizer's state follows its
-  // parameter. "" leaves the tensor out. Not set: the same name.
+  // The model's name for a name of the checkpoint: of a parameter or buffer; the optimizer's state, averages, and what
+  // else beside the model has a parameter's name, follow the parameter. "" leaves the tensor out. Not set: the same
+  // name.
   std::function<std::string(const std::string& saved)> rename;
 
   // Whether the tensor of a checkpoint's name, which must have two dimensions, is stored as the transposed of the
-  // model's (Hugging Face's Conv1D). Its optimizer state is taken to be so too. Not set: none is.
+  // model's (Hugging Face's Conv1D). Its optimizer state and averages are taken to be so too. Not set: none is.
   std::function<bool(const std::string& saved)> transposed;
 
   // Floating-point tensors of another dtype than the model's are converted, rounding to nearest; an optimizer's state

@@ -183,6 +183,70 @@ TEST(TrainingState, AveragesAreSavedBesideTheModelUnderEveryWrapper) {
   });
 }
 
+// Averages, as the optimizer's state, are of the parameter that they were saved with, under whatever name that is now.
+TEST(TrainingState, AveragesFollowTheirParametersToOtherNames) {
+  struct Net : torch::nn::Module {
+    Net(const char* first, const char* second) {
+      register_module(first, torch::nn::Linear(3, 3));
+      register_module(second, torch::nn::Linear(3, 3));
+    }
+  };
+  const TemporaryFolder folder;
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    const at::NoGradGuard no_grad;
+    const auto fill = [](ModelShards& model, const std::string& module, double value) {
+      for (const NamedShard& shard : model.named_shards())
+        if (shard.fqn.starts_with(module + ".")) shard.tensor.fill_(value);
+    };
+    const auto average = [](Ema& ema, ModelShards& model, const std::string& name) {
+      auto averaged = ema.swap_in();
+      for (const NamedShard& shard : model.named_shards())
+        if (shard.fqn == name) return shard.tensor.detach().cpu().clone();
+      return at::Tensor();
+    };
+    const auto all_are = [](const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); };
+    const auto moments = [&](ModelShards& model, torch::optim::Adam& adam, double value) {
+      for (NamedShard& shard : model.named_shards())
+        shard.tensor.mutable_grad() = torch::full_like(shard.tensor, value);
+      adam.step();
+    };
+    Replicated saved(std::make_shared<Net>("a", "b"), comm);
+    fill(saved, "a", 1);
+    fill(saved, "b", 2);
+    Ema ema(saved);
+    torch::optim::Adam adam(saved.parameters());
+    moments(saved, adam, 1);
+    fill(saved, "a", 5);
+    fill(saved, "b", 6);
+    save_checkpoint(folder / "x", {saved, adam, ema});
+    // The names have changed places, or one is new.
+    Replicated swapped(std::make_shared<Net>("a", "b"), comm), renamed(std::make_shared<Net>("trunk", "b"), comm);
+    Ema of_swapped(swapped), of_renamed(renamed);
+    const auto swap = [](const std::string& name) { return (name[0] == 'a' ? "b" : "a") + name.substr(1); };
+    load_checkpoint(folder / "x", {swapped, of_swapped}, {.rename = swap});
+    EXPECT_TRUE(all_are(swapped.parameters()[0].cpu(), 6));
+    EXPECT_TRUE(all_are(average(of_swapped, swapped, "a.weight"), 2));
+    EXPECT_TRUE(all_are(average(of_swapped, swapped, "b.weight"), 1));
+    const auto rename = [](const std::string& name) { return name[0] == 'a' ? "trunk" + name.substr(1) : name; };
+    load_checkpoint(folder / "x", {renamed, of_renamed}, {.rename = rename});
+    EXPECT_TRUE(all_are(average(of_renamed, renamed, "trunk.weight"), 1));
+    // What is left out is new here, though it has the old name.
+    Replicated fresh(std::make_shared<Net>("a", "b"), comm);
+    fill(fresh, "a", 7);
+    Ema of_fresh(fresh);
+    torch::optim::Adam of_fresh_adam(fresh.parameters());
+    const auto leave_out = [](const std::string& name) { return name[0] == 'a' ? std::string() : name; };
+    LoadReport report;
+    load_checkpoint(folder / "x", {fresh, of_fresh_adam, of_fresh},
+                    {.strict = false, .report = &report, .rename = leave_out});
+    EXPECT_EQ(report.missing,
+              (std::vector<std::string>{"a.weight", "a.bias", "beside.ema.a.weight", "beside.ema.a.bias"}));
+    EXPECT_TRUE(all_are(average(of_fresh, fresh, "a.weight"), 7));
+    EXPECT_TRUE(all_are(average(of_fresh, fresh, "b.weight"), 2));
+    EXPECT_EQ(of_fresh_adam.state().size(), 2U) << "of what was loaded";
+  });
+}
+
 TEST(TrainingState, MistakesAreRefused) {
   on_ranks(1, [](std::shared_ptr<Communicator> comm) {
     Replicated model(torch::nn::Linear(2, 2).ptr(), comm), second(torch::nn::Linear(2, 2).ptr(), comm);
