@@ -26,6 +26,9 @@ class GradientSource {
   // See Arrived.
   virtual Scope on_gradients(Arrived arrived, Failed failed) = 0;
 
+  // Its parameters that have a .grad, whichever backward has given it.
+  virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
+
   // While the scope lives, what uses the parameters' values outside backward throws std::logic_error with `reason`: an
   // operator of forward(), summon_full_params(), full_state_dict(). Not known: who reads the shards themselves. Any
   // thread; not collective.

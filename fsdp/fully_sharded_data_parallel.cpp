@@ -39,6 +39,12 @@ Scope FullyShardedModule::on_gradients(Arrived arrived, Failed failed) {
   return Scope([scheduler = scheduler_] { scheduler->observe_gradients(nullptr, nullptr); });
 }
 
+std::vector<at::Tensor> FullyShardedModule::parameters_with_gradients() const {
+  std::vector<at::Tensor> parameters = this->parameters();
+  std::erase_if(parameters, [](const at::Tensor& parameter) { return !parameter.grad().defined(); });
+  return parameters;
+}
+
 Scope FullyShardedModule::refuse_use(std::string reason) {
   scheduler_->refuse_use(std::move(reason));
   return Scope([scheduler = scheduler_] { scheduler->refuse_use({}); });

@@ -35,6 +35,7 @@ class FullyShardedModule : public DataParallel, public GradientSource {
   // For an optimizer that steps while backward goes on; StepInBackward is the one that uses it. Throws
   // std::invalid_argument with FsdpOptions::check_finite.
   Scope on_gradients(Arrived arrived, Failed failed = nullptr) override;
+  std::vector<at::Tensor> parameters_with_gradients() const override;
   Scope refuse_use(std::string reason) override;
 
   // While the scope lives, every parameter of the module is there in full, on every rank, and may

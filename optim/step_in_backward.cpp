@@ -73,7 +73,7 @@ StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, S
   require_no_own_step(optimizer);
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
-                                            speculation_ ? GradientSource::Failed([this] { abandon(); }) : nullptr));
+                                            [this] { speculation_ ? abandon() : arrived_.clear(); }));
   // As many threads for a step as the caller would take, or as there are processors for it.
   worker_
       .add([&processors = options_.processors, threads = at::get_num_threads()] {
@@ -89,9 +89,9 @@ StepInBackward::~StepInBackward() {
 }
 
 void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
-  if (speculation_) {
-    speculate(parameters);
-  } else if (options_.max_norm) {
+  if (speculation_) return speculate(parameters);
+  for (const at::Tensor& parameter : parameters) arrived_.insert(parameter.unsafeGetTensorImpl());
+  if (options_.max_norm) {
     deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
   } else {
     steps_.push_back(worker_.add([this, parameters] { optimizer_.step_parameters(parameters); }));
@@ -107,13 +107,23 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
     refusal_.emplace(source_.refuse_use(
         "steps of a backward have been taken that may be taken back: call StepInBackward::finish() first"));
   for (const at::Tensor& parameter : parameters)
-    if (!taken_.insert(parameter.unsafeGetTensorImpl()).second)
+    if (!arrived_.insert(parameter.unsafeGetTensorImpl()).second)
       throw std::logic_error(
           c10::str("StepInBackward: a parameter of shape ", parameter.sizes(),
                    " has a gradient of a second backward before finish(), expected finish() after each backward, or "
                    "no_sync() in the first"));
   deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
   steps_.push_back(worker_.add([this, parameters] { speculation_->step(parameters); }));
+}
+
+// What has a gradient that is all of before, which optimizer.step() would step, too. Where nothing has arrived there
+// was no backward, or gradients have not been reduced.
+std::vector<at::Tensor> StepInBackward::take_others() {
+  const auto arrived = std::exchange(arrived_, {});
+  if (arrived.empty()) return {};
+  std::vector<at::Tensor> others = source_.parameters_with_gradients();
+  std::erase_if(others, [&](const at::Tensor& other) { return arrived.contains(other.unsafeGetTensorImpl()); });
+  return others;
 }
 
 // A step that fails does not keep the others from being taken.
@@ -137,7 +147,7 @@ void StepInBackward::take_back() {
 void StepInBackward::forget_speculation() {
   if (!deferred_.empty()) speculation_->keep();
   deferred_.clear();
-  taken_.clear();
+  arrived_.clear();
   refusal_.reset();
   must_be_taken_back_ = false;
 }
@@ -165,6 +175,9 @@ double StepInBackward::finish_speculation() {
       take_back();
       forget_speculation();
     }
+    const std::vector<at::Tensor> others = take_others();
+    deferred_.insert(deferred_.end(), others.begin(), others.end());
+    if (!others.empty()) steps_.push_back(worker_.add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
       wait_for_steps();  // they read the gradients
@@ -189,10 +202,13 @@ double StepInBackward::finish_speculation() {
 
 std::optional<double> StepInBackward::finish() {
   if (speculation_) return finish_speculation();
+  const std::vector<at::Tensor> others = take_others();
   if (!options_.max_norm) {
+    if (!others.empty()) steps_.push_back(worker_.add([this, others] { optimizer_.step_parameters(others); }));
     wait_for_steps();
     return std::nullopt;
   }
+  deferred_.insert(deferred_.end(), others.begin(), others.end());
   const double norm =
       source_.clip_grad_norm_on_device_(*options_.max_norm, options_.norm_type, /*error_if_nonfinite=*/false);
   optimizer_.step_parameters(std::exchange(deferred_, {}));

@@ -42,10 +42,11 @@ struct StepInBackwardOptions {
 //     step.finish();                // in place of optimizer.step()
 //   }
 //
-// Every backward that reduces is a step, with the same results as optimizer.step() after it. Between backward and
-// finish() nobody else touches parameters, gradients and optimizer. Not for loss scaling (ShardedGradScaler), which may
-// have to leave a step out, nor FsdpOptions::check_finite, which finds out too late and which the wrapper refuses. A
-// unit whose gradients come in parts in one backward (several checkpointed blocks use it) throws std::logic_error.
+// Every backward that reduces is a step, with the same results as optimizer.step() after it: finish() also steps what
+// has a gradient of before alone, kept by zero_grad(false), say. Between backward and finish() nobody else touches
+// parameters, gradients and optimizer. Not for loss scaling (ShardedGradScaler), which may have to leave a step out,
+// nor FsdpOptions::check_finite, which finds out too late and which the wrapper refuses. A unit whose gradients come in
+// parts in one backward (several checkpointed blocks use it) throws std::logic_error.
 //
 // Note [Speculation]. With `speculative` (SuperOffload's speculation, then validation: Lian et al., 2025, with copies
 // in place of its inverse arithmetic) a backward that fails, and a finish() that throws, leave parameters and optimizer
@@ -63,8 +64,9 @@ class StepInBackward {
   StepInBackward(const StepInBackward&) = delete;
   StepInBackward& operator=(const StepInBackward&) = delete;
 
-  // Waits until every parameter with a gradient of this backward has been stepped. Throws what a step threw. With
-  // max_norm: collective, and returns the norm before clipping.
+  // Waits until every parameter with a gradient has been stepped; without a backward that has reduced since the last
+  // call there is nothing to do. Throws what a step threw. With max_norm: collective, and returns the norm before
+  // clipping.
   std::optional<double> finish();
 
   // How many times finish() has taken speculative steps back because the norm clipped.
@@ -73,6 +75,7 @@ class StepInBackward {
  private:
   void arrived(const std::vector<at::Tensor>& parameters);
   void speculate(const std::vector<at::Tensor>& parameters);
+  std::vector<at::Tensor> take_others();
   double finish_speculation();
   void take_back();
   void forget_speculation();
@@ -82,11 +85,11 @@ class StepInBackward {
   GradientSource& source_;
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
-  const std::unique_ptr<RevocableSteps> speculation_;  // null: none
-  std::vector<at::Tensor> deferred_;                   // with max_norm: those of this backward
-  std::unordered_set<const c10::TensorImpl*> taken_;   // of them, by speculation
-  std::optional<Scope> refusal_;                       // while there are any
-  bool must_be_taken_back_ = false;                    // they, what abandon() could not do
+  const std::unique_ptr<RevocableSteps> speculation_;   // null: none
+  std::vector<at::Tensor> deferred_;                    // with max_norm: those of this backward
+  std::unordered_set<const c10::TensorImpl*> arrived_;  // of this backward
+  std::optional<Scope> refusal_;                        // while there are any
+  bool must_be_taken_back_ = false;                     // they, what abandon() could not do
   int64_t times_taken_back_ = 0;
 
   std::vector<std::future<void>> steps_;  // of this backward

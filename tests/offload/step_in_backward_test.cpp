@@ -73,6 +73,74 @@ TEST(StepInBackward, IsTheStepAfterBackwardBitForBit) {
   }
 }
 
+// Three layers, each a unit. A pass leaves one of them out, or none.
+struct LayersByTurnsImpl : torch::nn::Module {
+  LayersByTurnsImpl() {
+    for (int i = 0; i < 3; ++i) layers->push_back(torch::nn::Linear(kWidth, kWidth));
+    register_module("layers", layers);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (int i = 0; i < 3; ++i)
+      if (i != left_out) x = layers[i]->as<torch::nn::Linear>()->forward(x);
+    return x;
+  }
+  torch::nn::Sequential layers;
+  int left_out = -1;
+};
+TORCH_MODULE(LayersByTurns);
+
+enum class Clearing { kZeros, kNone };
+
+// What is left out has a gradient of before: zeros, or that of another step.
+std::vector<at::Tensor> train_by_turns(std::shared_ptr<Communicator> comm, Clearing clearing,
+                                       const std::optional<StepInBackwardOptions>& in_backward,
+                                       std::optional<double> max_norm) {
+  auto model = seeded(7, [] { return LayersByTurns(); });
+  FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
+  HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
+  std::optional<StepInBackward> step;
+  if (in_backward) step.emplace(fsdp, optimizer, *in_backward);
+  for (int i = 0; i < 6; ++i) {
+    if (clearing == Clearing::kZeros) optimizer.zero_grad(false);
+    model->left_out = i == 0 ? -1 : i % 3;
+    if (i == 3) {  // of two micro-batches, the second of which leaves out less
+      auto accumulating = fsdp.no_sync();
+      torch::mse_loss(fsdp(batch(50 + comm->rank())), batch(6)).backward();
+      if (in_backward && !max_norm) step->finish();  // nothing has been reduced: nothing to do
+      model->left_out = 1;
+    }
+    torch::mse_loss(fsdp(batch(10 * i + comm->rank())), batch(7 * i)).backward();
+    if (step) {
+      step->finish();
+    } else {
+      if (max_norm) fsdp.clip_grad_norm_(*max_norm);
+      optimizer.step();
+    }
+  }
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : fsdp.parameters()) parameters.push_back(parameter.detach().clone());
+  return parameters;
+}
+
+TEST(StepInBackward, StepsWhatHasAGradientOfBefore) {
+  for (const int world : {1, 2, 3})
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      for (const Clearing clearing : {Clearing::kZeros, Clearing::kNone})
+        for (const std::optional<double> max_norm : {std::optional<double>(), std::optional(0.1), std::optional(1e6)}) {
+          const auto expected = train_by_turns(comm, clearing, std::nullopt, max_norm);
+          for (const bool speculative : {false, true}) {
+            if (speculative && !max_norm) continue;
+            const StepInBackwardOptions options{.max_norm = max_norm, .speculative = speculative};
+            const auto own = train_by_turns(comm, clearing, options, max_norm);
+            for (size_t i = 0; i < expected.size(); ++i)
+              EXPECT_TRUE(same_values(own[i], expected[i]))
+                  << world << " ranks, " << static_cast<int>(clearing) << " " << max_norm.value_or(0) << speculative
+                  << " parameter " << i;
+          }
+        }
+    });
+}
+
 // An optimizer that tells when it steps, and can hold backward up until it has.
 struct Observed : PartialStep {
   explicit Observed(PartialStep& inner) : optimizer(inner) {}
