@@ -65,11 +65,10 @@ Scope ScheduleFreeAdamW::swap_in_averages() {
   std::vector<std::pair<at::Tensor, at::Tensor>> own;
   for (const auto& group : param_groups()) {
     for (const at::Tensor& y : group.params()) {
-      // One of a unit that other ranks write to now.
-      if (!state().empty() && note_write_if_empty(y)) own.emplace_back(y, y.detach());
       const auto found = state().find(y.unsafeGetTensorImpl());
-      if (found == state().end() || y.numel() == 0) continue;
+      if (found == state().end()) continue;  // on all ranks: it has never been stepped
       own.emplace_back(y, y.detach().clone());
+      if (note_write_if_empty(y)) continue;  // other ranks write to its unit now
       const at::Tensor& z = static_cast<ScheduleFreeParamState&>(*found->second).z();
       y.lerp_(z.to(y.device()), 1 - 1 / options_of(group).beta1());
     }

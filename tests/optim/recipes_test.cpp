@@ -270,6 +270,53 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
   });
 }
 
+// A unit of one element, which one rank has; another that nothing is stepped of, and that is averaged by none.
+TEST(ScheduleFree, AveragesOfAUnitOfWhichARankHasNothing) {
+  struct Net : torch::nn::Module {
+    Net() {
+      register_module("wide", wide);
+      register_module("small", small);
+      register_module("frozen", frozen);
+      frozen->weight.set_requires_grad(false);
+    }
+    at::Tensor forward(const at::Tensor& x) { return frozen(small(wide(x).tanh())); }
+    torch::nn::Linear wide{8, 1};
+    torch::nn::Linear small{torch::nn::LinearOptions(1, 1).bias(false)};
+    torch::nn::Linear frozen{torch::nn::LinearOptions(1, 1).bias(false)};
+  };
+  auto made = [] { return seeded(3, [] { return std::make_shared<Net>(); }); };
+  auto rows = [](int step, int rank) { return seeded(10 * step + rank, [] { return torch::randn({4, 8}); }); };
+  const auto options = ScheduleFreeOptions(5e-2);
+  for (const int world : {1, 3, 4})
+    for (const bool reshards : {true, false})
+      on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        auto reference = made();
+        ScheduleFreeAdamW whole(reference->parameters(), options);
+        FullyShardedDataParallel fsdp(
+            made(), comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .reshard_after_forward = reshards});
+        ScheduleFreeAdamW optimizer(fsdp.parameters(), options);
+        auto validate = [&] {
+          const at::NoGradGuard no_grad;
+          const at::Tensor own = fsdp(rows(99, 0)), expected = reference->forward(rows(99, 0));
+          EXPECT_TRUE(torch::allclose(own, expected, 1e-4, 1e-5)) << world << reshards;
+        };
+        for (int step = 0; step < 4; ++step) {
+          step_both(optimizer, whole, [&] {
+            fsdp(rows(step, comm->rank())).square().mean().backward();
+            reference_backward(reference, world,
+                               [&](int rank) { return reference->forward(rows(step, rank)).square().mean(); });
+          });
+          validate();
+          {
+            auto averages = optimizer.swap_in_averages();
+            auto expected = whole.swap_in_averages();
+            validate();
+          }
+          validate();
+        }
+      });
+}
+
 // ---- AdamW in 8 bit -----------------------------------------------------------------------------
 
 TEST(AdamW8bit, MapIsBitsandbytes) {
