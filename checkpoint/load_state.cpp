@@ -102,6 +102,9 @@ class Loader {
     reader_.fetch();
     check_tied();
     check_states();
+    // As the steps before have left it, so that training goes on as if it had not been interrupted.
+    for (auto& [target, value] : tensors_)
+      if (optimizer_) value = optimizer_->as_kept(target, value);
   }
 
   // Nothing in it can fail but memory that ends.

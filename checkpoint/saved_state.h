@@ -41,6 +41,10 @@ class NamedOptimizer {
   bool keeps(const NamedShard& shard) const {
     return has(shard.fqn) && (shards_ == nullptr || shards_->owns(shard.tensor));
   }
+  // What this rank has of a parameter of these values: a sharded optimizer may round what others than the owner have.
+  at::Tensor as_kept(const at::Tensor& parameter, const at::Tensor& values) const {
+    return shards_ == nullptr ? values : shards_->as_received(parameter, values);
+  }
   // The parameter's state; null if there is none here.
   const torch::optim::OptimizerParamState* state(const NamedShard& shard) const;
   void set_state(const NamedShard& shard, std::unique_ptr<torch::optim::OptimizerParamState> state);

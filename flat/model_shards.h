@@ -69,6 +69,9 @@ class OptimizerShards {
   virtual const torch::optim::Optimizer& local() const = 0;
   // Whether this rank owns the parameter and keeps its state.
   virtual bool owns(const at::Tensor& parameter) const = 0;
+  // What this rank has of a parameter after a step that leaves `values` at its owner: rounded ones, where they travel
+  // so.
+  virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
 
 }  // namespace tessera

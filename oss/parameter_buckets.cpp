@@ -119,11 +119,27 @@ void ParameterBuckets::adopt_again(Bucket& bucket) {
   }
 }
 
+bool ParameterBuckets::trains(const Bucket& bucket) const {
+  return bucket.has_trained ||
+         std::ranges::any_of(bucket.members, [&](size_t index) { return parameters_[index].requires_grad(); });
+}
+
 void ParameterBuckets::note_trained() {
-  for (Bucket& bucket : buckets_)
-    bucket.has_trained =
-        bucket.has_trained || std::any_of(bucket.members.begin(), bucket.members.end(),
-                                          [&](size_t index) { return parameters_[index].requires_grad(); });
+  for (Bucket& bucket : buckets_) bucket.has_trained = trains(bucket);
+}
+
+// On its way from the owner.
+bool ParameterBuckets::is_rounded(at::ScalarType dtype) const {
+  return broadcast_dtype_ && *broadcast_dtype_ != dtype && at::isFloatingType(dtype);
+}
+
+at::Tensor ParameterBuckets::as_received(const at::Tensor& parameter, const at::Tensor& values) const {
+  if (!is_rounded(parameter.scalar_type())) return values;
+  for (const Bucket& bucket : buckets_)
+    for (const size_t index : bucket.members)
+      if (parameters_[index].is_same(parameter) && owners_[index] != comm_.rank() && trains(bucket))
+        return values.to(parameter.scalar_type()).to(*broadcast_dtype_);
+  return values;
 }
 
 void ParameterBuckets::require_unconverted() const {
@@ -152,8 +168,7 @@ ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
   }
   flight.wire = flight.values;
   const Range own = bucket.layout.shard(comm_.rank());
-  if (broadcast_dtype_ && *broadcast_dtype_ != flight.values.scalar_type() &&
-      at::isFloatingType(flight.values.scalar_type())) {
+  if (is_rounded(flight.values.scalar_type())) {
     flight.wire = buffers_.take(flight.values.numel(), *broadcast_dtype_);
     flight.wire.narrow(0, own.begin, own.numel()).copy_(flight.values.narrow(0, own.begin, own.numel()));
   }

@@ -38,6 +38,10 @@ class ParameterBuckets {
   ParameterBuckets(std::vector<at::Tensor> parameters, std::vector<int> owners, int64_t bucket_bytes,
                    std::optional<at::ScalarType> broadcast_dtype, Communicator& comm);
 
+  // `values` of a parameter that another rank owns, as they are here when they have travelled: in broadcast_dtype. As
+  // they are, where the parameter is this rank's, is not published, or travels in its own dtype.
+  at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const;
+
   // Throws std::logic_error, naming it by its number, for a parameter to publish that is no longer of the dtype, shape
   // and device that it had when it came. Not collective.
   void require_unconverted() const;
@@ -73,6 +77,8 @@ class ParameterBuckets {
     return view_in(bucket.flat, bucket.geometries[member], bucket.layout.offset(static_cast<int64_t>(member)));
   }
   void note_trained();
+  bool trains(const Bucket& bucket) const;
+  bool is_rounded(at::ScalarType dtype) const;
   std::vector<at::Tensor> owned_outside_buckets() const;
   int64_t add_owned(const Bucket& bucket, std::vector<at::Tensor>& to) const;
   Flight start(Bucket& bucket);

@@ -389,6 +389,13 @@ Scope ShardedOptimizer::swap_in_averages() {
   });
 }
 
+// It is in the buckets of one of the times that groups came.
+at::Tensor ShardedOptimizer::as_received(const at::Tensor& parameter, const at::Tensor& values) const {
+  at::Tensor received = values;
+  for (const auto& buckets : buckets_) received = buckets->as_received(parameter, received);
+  return received;
+}
+
 int64_t ShardedOptimizer::host_bytes() const { return host_ ? host_->host_bytes() : 0; }
 int64_t ShardedOptimizer::pinned_bytes() const { return options_.offload.pin_memory ? host_bytes() : 0; }
 

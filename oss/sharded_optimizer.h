@@ -97,6 +97,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
 
   const torch::optim::Optimizer& local() const override { return *local_; }
   bool owns(const at::Tensor& parameter) const override { return owner(parameter) == comm_->rank(); }
+  at::Tensor as_received(const at::Tensor& parameter, const at::Tensor& values) const override;
 
  protected:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "tests/support/reference.h"
+#include "tests/support/temporary_folder.h"
 
 namespace tessera::oss_test {
 namespace {
@@ -356,6 +357,43 @@ TEST(Oss, FrozenTiedTransposedAndSixteenBitParametersAreOrdinary) {
     expect_equal(own, reference);
     EXPECT_EQ(own[0].strides(), reference[0].strides());
   });
+}
+
+// Bit for bit, also what ranks have of parameters that are others'.
+TEST(Oss, AfterALoadCopiesAreAsRoundedAsBefore) {
+  constexpr int kHalf = 3;
+  for (const int world : {2, 3}) {
+    const TemporaryFolder folder;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      struct Run {
+        torch::nn::Sequential net = seeded(1, [] {
+          return torch::nn::Sequential(torch::nn::Linear(6, 20), torch::nn::Tanh(), torch::nn::Linear(20, 5));
+        });
+        OSS<Adam> optimizer;
+        DistributedDataParallel<torch::nn::Sequential> ddp;
+        explicit Run(const std::shared_ptr<Communicator>& of)
+            : optimizer((freeze(), net->parameters()), AdamOptions(1e-2), of, {.broadcast_dtype = at::kBFloat16}),
+              ddp(net, of) {}
+        void freeze() { net->parameters()[1].set_requires_grad(false); }
+        void train(int begin, int end) {
+          for (int step = begin; step < end; ++step) {
+            optimizer.zero_grad();
+            ddp(seeded(10 * step + ddp.comm()->rank(), [] { return torch::randn({4, 6}); })).square().mean().backward();
+            optimizer.step();
+          }
+        }
+      };
+      Run whole(comm);
+      whole.train(0, kHalf);
+      save_checkpoint(folder / "half", whole.ddp, whole.optimizer);
+      Run resumed(comm);
+      load_checkpoint(folder / "half", resumed.ddp, resumed.optimizer);
+      expect_equal(resumed.net->parameters(), whole.net->parameters());
+      whole.train(kHalf, 2 * kHalf);
+      resumed.train(kHalf, 2 * kHalf);
+      expect_equal(resumed.net->parameters(), whole.net->parameters());
+    });
+  }
 }
 
 TEST(Oss, BroadcastInSixteenBitsKeepsTheOwnersValues) {
