@@ -10,6 +10,7 @@
 #include <set>
 #include <string_view>
 
+#include "tessera/checkpoint/box.h"
 #include "tessera/checkpoint/entries.h"
 #include "tessera/checkpoint/errors.h"
 #include "tessera/checkpoint/outcome.h"
@@ -187,6 +188,7 @@ class Loader {
         return;
       }
       saved_names_.insert({own.fqn, found->second});
+      orders_.emplace(found->second, memory_order(own.sizes, own.strides));
       used.insert(found->second);
       match_tensor(own, found->second);
       for (const auto& alias : own.aliases)  // other programs write a tensor under each of its names
@@ -302,8 +304,23 @@ class Loader {
         misfits_["optimizer"].push_back(name + " is " + to_string(tensor.shape) + ", unlike the parameter");
       else if (form_of_state(key) != StateForm::kElements && is_transposed(fqn))
         misfits_["optimizer"].push_back(name + " cannot be transposed: it is not in the parameter's shape");
+      else if (form_of_state(key) == StateForm::kBlocks)
+        match_order(name, fqn);
       state_keys_[fqn].push_back(key);
     }
+  }
+
+  // Of blocks, which are of elements that lie side by side, and cannot be put together anew without rounding.
+  void match_order(const std::string& state, const std::string& parameter) {
+    const SavedTensor& saved = saved_.tensors.at(parameter);
+    const auto own = orders_.find(parameter);
+    if (!saved_.by_rank || own == orders_.end()) return;
+    std::vector<int64_t> order = saved.order;
+    if (order.empty())
+      for (size_t d = 0; d < saved.shape.size(); ++d) order.push_back(static_cast<int64_t>(d));
+    if (own->second != order)
+      misfits_["optimizer"].push_back(state + " is of blocks in the order of memory " + to_string(order) + " of '" +
+                                      parameter + "', the model has it in " + to_string(own->second));
   }
 
   // A checkpoint may have more than is asked for, as it may have an optimizer.
@@ -496,6 +513,7 @@ class Loader {
   std::optional<NamedOptimizer> optimizer_;
   GeneratorStates generators_;                          // none: they are not restored
   std::map<std::string, std::string> saved_names_;      // of what the model and the checkpoint have
+  std::map<std::string, std::vector<int64_t>> orders_;  // of memory, that the model has it in, by saved name
   std::multimap<std::string, std::string> tied_names_;  // to the model's names, further saved ones of the same tensor
   std::set<std::string> names_of_model_;                // each tensor's first
   std::set<std::string> left_out_;                      // saved names that `rename` has no name for

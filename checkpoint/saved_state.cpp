@@ -218,7 +218,7 @@ std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vect
   for (const NamedShard& shard : shards) {
     const auto* state = optimizer == nullptr ? nullptr : optimizer->state(shard);
     if (state == nullptr) continue;
-    for (const auto& [key, tensor] : read_state(*state).tensors) {
+    for (const auto& [key, tensor] : read_state(*state, shard.tensor).tensors) {
       LocalTensor& local =
           tensors.emplace_back(LocalTensor{state_shard(key, shard, *model.comm()), TensorKind::kState});
       local.fqn = state_name(key, shard.fqn);

@@ -1,6 +1,7 @@
 #include "tessera/optim/adamw_8bit.h"
 
 #include <ATen/ops/bucketize.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -54,6 +55,21 @@ at::Tensor quantized(const at::Tensor& values, const at::Tensor& scales, const M
   return at::bucketize(values / divisors, map.middles, /*out_int32=*/true).to(at::kByte);
 }
 
+// Codes and scales of a whole parameter, whose blocks are in the order of the codes' memory, for these strides.
+void reorder_blocks(at::Tensor& codes, at::Tensor& scales, at::IntArrayRef strides, const Map& map) {
+  const int64_t numel = codes.numel();
+  auto in_blocks = [&](const at::Tensor& elements, double padding) {
+    at::Tensor padded = at::full({scales.numel() * kBlock}, padding, elements.options());
+    padded.narrow(0, 0, numel).copy_(in_memory_order(elements));
+    return padded.view({-1, kBlock});
+  };
+  const at::Tensor old = dequantized(in_blocks(codes, static_cast<double>(map.zero)), scales, map).view({-1});
+  const at::Tensor values = in_blocks(in_strides(old.as_strided(codes.sizes(), codes.strides()), strides), 0);
+  codes = at::empty_strided(codes.sizes(), strides, codes.options());
+  scales = values.abs().amax(1);
+  in_memory_order(codes).copy_(quantized(values, scales, map).view({-1}).narrow(0, 0, numel));
+}
+
 }  // namespace
 
 at::Tensor dynamic_map(bool is_signed) {
@@ -70,6 +86,19 @@ at::Tensor dynamic_map(bool is_signed) {
   }
   std::ranges::sort(values);
   return at::from_blob(values.data(), {static_cast<int64_t>(values.size())}, at::kFloat).clone();
+}
+
+void AdamW8bitParamState::lay_out_as(const at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  const at::IntArrayRef strides = parameter.strides();
+  for (at::Tensor* average : {&exp_avg(), &exp_avg_sq()})
+    if (average->defined()) *average = in_strides(*average, strides);
+  // A part of a parameter is of one dimension, and has one order.
+  if (!exp_avg_8bit().defined() || exp_avg_8bit().strides() == strides || parameter.dim() < 2 ||
+      !parameter.is_non_overlapping_and_dense())
+    return;
+  reorder_blocks(exp_avg_8bit(), exp_avg_scale(), strides, map_of(true, exp_avg_8bit().device()));
+  reorder_blocks(exp_avg_sq_8bit(), exp_avg_sq_scale(), strides, map_of(false, exp_avg_sq_8bit().device()));
 }
 
 void AdamW8bitOptions::check() const {
@@ -156,6 +185,7 @@ AdamW8bit::Work AdamW8bit::work_of(const at::Tensor& parameter, const AdamW8bitO
   if (!has_gradient) return work;
   work.state = &state_of(parameter);
   AdamW8bitParamState& state = *work.state;
+  state.lay_out_as(parameter);
   // A state that is there keeps its kind, whatever min_8bit_numel is by now.
   work.is_quantized = state.exp_avg_8bit().defined() ||
                       (!state.exp_avg().defined() && whole_numel > 0 && whole_numel >= options.min_8bit_numel());

@@ -61,13 +61,17 @@ struct AdamW8bitParamState : ListedState<AdamW8bitParamState> {
     visit("exp_avg_sq_8bit", exp_avg_sq_8bit());
     visit("exp_avg_sq_scale", exp_avg_sq_scale());
   }
+  // The state of a parameter to which set_data() has given other strides since: in the order of its memory now. Values
+  // in 8 bit are then in other blocks, and rounded once more, as in a step. Tensors are replaced, not written.
+  void lay_out_as(const at::Tensor& parameter);
 };
 
 // AdamW, or Adam, with states in 8 bit (Dettmers et al., 2022; bitsandbytes' AdamW8bit): each block of 256 elements is
 // scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. 2 bytes and 1/32 a
 // parameter in place of 8.
 //
-// Blocks are the parameter's, counted in the order of its memory, wherever it is cut. Ranks that share a block agree on
+// Blocks are the parameter's, counted in the order of its memory, wherever it is cut (that of the codes', if set_data()
+// has given the parameter other strides since the last step: see lay_out_as()). Ranks that share a block agree on
 // its scale, in one all-reduce a step of two numbers for each cut, so the parameters have the same bits at every world
 // size, given the same gradients, and a checkpoint goes on at any other. A step works through a million elements at a
 // time, in fp32.

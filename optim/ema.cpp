@@ -98,9 +98,21 @@ Ema::Ema(ModelShards& model, EmaOptions options)
   }
 }
 
-// What the average is of: a view of this rank's part of the parameter.
-at::Tensor Ema::source(const Average& average) const {
-  return in_memory_order(average.shard.tensor.detach()).narrow(0, average.part.begin, average.part.numel());
+// Whether the parameter is here in its own shape.
+bool Ema::is_whole(const Average& average) {
+  return average.shard.tensor.sizes() == at::IntArrayRef(average.shard.sizes);
+}
+
+// The parameter's elements in the order that the ranks share them out in, which is that of its memory at first, and a
+// copy where set_data() has given it other strides since.
+at::Tensor Ema::elements(const Average& average) {
+  const at::Tensor own = average.shard.tensor.detach();
+  return in_memory_order(is_whole(average) ? in_strides(own, average.shard.strides) : own);
+}
+
+// What the average is of: this rank's part of them.
+at::Tensor Ema::source(const Average& average) {
+  return elements(average).narrow(0, average.part.begin, average.part.numel());
 }
 
 void Ema::update() {
@@ -143,7 +155,8 @@ Scope Ema::swap_in() {
                        "the average of '" + average.shard.fqn + "'")
           .wait();
     }
-    in_memory_order(average.shard.tensor.detach()).copy_(whole);
+    const NamedShard& shard = average.shard;
+    shard.tensor.detach().copy_(is_whole(average) ? whole.as_strided(shard.sizes, shard.strides) : whole);
   }
   return scope;
 }

@@ -70,12 +70,14 @@ class Ema : public ModelShards {
  private:
   class WithModel;
   struct Average {
-    NamedShard shard;                 // of the parameter
+    NamedShard shard;                 // of the parameter, with the strides that it had at first
     Range part;                       // of `shard.held`, in its elements, that this rank averages
     std::vector<int64_t> part_numel;  // by rank of replicas_; empty without
     at::Tensor values;                // [part.numel()]
   };
-  at::Tensor source(const Average& average) const;
+  static bool is_whole(const Average& average);
+  static at::Tensor elements(const Average& average);
+  static at::Tensor source(const Average& average);
 
   ModelShards& model_;
   const EmaOptions options_;

@@ -324,7 +324,8 @@ struct Lbfgs::Run {
     auto vector = [&](auto field) {
       return joined([&](const at::Tensor& parameter) {
         const LbfgsParamState& state = state_of(parameter);
-        return state.n_iter == numbers.n_iter ? in_memory_order(field(state)) : at::Tensor();
+        return state.n_iter == numbers.n_iter ? in_memory_order(laid_out_as(field(state), parameter.detach()))
+                                              : at::Tensor();
       });
     };
     direction = vector([](const LbfgsParamState& state) { return state.direction; });

@@ -91,7 +91,8 @@ struct Muon::Matrix {
 Muon::Matrix Muon::momentum_of(const at::Tensor& parameter, const MuonOptions& options) {
   Matrix matrix{parameter, &options, parts().of(parameter), {}};
   MuonParamState& state = state_of(parameter);
-  if (!state.momentum_buffer().defined()) state.momentum_buffer(at::zeros_like(parameter));
+  state.momentum_buffer(state.momentum_buffer().defined() ? laid_out_as(state.momentum_buffer(), parameter)
+                                                          : at::zeros_like(parameter));
   state.step(state.step() + 1);
   // Without one here, and with one elsewhere, it counts as 0, as in reductions.
   const at::Tensor gradient =
@@ -236,6 +237,8 @@ void Muon::step_others() {
         state.exp_avg(at::zeros_like(parameter));
         state.exp_avg_sq(at::zeros_like(parameter));
       }
+      state.exp_avg(laid_out_as(state.exp_avg(), parameter));
+      state.exp_avg_sq(laid_out_as(state.exp_avg_sq(), parameter));
       state.step(state.step() + 1);
       updates.push_back({.group = index,
                          .rule = {options.lr(), options.beta1(), options.beta2(), options.eps(), options.weight_decay(),

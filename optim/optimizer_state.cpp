@@ -235,6 +235,14 @@ ParameterState read_state(const OptimizerParamState& state) {
   return values;
 }
 
+ParameterState read_state(const OptimizerParamState& state, const at::Tensor& parameter) {
+  const auto* in_blocks = dynamic_cast<const AdamW8bitParamState*>(&state);
+  if (in_blocks == nullptr) return read_state(state);
+  AdamW8bitParamState own = *in_blocks;
+  own.lay_out_as(parameter);
+  return read_state(own);
+}
+
 std::unique_ptr<OptimizerParamState> make_state(const std::string& kind, const ParameterState& values) {
   std::unique_ptr<OptimizerParamState> state;
   any_kind([&]<class Options, class State>(Kind<Options, State> known) {

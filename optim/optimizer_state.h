@@ -48,6 +48,9 @@ using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 std::string optimizer_kind(const torch::optim::Optimizer& optimizer);
 
 ParameterState read_state(const torch::optim::OptimizerParamState& state);
+// The same for who keeps it beside the parameter: blocks in the order of its memory now, copies where set_data() has
+// given it other strides since the last step.
+ParameterState read_state(const torch::optim::OptimizerParamState& state, const at::Tensor& parameter);
 
 // A state for an optimizer of this kind with the given values. Throws std::invalid_argument, which
 // lists the names, for a value that the kind does not have or one of its numbers missing.

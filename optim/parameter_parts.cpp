@@ -1,6 +1,7 @@
 #include "tessera/optim/parameter_parts.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
@@ -81,7 +82,11 @@ const ParameterParts::Known& ParameterParts::known(const at::Tensor& parameter) 
 }
 
 NamedShard ParameterParts::of(const at::Tensor& parameter) const {
-  if (comm_) return known(parameter).shard;
+  if (comm_) {
+    NamedShard shard = known(parameter).shard;
+    if (parameter.sizes() == at::IntArrayRef(shard.sizes)) shard.strides = parameter.strides().vec();
+    return shard;
+  }
   return {"", {}, parameter.sizes().vec(), parameter.strides().vec(), {0, parameter.numel()}, parameter};
 }
 
@@ -105,6 +110,11 @@ std::vector<bool> ParameterParts::have_gradients(const std::vector<at::Tensor>& 
     flags = have.mutable_data_ptr<uint8_t>();
   }
   return std::vector<bool>(flags, flags + count);
+}
+
+at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides) {
+  if (tensor.strides() == strides) return tensor;
+  return at::empty_strided(tensor.sizes(), strides, tensor.options().requires_grad(false)).copy_(tensor);
 }
 
 at::Tensor in_memory_order(const at::Tensor& dense) {

@@ -24,7 +24,8 @@ class ParameterParts {
   // and throws on all ranks if they have other groups, of other options or in another order.
   void require_known(const std::vector<torch::optim::OptimizerParamGroup>& groups, const char* optimizer) const;
 
-  // One of the parameters; a whole one, without a wrapper, has no name.
+  // One of the parameters; a whole one, without a wrapper, has no name. Of one that is here whole with the strides that
+  // it has now: set_data() may have changed them.
   NamedShard of(const at::Tensor& parameter) const;
   // By rank, which part of the parameter it has, and of which copy of the model; empty without a wrapper.
   struct Held {
@@ -58,6 +59,9 @@ class ParameterParts {
 
 // A dense tensor's elements in the order of memory, [numel], as a view.
 at::Tensor in_memory_order(const at::Tensor& dense);
+
+// `tensor`, or a copy of it in these strides, of the same dtype and on the same device.
+at::Tensor in_strides(const at::Tensor& tensor, at::IntArrayRef strides);
 
 // The optimizer's add_param_group() as libtorch has it, taken back where `check` throws.
 template <class Check>

@@ -155,6 +155,13 @@ void ParameterBuckets::require_unconverted() const {
   }
 }
 
+void ParameterBuckets::bring_home() {
+  at::NoGradGuard no_grad;
+  note_trained();
+  for (Bucket& bucket : buckets_)
+    if (bucket.flat.defined() && bucket.has_trained) adopt_again(bucket);
+}
+
 ParameterBuckets::Flight ParameterBuckets::start(Bucket& bucket) {
   if (bucket.flat.defined()) adopt_again(bucket);
   Flight flight{&bucket, bucket.flat, {}, {}};

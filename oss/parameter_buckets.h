@@ -46,6 +46,10 @@ class ParameterBuckets {
   // and device that it had when it came. Not collective.
   void require_unconverted() const;
 
+  // Gives the parameters of buckets their place and order of memory back, where set_data() has given them others:
+  // before a step, in which they stay where they are. Not collective.
+  void bring_home();
+
   // Every parameter that requires a gradient <- its owner's, all buckets at once. Collective: starts it, notes in `log`
   // what it has started, and finish() ends it. With step_owned, which steps what it is given, this rank's parameters
   // travel as soon as they have been stepped, while it steps the next: in all it gets all that the rank owns, once.

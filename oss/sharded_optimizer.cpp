@@ -1,6 +1,6 @@
 #include "tessera/oss/sharded_optimizer.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/lbfgs.h>
 
@@ -11,12 +11,14 @@
 #include <utility>
 
 #include "tessera/comm/agreement.h"
+#include "tessera/flat/geometry.h"
 #include "tessera/flat/gradient_keeper.h"
 #include "tessera/flat/quiet.h"
 #include "tessera/flat/shard_norm.h"
 #include "tessera/flat/shardable.h"
 #include "tessera/optim/host_step.h"
 #include "tessera/optim/lbfgs.h"
+#include "tessera/optim/parameter_parts.h"
 #include "tessera/optim/partial_step.h"
 #include "tessera/trace/trace.h"
 
@@ -43,6 +45,12 @@ const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParam
   if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
   require_shardable_groups(groups, 0, *comm);
   return groups;
+}
+
+// Of a state's tensor in a dictionary: what has the parameter's shape has its order of memory, which is that of blocks.
+ParameterGeometry state_geometry(const std::string& name, const at::Tensor& parameter) {
+  if (form_of_state(name) == StateForm::kElements) return geometry_of(parameter);
+  return {state_sizes(name, parameter.sizes().vec()), {1}};
 }
 
 // One line for each state of a dictionary: what a receiver must know to make room for it.
@@ -296,6 +304,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     }
     tell_gradient_keepers(all_parameters(), StepEvent::kBegins);
     for (const auto& buckets : buckets_) buckets->require_unconverted();
+    for (const auto& buckets : buckets_) buckets->bring_home();
     return loss;
   };
   if (auto* lbfgs = dynamic_cast<Lbfgs*>(local_.get())) {
@@ -427,7 +436,7 @@ OptimizerStateDict ShardedOptimizer::local_state_dict() const {
     for (const at::Tensor& parameter : group.params()) {
       const auto state = state_.find(parameter.unsafeGetTensorImpl());
       if (state != state_.end())
-        dict.state[ownership_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second);
+        dict.state[ownership_.at(parameter.unsafeGetTensorImpl()).index] = read_state(*state->second, parameter);
     }
   }
   return dict;
@@ -454,15 +463,16 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
         whole.state[index].numbers.emplace_back(name, value);
         continue;
       }
+      const auto [sizes, strides] = state_geometry(name, parameters[index]);
       at::Tensor tensor;
       if (source == comm_->rank()) {
         for (const auto& [key, mine] : own.state.at(index).tensors)
-          if (key == name) tensor = mine.to(comm_->device()).contiguous();  // the step's may be the host's
+          if (key == name) tensor = in_strides(mine.to(comm_->device()), strides);  // the step's may be the host's
       } else {
-        tensor = at::empty(state_sizes(name, parameters[index].sizes().vec()),
-                           parameters[index].options().requires_grad(false).dtype(static_cast<at::ScalarType>(value)));
+        const auto dtype = static_cast<at::ScalarType>(value);
+        tensor = at::empty_strided(sizes, strides, parameters[index].options().requires_grad(false).dtype(dtype));
       }
-      comm_->broadcast(tensor, source, "the optimizer's state").wait();
+      comm_->broadcast(in_memory_order(tensor), source, "the optimizer's state").wait();
       if (keep)
         whole.state[index].tensors.emplace_back(
             name, tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/source == comm_->rank()));
