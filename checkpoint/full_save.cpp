@@ -155,6 +155,9 @@ class Drafts {
       std::error_code ignored;
       if (fs::is_directory(full.path, ignored))
         throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
+      // A device, /dev/null, would be replaced for all.
+      if (fs::exists(full.path, ignored) && !fs::is_regular_file(full.path, ignored))
+        throw CheckpointError(full.path.string() + ": exists and is no regular file; it is left as it is");
       fs::remove(draft_of(full.path), ignored);
       const File file = create_file(draft_of(full.path));
       file.write(full.start.data(), static_cast<int64_t>(full.start.size()), 0);

@@ -2,6 +2,7 @@
 #include "tessera/checkpoint/full_file.h"
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 
 #include <fstream>
 
@@ -125,6 +126,19 @@ TEST(FullFile, ManyFilesNeedFewDescriptors) {
   });
   ::setrlimit(RLIMIT_NOFILE, &before);
   EXPECT_EQ(find_full_tensors(folder.path()).files.size(), 120U);
+}
+
+// As /dev/null is.
+TEST(FullFile, WhatIsNoRegularFileIsNotReplaced) {
+  const TemporaryFolder folder;
+  ASSERT_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  on_ranks(2, [&](std::shared_ptr<Communicator> comm) {
+    torch::nn::Linear net(3, 3);
+    Replicated model(net.ptr(), comm);
+    expect_contains(error_of<CheckpointError>([&] { save_full(folder / "pipe", model); }),
+                    "pipe: exists and is no regular file");
+  });
+  EXPECT_TRUE(std::filesystem::is_fifo(folder / "pipe"));
 }
 
 TEST(FullFile, ErrorsReachAllRanksAndTheOldFileStays) {
