@@ -200,14 +200,15 @@ void GlooOperation::wait_for_messages() {
   comm_->count_wait(steady_clock::now() - began, description_);
 }
 
+// What is thrown on the way, also for want of memory, is a cause: whoever waits must end its wait.
 bool GlooOperation::wait_for(GlooMessage& message, std::string* cause) const {
-  if (!message.work) {
-    const auto outcome =
-        round_ ? comm_->rounds_->wait(*round_, deadline_, message.peer) : wait_in_memory(message, cause);
-    if (cause->empty()) *cause = kCauses[static_cast<size_t>(outcome)];
-    return outcome == PeerMemory::Outcome::kDone;
-  }
   try {
+    if (!message.work) {
+      const auto outcome =
+          round_ ? comm_->rounds_->wait(*round_, deadline_, message.peer) : wait_in_memory(message, cause);
+      if (cause->empty()) *cause = kCauses[static_cast<size_t>(outcome)];
+      return outcome == PeerMemory::Outcome::kDone;
+    }
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline_ - steady_clock::now());
     return message.work->wait(std::max(left, std::chrono::milliseconds(1)));  // 0 would mean no timeout to c10d
   } catch (const std::exception& error) {
