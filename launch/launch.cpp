@@ -34,6 +34,12 @@ void require(bool holds, const Parts&... otherwise) {
   if (!holds) throw std::invalid_argument(c10::str(otherwise...));
 }
 
+// Beyond a year clocks that it is added to overflow.
+void require_timeout(const InitOptions& options, const char* who) {
+  require(options.timeout > std::chrono::milliseconds::zero() && options.timeout <= std::chrono::hours(24 * 365), who,
+          ": InitOptions::timeout is ", options.timeout.count(), " ms; expected more than 0 and at most a year");
+}
+
 // Backend and device that the options mean: where one is not given, the other decides.
 struct Choice {
   bool nccl;
@@ -44,8 +50,7 @@ Choice choose(const InitOptions& options, const LaunchEnvironment& environment) 
   const std::string& backend = options.backend;
   require(backend.empty() || backend == "gloo" || backend == "nccl", "tessera::init: InitOptions::backend is \"",
           backend, "\"; expected \"gloo\", \"nccl\", or empty for the device's own");
-  require(options.timeout > std::chrono::milliseconds::zero(), "tessera::init: InitOptions::timeout is ",
-          options.timeout.count(), " ms; expected more than 0");
+  require_timeout(options, "tessera::init");
   const at::Device device = options.device.value_or(backend == "nccl" ? at::kCUDA : at::kCPU);
   require(device.is_cpu() || device.is_cuda(), "tessera::init: InitOptions::device is ", device,
           "; expected cpu or cuda");
@@ -109,6 +114,7 @@ void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> bod
 
 void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options) {
   require(world >= 1, "run_ranks: world is ", world, ", expected at least 1");
+  require_timeout(options, "run_ranks");
   const bool nccl = options.backend == "nccl" || (options.device && options.device->is_cuda());
   require(options.backend.empty() || options.backend == (nccl ? "nccl" : "gloo"), "run_ranks: backend '",
           options.backend, "', expected gloo with cpu or nccl with cuda");

@@ -165,6 +165,13 @@ TEST(CollectiveTransports, MoveOnlyWhenAwaitedWhereAllRanksReadEachOthersMemory)
           options);
 }
 
+TEST(CollectivesErrors, ATimeoutThatNoClockCanHoldIsRefused) {
+  for (const milliseconds timeout : {milliseconds(0), milliseconds(-1), milliseconds::max()})
+    expect_contains(error_of<std::invalid_argument>(
+                        [&] { run_ranks(2, [](std::shared_ptr<Communicator>) {}, {.timeout = timeout}); }),
+                    "run_ranks: InitOptions::timeout is " + std::to_string(timeout.count()));
+}
+
 TEST(CollectivesErrors, PiecesThatAreNotOfOneTensor) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     const at::Tensor shard = torch::zeros({3});
