@@ -227,7 +227,11 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
   Communicator& comm = *model.comm();
   require_agreement(comm, "where to save the model",
                     {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
-  const std::string tag = gather_texts(comm, comm.rank() == 0 ? free_tag(file) : "", "names of files")[0];
+  const auto find_tag = [&] {
+    if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
+    return comm.rank() == 0 ? free_tag(file) : "";
+  };
+  const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
   FullLayout layout;
   std::optional<Drafts> drafts;  // rank 0's
   std::vector<LocalTensor> tensors;
@@ -237,7 +241,6 @@ void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& 
     on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);
   };
   on_all_ranks(comm, "saving " + file.string(), [&] {
-    if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
     tensors = local_tensors(model, in_dense_order(model.shards_to_save()), nullptr);
     std::vector<FullTensor> all;
     for (const auto& local : tensors)

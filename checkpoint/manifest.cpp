@@ -238,6 +238,8 @@ GeneratorStates generators_from_json(const json& value, const std::string& where
   GeneratorStates states;
   try {
     for (const auto& [device, bytes] : value.items()) states[device] = bytes_from_hex(bytes.get<std::string>());
+  } catch (const std::bad_alloc&) {  // no damage
+    throw;
   } catch (const std::exception&) {
     throw CheckpointError(where + ": 'rng' has an entry that is not hex digits");
   }

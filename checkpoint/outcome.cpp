@@ -99,7 +99,7 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
   std::mutex mutex;
   std::condition_variable ended_changed;
   bool ended = false;
-  const std::jthread thread([&] {
+  const auto run = [&] {
     const at::NoGradGuard no_grad;
     Outcome outcome;
     try {
@@ -111,7 +111,11 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
     own = std::move(outcome);
     ended = true;
     ended_changed.notify_one();
-  });
+  };
+  std::jthread thread;
+  const Outcome begun =
+      attempt([&] { return thread = std::jthread(run), std::string(); });  // there may be none to have
+  if (!begun.error.empty()) own = begun, ended = true;
   auto pause = std::chrono::milliseconds(1);
   for (bool all_ended = false; !all_ended;
        pause = std::min({2 * pause, std::chrono::milliseconds(1000), comm.timeout() / 4})) {

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <future>
 #include <stdexcept>
 #include <utility>
 
@@ -197,14 +198,24 @@ void SaveJob::run(const std::function<SavePlan()>& plan) {
 
 void SaveJob::start(const std::function<SavePlan()>& plan) {
   coordinator_.emplace(comm_, "save/" + to_hex(id_), what_);
-  on_all_ranks(*comm_, what_, [&] {
-    plan_ = plan();
-    check_extra(plan_.extra);
-    copied_ = plan_.watched.empty();
-    copies_.begin(plan_, comm_->device());
-  });
+  std::promise<bool> agreement;
+  try {
+    on_all_ranks(*comm_, what_, [&] {
+      plan_ = plan();
+      check_extra(plan_.extra);
+      copied_ = plan_.watched.empty();
+      copies_.begin(plan_, comm_->device());
+      // There may be no thread to have, on one rank.
+      thread_ = std::thread([this, agreed = agreement.get_future()]() mutable {
+        if (agreed.get()) background();
+      });
+    });
+  } catch (...) {
+    agreement.set_value(false);
+    throw;
+  }
   with_group_saves(comm_, [&](GroupSaves& saves) { saves.job = weak_from_this(); });
-  thread_ = std::thread([this] { background(); });
+  agreement.set_value(true);
 }
 
 void SaveJob::set_copied() {

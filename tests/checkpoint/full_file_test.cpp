@@ -137,6 +137,8 @@ TEST(FullFile, WhatIsNoRegularFileIsNotReplaced) {
     Replicated model(net.ptr(), comm);
     expect_contains(error_of<CheckpointError>([&] { save_full(folder / "pipe", model); }),
                     "pipe: exists and is no regular file");
+    expect_contains(error_of<std::invalid_argument>([&] { save_full("", model); }), "is not a name for a file");
+    save_full(folder / "m.safetensors", model);  // and the group goes on
   });
   EXPECT_TRUE(std::filesystem::is_fifo(folder / "pipe"));
 }
