@@ -260,7 +260,7 @@ void GradientReducer::start(size_t bucket) {
   // scale is that of its largest element.
   flight.content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || is_encoded(plan));
   if (plan.adopts) adopt(flight.content, plan);
-  log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel());
+  log_.add(kOperations[static_cast<size_t>(plan.layout.cut())], plan.name, plan.layout.full_numel(), divisor_);
   flight.pending = reduce(flight);
   flights_[kReducing].push_back(std::move(flight));
   while (flights_[kReducing].size() > most_in_flight(plan)) finish_oldest(kReducing);

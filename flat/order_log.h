@@ -3,8 +3,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,10 +19,11 @@ namespace tessera {
 // unit and number of elements, as a rolling fingerprint and, for the error, as text.
 class OrderLog {
  public:
-  // `operation` is a literal; `unit` outlives the log.
-  void add(const char* operation, const std::string& unit, int64_t numel) {
+  // `operation` is a literal; `unit` outlives the log. `divisor`: what the sums are divided by, other than the world.
+  void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
     fingerprint_.add(operation).add(unit).add(numel);
-    add_entry({operation, &unit, numel});
+    if (divisor) fingerprint_.add(std::bit_cast<int64_t>(*divisor));
+    add_entry({operation, &unit, numel, divisor.value_or(0)});
   }
   // Of the whole model.
   void add(const char* operation) { add(operation, model(), -1); }
@@ -60,7 +63,8 @@ class OrderLog {
     if (dropped_ > 0) lines.push_back(std::to_string(dropped_) + " earlier operations");
     for (const Entry& entry : entries_)
       lines.push_back(std::string(entry.operation) + " of " + *entry.unit +
-                      (entry.numel < 0 ? "" : " (" + std::to_string(entry.numel) + " elements)"));
+                      (entry.numel < 0 ? "" : " (" + std::to_string(entry.numel) + " elements)") +
+                      (entry.divisor == 0 ? "" : " divided by " + std::to_string(entry.divisor)));
     return lines;
   }
   void clear() { *this = OrderLog(); }
@@ -70,6 +74,7 @@ class OrderLog {
     const char* operation;
     const std::string* unit;
     int64_t numel;
+    double divisor = 0;  // none
   };
   static constexpr size_t kEntries = 4096;
 

@@ -99,7 +99,8 @@ GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_n
   require_clip_arguments(max_norm, norm_type);
   const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
   at::Tensor norm = local_contribution(shards, norm_type, comm.device());
-  comm.all_reduce(norm, op, "the gradient norm").wait();
+  // Ranks that clip by other numbers have diverged: each would scale its own part.
+  comm.all_reduce(norm, op, c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm)).wait();
   if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
   if (error_if_nonfinite)
     if (const double value = comm.to_host(norm, "the gradient norm").item<double>(); !std::isfinite(value))

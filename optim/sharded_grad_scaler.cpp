@@ -53,7 +53,9 @@ void ShardedGradScaler::unscale_(torch::optim::Optimizer& optimizer) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found_here, at::full({1}, 1.0 / scale_, on_device));
     found.add_(found_here.to(comm_->device()));
   }
-  found = reduce_to_host(*comm_, found, ReduceOp::kSum, "whether the gradients are finite");
+  // Ranks of other scales have diverged.
+  found =
+      reduce_to_host(*comm_, found, ReduceOp::kSum, c10::str("whether gradients scaled by ", scale_, " are finite"));
   entry->second.is_finite = found.item<float>() == 0;
 }
 

@@ -39,6 +39,28 @@ TEST_P(OneRank, FreezesAWeight) {
   });
 }
 
+TEST_P(OneRank, DividesGradientsByAnotherFactor) {
+  if (GetParam().name == "oss_alone") return;  // which has no wrapper that divides
+  play(GetParam(), refused({"divided by", "the ranks have diverged"}), [](Trainer& run) {
+    train_unseen(run, 0);
+    run.set_gradient_divide_factor(is_last(run) ? 3 : 2);
+    for (int step = 1; step < 3; ++step) train_unseen(run, step);
+  });
+}
+
+// Under DDP and stage 1 each rank clips what it has: docs/loops.md has it among what nobody notices.
+TEST_P(OneRank, ClipsToAnotherNorm) {
+  if (GetParam().stage < 2) return;
+  play(GetParam(), refused({"clipped to", "the ranks have diverged"}), [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      run.clip_grad_norm_(is_last(run) && step == 1 ? 0.2 : 0.1);
+      run.optimizer().step();
+    }
+  });
+}
+
 TEST_P(OneRank, FreezesAWeightBetweenForwardAndBackward) {
   Play play_it = refused(kOther);
   play_it.unused = true;

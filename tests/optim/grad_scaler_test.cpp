@@ -109,5 +109,16 @@ TEST(GradScaler, MistakesAreNamed) {
   });
 }
 
+TEST(GradScaler, RanksOfOtherScalesHaveDiverged) {
+  run_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    auto weight = torch::ones({1}).set_requires_grad(true);
+    torch::optim::SGD sgd({weight}, 0.1);
+    ShardedGradScaler scaler(comm, {.initial_scale = comm->rank() == 0 ? 1024.0 : 512.0});
+    scaler.scale(weight.sum()).backward();
+    expect_contains(error_of<CommError>([&] { scaler.step(sgd); }), "whether gradients scaled by");
+    EXPECT_EQ(weight.item<float>(), 1);
+  });
+}
+
 }  // namespace
 }  // namespace tessera::grad_scaler_test
