@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "tessera/comm/agreement.h"
 #include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/host_results.h"
 #include "tessera/comm/reduce_scatter_pieces.h"
@@ -289,9 +290,14 @@ std::shared_ptr<Communicator> Communicator::split(int color, int key) {
 
 std::shared_ptr<Communicator> Communicator::split_by(const std::function<int(int rank)>& color_of) {
   std::vector<int> members;
+  std::vector<std::string> colors;
   const int color = color_of(rank_);
-  for (int rank = 0; rank < size_; ++rank)
-    if (color_of(rank) == color) members.push_back(rank);
+  for (int rank = 0; rank < size_; ++rank) {
+    const int other = color_of(rank);
+    if (other == color) members.push_back(rank);
+    colors.push_back(c10::str("color ", other, " of rank ", rank));
+  }
+  if (size_ > 1) require_agreement(*this, "the colors of a split", colors);
   return group_of(members, color);
 }
 

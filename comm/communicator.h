@@ -86,7 +86,8 @@ class Communicator {
   // ranks as the new group does, and list who they are here. Null where color is negative. Collective over this group.
   std::shared_ptr<Communicator> split(int color, int key = 0);
 
-  // The same where every rank knows the color of all (0 or more): nothing travels; members are in rank order.
+  // The same where every rank knows the color of all (0 or more): members are in rank order. Throws
+  // std::invalid_argument on all ranks where they disagree about a color, which one small all-reduce finds out.
   std::shared_ptr<Communicator> split_by(const std::function<int(int rank)>& color_of);
 
   // "" for the group of all ranks, else who its members are: "ranks 0, 2 of 4".

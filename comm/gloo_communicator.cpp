@@ -26,6 +26,42 @@ std::string closed_text(int peer, const std::string& cause) {
 // Of the tag of a message that nobody ever sends: no operation has so many steps.
 constexpr int kNoStep = 3;
 
+// With the other ranks.
+GlooTransports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GlooOptions& options) {
+  GlooTransports made;
+  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
+  // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
+  if (!made.memory || !made.memory->reaches_all()) {
+    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
+    made.group = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
+  }
+  // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
+  // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
+  if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
+  store->wait({"tessera/all_connected"}, options.timeout);
+  return made;
+}
+
+// The same, which may never return. Throws CommError.
+GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                               const GlooOptions& options) {
+  const auto could_not_join = [&](const std::string& cause) {
+    return CommError(c10::str("rank ", rank, " of ", size, " (address ", options.address,
+                              ") could not join the group within ", static_cast<double>(options.timeout.count()) * 1e-3,
+                              " s: ", cause));
+  };
+  ignore_broken_pipes();
+  try {
+    if (auto made = in_time(options.timeout + kAnswerGrace, [=] { return connect(store, rank, size, options); }))
+      return std::move(*made);
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception&) {
+    throw could_not_join(text_of(std::current_exception()));
+  }
+  throw could_not_join(kNoAnswer);
+}
+
 }  // namespace
 
 GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std::unique_ptr<PeerMemory> memory,
@@ -70,11 +106,48 @@ void GlooCommunicator::abort_this(const std::string& reason) noexcept {
   watch_.await_readers();
 }
 
+// What waits for the part's other ranks is an operation of this group: one that fails, leaves or diverges ends it.
 std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& name, const std::vector<int>& members,
                                                           int position) {
+  std::string what = "joining the groups of a split";
+  if (!label().empty()) what += " in the group of " + label();
+  // On all ranks: one that is in no part counts it, too.
+  const GlooOperation joining(shared_from_this(), std::move(what));
   if (position < 0) return nullptr;
-  return make_gloo_communicator(c10::make_intrusive<c10d::PrefixStore>(name, store_), position,
-                                static_cast<int>(members.size()), options_);
+  GlooTransports transports;
+  if (members.size() > 1) transports = join_part(joining, name, position, static_cast<int>(members.size()));
+  return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory),
+                                      c10::make_intrusive<c10d::PrefixStore>(name, store_), position,
+                                      static_cast<int>(members.size()), options_);
+}
+
+GlooTransports GlooCommunicator::join_part(const GlooOperation& joining, const std::string& name, int position,
+                                           int size) {
+  const auto meeting = c10::make_intrusive<InterruptibleStore>(name, store_);
+  const auto meets = [&](bool begins) {
+    std::lock_guard lock(mutex_);
+    meets_in_ = begins ? meeting : nullptr;
+    if (broken_) meeting->interrupt();
+  };
+  const auto began = std::chrono::steady_clock::now();
+  GlooTransports made;
+  std::string error;
+  watch_.begin_wait();
+  meets(true);
+  try {
+    made = connect_in_time(meeting, position, size, options_);
+  } catch (const CommError& lost) {
+    error = lost.what();
+  }
+  meets(false);
+  watch_.end_wait();
+  count_wait(std::chrono::steady_clock::now() - began, joining.description());
+  if (error.empty()) return made;
+  if (meeting->is_interrupted()) fail(joining, -1, false, "");
+  if (meeting->has_timed_out()) fail(joining, -1, false, "timed out");
+  // The others wait for this one; by a store that does not answer they cannot be told.
+  if (!error.ends_with(kNoAnswer)) abort_this(error);
+  throw CommError(error);
 }
 
 // Where all ranks share memory, they are made by the first operation that needs them, on every rank.
@@ -165,7 +238,8 @@ std::string GlooCommunicator::closed_connection() {
 // Whether there was a wait to interrupt.
 bool GlooCommunicator::interrupt_locked() {
   if (waits_for_pipeline_) pipelines_.interrupt();
-  if (waits_for_ == nullptr) return waits_for_pipeline_;
+  if (meets_in_) meets_in_->interrupt();
+  if (waits_for_ == nullptr) return waits_for_pipeline_ || meets_in_;
   waits_for_->work ? waits_for_->work->abort() : memory_->interrupt();
   return true;
 }
@@ -223,48 +297,10 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
   throw CommError(text);
 }
 
-namespace {
-
-struct Transports {
-  std::unique_ptr<PeerMemory> memory;
-  c10::intrusive_ptr<c10d::Backend> group;
-};
-
-// With the other ranks.
-Transports connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const GlooOptions& options) {
-  Transports made;
-  made.memory = PeerMemory::connect(*store, rank, size, options.timeout, options.peer_memory);
-  // On one host mostly nothing goes that way, and sockets and threads would be for nothing.
-  if (!made.memory || !made.memory->reaches_all()) {
-    require_descriptors(tcp_descriptors(size), c10::str("rank ", rank, "'s connections to ", size - 1, " others"));
-    made.group = connect_by_tcp(store, rank, size, options, kConnectionsOfPair);
-  }
-  // A rank that has nothing to exchange must not leave while others are still connecting. By the store:
-  // collectives of c10d's go through its flight recorder, which ranks that are threads would share.
-  if (store->add("tessera/connected", 1) == size) store->set("tessera/all_connected", std::vector<uint8_t>{1});
-  store->wait({"tessera/all_connected"}, options.timeout);
-  return made;
-}
-
-}  // namespace
-
 std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                                      GlooOptions options) {
-  Transports transports;
-  if (size > 1) {
-    ignore_broken_pipes();
-    try {
-      auto made = in_time(options.timeout + kAnswerGrace, [=] { return connect(store, rank, size, options); });
-      if (!made) throw std::runtime_error(kNoAnswer);
-      transports = std::move(*made);
-    } catch (const CommError&) {
-      throw;
-    } catch (const std::exception& error) {
-      throw CommError(c10::str("rank ", rank, " of ", size, " (address ", options.address,
-                               ") could not join the group within ",
-                               static_cast<double>(options.timeout.count()) * 1e-3, " s: ", error.what()));
-    }
-  }
+  GlooTransports transports;
+  if (size > 1) transports = connect_in_time(store, rank, size, options);
   return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory), std::move(store), rank,
                                       size, std::move(options));
 }

@@ -15,6 +15,7 @@
 #include "tessera/comm/communicator.h"
 #include "tessera/comm/gloo_operation.h"
 #include "tessera/comm/group_process.h"
+#include "tessera/comm/interruptible_store.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/peer_memory.h"
 #include "tessera/comm/reduction_pipeline.h"
@@ -22,6 +23,12 @@
 #include "tessera/comm/stall_watch.h"
 
 namespace tessera {
+
+// By which the ranks of a group reach each other.
+struct GlooTransports {
+  std::unique_ptr<PeerMemory> memory;
+  c10::intrusive_ptr<c10d::Backend> group;
+};
 
 // gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its all-gather is a ring of
 // copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
@@ -52,6 +59,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
 
  private:
   friend class GlooOperation;
+
+  GlooTransports join_part(const GlooOperation& joining, const std::string& name, int position, int size);
 
   bool fits_in_a_round(const Collective& collective) const;
   void gather_in_a_round(GlooOperation& op, const Collective& collective);
@@ -92,14 +101,15 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const GlooOptions options_;
   const std::unique_ptr<PeerMemory> memory_;    // null: no other rank on this host, or none that can be reached
   const std::unique_ptr<SharedRounds> rounds_;  // null: not all ranks
-  std::mutex mutex_;                            // guards the next nine
+  std::mutex mutex_;                            // guards the next ten
   c10::intrusive_ptr<c10d::Backend> group_;     // null until it is needed, and once this is closed
   bool is_closed_ = false;
   std::optional<std::string> broken_;
   std::unordered_set<GlooOperation*> operations_;
   const GlooMessage* waits_for_ = nullptr;  // of an operation that is under way
   bool waits_for_pipeline_ = false;
-  std::vector<GlooMessage> orphans_;  // of operations that were dropped, with their tensors
+  c10::intrusive_ptr<InterruptibleStore> meets_in_;  // with the ranks of a part that is being joined
+  std::vector<GlooMessage> orphans_;                 // of operations that were dropped, with their tensors
   std::vector<at::Tensor> orphan_staging_;
   std::vector<std::shared_ptr<ReductionPipeline>> orphan_pipelines_;
   std::mutex posting_;  // of messages: c10d's group is for one thread at a time

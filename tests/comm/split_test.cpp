@@ -1,4 +1,18 @@
 // Groups made of a part of the ranks.
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tessera/comm/backends.h"
 #include "tests/support/reference.h"
 
 namespace tessera::split_test {
@@ -58,6 +72,85 @@ TEST(Split, AFailureReachesEveryPartAndSaysWhere) {
   });
   EXPECT_EQ(error, "rank 3 runs out of luck");
   EXPECT_EQ(told, 3);
+}
+
+// What one rank does instead of a split ends the others' split: soon, and by name.
+void expect_a_split_ends_soon(int world, const std::function<void(Communicator&)>& rank_1, const std::string& reason) {
+  for (const bool is_by_function : {false, true}) {
+    std::vector<std::string> errors(world);
+    const auto began = std::chrono::steady_clock::now();
+    error_of<std::exception>([&] {
+      run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+        comm->barrier();
+        if (comm->rank() == 1) return rank_1(*comm);
+        errors[comm->rank()] =
+            error_of<std::exception>([&] { is_by_function ? comm->split_by([](int) { return 0; }) : comm->split(0); });
+        throw std::runtime_error(errors[comm->rank()]);
+      });
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 10 minutes";
+    for (int rank = 0; rank < world; ++rank) {
+      SCOPED_TRACE("rank " + std::to_string(rank) + ": " + errors[rank]);
+      if (rank != 1) expect_contains(errors[rank], reason);
+      if (rank != 1) expect_contains(errors[rank], "the colors of a split");
+      EXPECT_EQ(errors[rank].find("HashStore.cpp"), std::string::npos);
+    }
+  }
+}
+
+TEST(Split, ARankThatDoesNotComeEndsItByName) {
+  for (int world : {2, 3, 5}) {
+    expect_a_split_ends_soon(world, [](Communicator&) { throw std::runtime_error("mine"); }, "rank 1 failed: mine");
+    expect_a_split_ends_soon(world, [](Communicator&) {}, "rank 1");
+    expect_a_split_ends_soon(world, [](Communicator& comm) { comm.abort("enough"); }, "rank 1 failed: enough");
+    expect_a_split_ends_soon(
+        world, [](Communicator& comm) { comm.all_reduce(torch::ones({5}), ReduceOp::kSum, "a loss").wait(); },
+        "all-reduce of a loss");
+  }
+}
+
+TEST(Split, RanksThatDisagreeAboutAColorAreTold) {
+  const std::string error = error_of<std::invalid_argument>([] {
+    run_ranks(4, [](std::shared_ptr<Communicator> comm) {
+      const bool is_odd = comm->rank() == 1;
+      comm->split_by([&](int rank) { return is_odd ? rank % 2 : rank / 2; });
+    });
+  });
+  expect_contains(error, "the ranks disagree about the colors of a split: rank 0 has 'color 0 of rank 1', rank 1 has ");
+  expect_contains(error, "rank 1 has 'color 1 of rank 1'");
+}
+
+// A store that lets one rank into no part.
+class StoreWithoutParts : public c10d::PrefixStore {
+ public:
+  using PrefixStore::PrefixStore;
+  int64_t add(const std::string& key, int64_t value) override {
+    if (key.find("split") != std::string::npos) throw std::runtime_error("no room for parts");
+    return PrefixStore::add(key, value);
+  }
+};
+
+// All have come to the split, and one then cannot join.
+TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
+  const auto shared = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::string> errors(3);
+  const auto began = std::chrono::steady_clock::now();
+  {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < 3; ++rank)
+      threads.emplace_back([&, rank] {
+        c10::intrusive_ptr<c10d::Store> store = c10::make_intrusive<c10d::PrefixStore>("group", shared);
+        if (rank == 1) store = c10::make_intrusive<StoreWithoutParts>("group", shared);
+        const auto comm = make_gloo_communicator(
+            store, rank, 3, {.address = "127.0.0.1", .timeout = std::chrono::minutes(5), .serves_store = rank == 0});
+        errors[rank] = error_of<CommError>([&] { comm->split_by([](int) { return 0; }); });
+      });
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 5 minutes";
+  expect_contains(errors[1], "could not join the group within 300 s: no room for parts");
+  for (int rank : {0, 2})
+    expect_contains(errors[rank], "joining the groups of a split failed on rank " + std::to_string(rank) +
+                                      " of 3: rank 1 failed: " + errors[1]);
 }
 
 }  // namespace
