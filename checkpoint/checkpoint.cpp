@@ -65,13 +65,6 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-bool is_utf8(const std::string& text) try {
-  static_cast<void>(json(text).dump());
-  return true;
-} catch (const json::exception&) {
-  return false;
-}
-
 // What a manifest can hold: found here, before anything is written, by all ranks and by name.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";

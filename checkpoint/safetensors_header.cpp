@@ -93,6 +93,13 @@ void check_dtype(const std::string& tensor, at::ScalarType dtype) {
                                 ", which safetensors files have no name for");
 }
 
+bool is_utf8(const std::string& text) try {
+  static_cast<void>(json(text).dump());
+  return true;
+} catch (const json::exception&) {
+  return false;
+}
+
 void check_tensor_name(const std::string& name, const std::string& where) {
   constexpr size_t kMaxBytes = 4096, kShownBytes = 60;
   std::string reason;
@@ -102,11 +109,7 @@ void check_tensor_name(const std::string& name, const std::string& where) {
   if (name == "__metadata__") reason = "is what safetensors files call something else";
   if (std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
     reason = "has control characters";
-  try {
-    if (reason.empty()) static_cast<void>(json(name).dump());
-  } catch (const json::exception&) {
-    reason = "is not UTF-8";
-  }
+  if (reason.empty() && !is_utf8(name)) reason = "is not UTF-8";
   if (reason.empty()) return;
   const std::string shown =
       json(name.substr(0, kShownBytes)).dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);

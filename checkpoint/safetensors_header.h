@@ -25,6 +25,8 @@ std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::Scala
 // Throws std::invalid_argument if safetensors has no name for the dtype of a tensor that is to be written.
 void check_dtype(const std::string& tensor, at::ScalarType dtype);
 
+bool is_utf8(const std::string& text);
+
 // Throws CheckpointError for a tensor's name that is empty, "__metadata__", longer than 4096 bytes, has control
 // characters or is not UTF-8.
 void check_tensor_name(const std::string& name, const std::string& where);

@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,7 +13,9 @@
 
 #include "tessera/checkpoint/safetensors_header.h"
 #include "tessera/flat/lazy_values.h"
+#include "tessera/flat/module_state.h"
 #include "tessera/optim/lamb.h"
+#include "tessera/optim/parameter_parts.h"
 #include "tessera/paging/disk_pager.h"
 
 namespace tessera {
@@ -28,25 +29,13 @@ at::Tensor flat_view(const at::Tensor& dense) {
   return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
 }
 
-void require_strided(const std::string& fqn, const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided)
-    throw std::invalid_argument(c10::str("'", fqn, "' has layout ", tensor.layout(),
-                                         ", expected a strided one: register its indices and values, or a dense copy"));
-}
-
 // The tensor, or where its memory has other values than operators see, which files would have, a copy of those.
 at::Tensor with_values_in_memory(const at::Tensor& tensor) {
   return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
 }
 
-at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
-                                 const std::vector<int64_t>& strides) {
-  at::Tensor dense = with_values_in_memory(tensor);
-  if (dense.numel() > 0 && dense.strides() != at::IntArrayRef(strides)) {
-    dense = at::empty_strided(sizes, strides, dense.options().requires_grad(false));
-    dense.copy_(tensor.detach());
-  }
-  return flat_view(dense);
+at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  return flat_view(in_strides(with_values_in_memory(tensor), strides));
 }
 
 // Whether a tensor of the shard's elements has the whole parameter's shape.
@@ -57,11 +46,11 @@ bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
 // A shard's elements in the order of memory: [held.numel()], a view unless `tensor` has other strides than the shard
 // says. `tensor` has the shape of shard.tensor.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
-  require_strided(shard.fqn, tensor);
+  require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr)
     return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
   // A shard that holds everything may still be 1-D, as its tensor in a world of one.
-  if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.sizes, shard.strides);
+  if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
   if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
   throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
                               "; expected " + to_string(shard.tensor.sizes().vec()));
@@ -176,7 +165,7 @@ std::vector<LocalTensor> local_buffers(const ModelShards& model) {
       buffers[found->second].aliases.push_back(item.key());
       continue;
     }
-    require_strided(item.key(), buffer);
+    require_strided("'" + item.key() + "'", buffer);
     const auto sizes = buffer.sizes().vec();
     const auto strides = row_major_strides(sizes);
     buffers.push_back({{item.key(),
@@ -184,7 +173,7 @@ std::vector<LocalTensor> local_buffers(const ModelShards& model) {
                         sizes,
                         strides,
                         {0, buffer.numel()},
-                        whole_in_memory_order(buffer, sizes, strides),
+                        whole_in_memory_order(buffer, strides),
                         model.comm()->rank(),
                         model.comm()->size()},
                        TensorKind::kBuffer});

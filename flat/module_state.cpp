@@ -26,6 +26,12 @@ at::Tensor distinct_elements(at::Tensor tensor) {
 
 }  // namespace
 
+void require_strided(const std::string& label, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided)
+    throw std::invalid_argument(c10::str(label, " has layout ", tensor.layout(),
+                                         ", expected a strided one: register its indices and values, or a dense copy"));
+}
+
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
   if (comm.size() == 1) return;
   const Quiet quiet;
@@ -79,10 +85,7 @@ std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
   for (const auto& buffer : module.named_buffers()) {
     lines.push_back("buffer '" + buffer.key() + "' ");
     if (!buffer.value().defined()) continue;
-    if (buffer.value().layout() != at::kStrided)
-      throw std::invalid_argument(
-          c10::str("buffer '", buffer.key(), "' has layout ", buffer.value().layout(),
-                   ", expected a strided one: register its indices and values, or a dense copy"));
+    require_strided("buffer '" + buffer.key() + "'", buffer.value());
     lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
     for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
       if (is_expanded(buffer.value(), dim)) lines.back() += c10::str(" expanded in dimension ", dim);

@@ -19,9 +19,12 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& com
 // The module's parameters, each once, in order of registration.
 std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module);
 
+// Throws std::invalid_argument, naming it by `label`, for a tensor that has no strides (a sparse one).
+void require_strided(const std::string& label, const at::Tensor& tensor);
+
 // A line for each parameter and buffer that says what all ranks must have alike: name, dtype,
 // shape, layout in memory, frozen or not, kept in full precision or not, ties. For require_agreement(). Throws
-// std::invalid_argument, naming it, for a buffer that has no strides (a sparse one).
+// as require_strided() for a buffer.
 std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters);
 std::vector<std::string> describe_buffers(const torch::nn::Module& module);
 
