@@ -64,6 +64,13 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
 }
 
+// Before the whole module is looked at, for a forward or for who reads its values.
+void Scheduler::begin_look() {
+  recover();
+  gradients_.binding().require_nothing_new();
+  model_.require_cast_buffers();
+}
+
 void Scheduler::inspect(Unit& unit) {
   unit.bring_home(/*may_change=*/true);
   gradients_.inspect(unit);
@@ -98,9 +105,7 @@ Scope Scheduler::begin_forward() {
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
   Quiet quiet;
-  recover();
-  gradients_.binding().require_nothing_new();
-  model_.require_cast_buffers();
+  begin_look();
   inspect_all();
   gradients_.begin_forward();
   resident_.begin_forward();
@@ -227,9 +232,7 @@ void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return;  // what the pass computes with
   Quiet quiet;
-  recover();
-  gradients_.binding().require_nothing_new();
-  model_.require_cast_buffers();
+  begin_look();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
@@ -297,9 +300,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_outside_backward("full_state_dict");
   require_use("full_state_dict");
   Quiet quiet;
-  recover();
-  gradients_.binding().require_nothing_new();
-  model_.require_cast_buffers();
+  begin_look();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);

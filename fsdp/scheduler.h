@@ -67,6 +67,7 @@ class Scheduler : public Pager, public BackwardPass {
   Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options);
 
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
+  void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
   void release_all();

@@ -62,8 +62,9 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   for (const PlannedUnit& unit : plan) planned.insert(planned.end(), unit.parameters.begin(), unit.parameters.end());
   require_shardable(planned, *mesh_.world, "FullyShardedDataParallel", /*may_be_deferred=*/true);
   require_apart(module_->named_buffers(), "buffer", planned, "FullyShardedDataParallel", mesh_.world->rank());
-  require_apart(parameters_beside(planned, *module_), "parameter of an ignored module", planned,
-                "FullyShardedDataParallel", mesh_.world->rank());
+  ignored_parameters_ = parameters_beside(planned, *module_);
+  require_apart(ignored_parameters_, "parameter of an ignored module", planned, "FullyShardedDataParallel",
+                mesh_.world->rank());
   const FormerMemory former_memory(planned);
   planned.clear();
   check_agreement(plan);
@@ -198,14 +199,12 @@ void ShardedModel::require_cast_buffers() const {
 
 void ShardedModel::name_shards() {
   std::map<std::string, std::pair<NamedShard, InLayout>> by_name;
-  std::unordered_set<std::string> aliases;
   for (auto& unit : units_) {
     for (auto& paged : unit->flat_parameters()) {
       FlatParameter& flat = paged->flat;
       for (size_t i = 0; i < flat.parameters().size(); ++i) {
         const PlannedParameter& parameter = flat.parameters()[i];
         const auto index = static_cast<int64_t>(i);
-        aliases.insert(parameter.aliases.begin(), parameter.aliases.end());
         by_name[parameter.fqn] = {
             {parameter.fqn, parameter.aliases, flat.geometry(i).sizes, flat.geometry(i).strides,
              flat.layout().owned(index, mesh_.shard->rank()), flat.parameter_shards()[i], mesh_.copy(), mesh_.copies()},
@@ -214,12 +213,10 @@ void ShardedModel::name_shards() {
     }
   }
   for (const auto& parameter : module_->named_parameters()) {
-    if (const auto found = by_name.find(parameter.key()); found != by_name.end()) {
-      named_shards_.push_back(found->second.first);
-      in_layouts_.push_back(found->second.second);
-    } else if (!aliases.contains(parameter.key()) && parameter.value().defined()) {
-      ignored_parameters_.insert(parameter.key(), parameter.value());
-    }
+    const auto found = by_name.find(parameter.key());
+    if (found == by_name.end()) continue;  // a further name, or in no unit
+    named_shards_.push_back(found->second.first);
+    in_layouts_.push_back(found->second.second);
   }
 }
 
