@@ -27,6 +27,19 @@ std::vector<torch::optim::OptimizerParamGroup> one_group(const torch::OrderedDic
   return groups;
 }
 
+// The parameters of a module that nothing wraps, as a wrapper in a world of one names them.
+inline std::vector<NamedShard> whole_shards(const torch::nn::Module& module) {
+  std::vector<NamedShard> shards;
+  for (const auto& item : module.named_parameters())
+    shards.push_back({item.key(),
+                      {},
+                      item.value().sizes().vec(),
+                      item.value().strides().vec(),
+                      {0, item.value().numel()},
+                      item.value()});
+  return shards;
+}
+
 // What a run begins with, and leaves.
 struct Files {
   std::filesystem::path load{}, save{};
@@ -42,14 +55,7 @@ std::map<std::string, at::Tensor> stepped(const Layout& layout, const Options& o
     auto net = seeded(5, [&] { return Bare(dtype); });
     if (layout.stage < 0) {
       Optimizer optimizer(grouping(net->named_parameters(), options), options);
-      std::vector<NamedShard> shards;
-      for (const auto& item : net->named_parameters())
-        shards.push_back({item.key(),
-                          {},
-                          item.value().sizes().vec(),
-                          item.value().strides().vec(),
-                          {0, item.value().numel()},
-                          item.value()});
+      const std::vector<NamedShard> shards = whole_shards(*net);
       for (int step = begin; step < end; ++step) {
         give_gradients(shards, step);
         optimizer.step();

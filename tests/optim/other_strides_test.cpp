@@ -47,15 +47,7 @@ void expect_same_when_turned(const Options& options, const Compare<Options>& com
     Optimizer optimizer(grouping(net->named_parameters(), options), options);
     for (int step = 0; step < kSteps; ++step) {
       if (step == kTurnedAt) turn(*net);
-      std::vector<NamedShard> shards;
-      for (const auto& item : net->named_parameters())
-        shards.push_back({item.key(),
-                          {},
-                          item.value().sizes().vec(),
-                          item.value().strides().vec(),
-                          {0, item.value().numel()},
-                          item.value()});
-      give_gradients(shards, step);
+      give_gradients(whole_shards(*net), step);
       optimizer.step();
     }
     std::map<std::string, at::Tensor> own;

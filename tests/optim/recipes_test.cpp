@@ -201,14 +201,7 @@ TEST(ScheduleFree, AveragesAreSwappedInUnderEveryStage) {
       auto reference = seeded(5, [] { return Bare(); });
       ScheduleFreeAdamW whole(reference->parameters(), options);
       auto model = zero(seeded(5, [] { return Bare(); }), options, comm, {.stage = layout.stage});
-      std::vector<NamedShard> all;
-      for (const auto& item : reference->named_parameters())
-        all.push_back({item.key(),
-                       {},
-                       item.value().sizes().vec(),
-                       item.value().strides().vec(),
-                       {0, item.value().numel()},
-                       item.value()});
+      const std::vector<NamedShard> all = whole_shards(*reference);
       for (int step = 0; step < 3; ++step) {
         give_gradients(model.named_shards(), step);
         give_gradients(all, step);
@@ -700,14 +693,7 @@ void expect_follows_its_program(const Options& options, double tolerance) {
     }
   };
   auto net = seeded(5, [] { return Bare(); });
-  std::vector<NamedShard> whole;
-  for (const auto& item : net->named_parameters())
-    whole.push_back({item.key(),
-                     {},
-                     item.value().sizes().vec(),
-                     item.value().strides().vec(),
-                     {0, item.value().numel()},
-                     item.value()});
+  const std::vector<NamedShard> whole = whole_shards(*net);
   const auto parameters = net->named_parameters();
   Optimizer unsharded({group_of(parameters, false, true), group_of(parameters, false, false)}, options);
   run(unsharded, parameters, [&](int step) { give_gradients(whole, step), unsharded.step(); });
