@@ -19,6 +19,29 @@ TEST_P(Practice, LookingForAnomalies) {
   });
 }
 
+TEST_P(Practice, FrozenInTheModuleAndThawedInTheParameters) {
+  play(GetParam(), {}, [](Trainer& run) {
+    run.train(0);
+    for (at::Tensor& parameter : mlp_of(*run.model).fc2->parameters()) parameter.requires_grad_(false);
+    for (at::Tensor& parameter : run.parameters()) parameter.requires_grad_(true);
+    for (int step = 1; step < 3; ++step) run.train(step);
+    for (at::Tensor& parameter : run.parameters()) EXPECT_TRUE(parameter.requires_grad());
+  });
+}
+
+// Adaptive: ranks clip to the same number, though none wrote it down.
+TEST_P(Practice, ClippingToAPartOfTheNormBefore) {
+  play(GetParam(), {}, [](Trainer& run) {
+    double most = 0.1;
+    for (int step = 0; step < 4; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(step).backward();
+      most = 0.9 * run.clip_grad_norm_(most);
+      run.optimizer().step();
+    }
+  });
+}
+
 // Where gradients are reduced to their owners the others have none to step with.
 TEST_P(Practice, AnotherOptimizerHalfWay) {
   play(GetParam(),
