@@ -32,6 +32,9 @@ namespace tessera {
 // operation. 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the
 // operations are NCCL's own.
 //
+// Ranks that are in several groups wait in all of them in one order: where one waits in a group first, and another one
+// in the group that this was split from, neither goes on. On gloo such waits end soon, and by name.
+//
 // One thread at a time calls a communicator. All operations throw std::invalid_argument for arguments that cannot be
 // meant, and CommError for a group that is broken.
 class Communicator {

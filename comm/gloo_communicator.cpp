@@ -65,7 +65,8 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
 }  // namespace
 
 GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std::unique_ptr<PeerMemory> memory,
-                                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options)
+                                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options,
+                                   RankWaits::Place place)
     : Communicator(rank, size, at::kCPU, options.timeout),
       store_(std::move(store)),
       options_(std::move(options)),
@@ -79,7 +80,7 @@ GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std:
                     interrupt_locked();
                   },
               .why_disconnected = [this] { return closed_connection(); }},
-             {.serves_store = options_.serves_store}) {}
+             {.serves_store = options_.serves_store, .place = std::move(place)}) {}
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) abort_this(kUnwound);
@@ -113,12 +114,13 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
   if (!label().empty()) what += " in the group of " + label();
   // On all ranks: one that is in no part counts it, too.
   const GlooOperation joining(shared_from_this(), std::move(what));
+  RankWaits::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
   GlooTransports transports;
   if (members.size() > 1) transports = join_part(joining, name, position, static_cast<int>(members.size()));
   return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory),
                                       c10::make_intrusive<c10d::PrefixStore>(name, store_), position,
-                                      static_cast<int>(members.size()), options_);
+                                      static_cast<int>(members.size()), options_, std::move(place));
 }
 
 GlooTransports GlooCommunicator::join_part(const GlooOperation& joining, const std::string& name, int position,
@@ -132,7 +134,7 @@ GlooTransports GlooCommunicator::join_part(const GlooOperation& joining, const s
   const auto began = std::chrono::steady_clock::now();
   GlooTransports made;
   std::string error;
-  watch_.begin_wait();
+  watch_.begin_wait(joining.sequence());
   meets(true);
   try {
     made = connect_in_time(meeting, position, size, options_);

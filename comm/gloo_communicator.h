@@ -40,7 +40,8 @@ struct GlooTransports {
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std::unique_ptr<PeerMemory> memory,
-                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options);
+                   c10::intrusive_ptr<c10d::Store> store, int rank, int size, GlooOptions options,
+                   RankWaits::Place place = {});
   ~GlooCommunicator() override;
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }

@@ -140,7 +140,7 @@ void GlooOperation::begin_round(const SharedRounds::Contribution& own, std::vect
 void GlooOperation::wait_for_room() {
   GlooMessage room{nullptr, nullptr, {}, -1, /*is_send=*/false};
   const auto began = steady_clock::now();
-  comm_->watch_.begin_wait();
+  comm_->watch_.begin_wait();  // for one that has started less than this operation, maybe long ago
   auto outcome = PeerMemory::Outcome::kInterrupted;
   if (comm_->begin_wait_for(room)) outcome = comm_->rounds_->make_room(began + comm_->timeout(), room.peer);
   if (outcome == PeerMemory::Outcome::kDone) comm_->end_waits();
@@ -175,7 +175,7 @@ void GlooOperation::start_pipeline() { comm_->pipelines_.add(pipeline_); }
 
 void GlooOperation::wait_for_pipeline() {
   const auto began = steady_clock::now();
-  comm_->watch_.begin_wait();
+  comm_->watch_.begin_wait(sequence_);
   auto failure = comm_->wait_for(*pipeline_, deadline_);
   comm_->watch_.end_wait();
   if (failure) comm_->fail(*this, failure->peer, failure->is_send, failure->cause);
@@ -187,7 +187,7 @@ void GlooOperation::wait_for_pipeline() {
 void GlooOperation::wait_for_messages() {
   if (messages_.empty()) return;
   const auto began = steady_clock::now();
-  comm_->watch_.begin_wait();
+  comm_->watch_.begin_wait(sequence_);
   for (GlooMessage& message : messages_) {
     std::string cause;
     if (comm_->begin_wait_for(message) && wait_for(message, &cause)) continue;

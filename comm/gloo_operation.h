@@ -60,6 +60,7 @@ class GlooOperation : public Pending::Operation {
 
   std::function<void()> complete;  // what is left to do once the first step's messages are through
   const std::string& description() const { return description_; }
+  uint64_t sequence() const { return sequence_; }
 
  private:
   void start_message(const at::Tensor& tensor, int peer, size_t part, bool is_send);

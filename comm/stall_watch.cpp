@@ -16,6 +16,7 @@
 
 #include "tessera/async/in_time.h"
 #include "tessera/comm/group_process.h"
+#include "tessera/comm/rank_waits.h"
 
 namespace tessera {
 namespace {
@@ -24,6 +25,10 @@ using std::chrono::steady_clock;
 
 constexpr auto kStall = std::chrono::seconds(1);
 constexpr auto kLookForLeaversEvery = std::chrono::seconds(1);
+// For ranks that wait in different groups: all waits are read then.
+std::chrono::milliseconds search_every(int ranks) {
+  return std::max(std::chrono::milliseconds(1000), ranks * std::chrono::milliseconds(10));
+}
 // More than can be in flight at once; what lies further back has ended on all ranks.
 constexpr size_t kRecentOperations = 64;
 // Those that an error lists: the first to fail are the cause.
@@ -71,15 +76,30 @@ void find_absent(c10d::Store& store, std::span<const int> ranks, std::vector<int
   find_absent(store, ranks.subspan(ranks.size() / 2), absent);
 }
 
+// With the waits of a rank of the group of all, where it is that.
+RankWaits::Place placed(RankWaits::Place place, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  if (!place.waits) place.waits = std::make_shared<RankWaits>(store, rank, size);
+  return place;
+}
+
 }  // namespace
 
-struct StallWatch::State {
+struct StallWatch::State : RankWaits::Group {
   State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, Options chosen)
-      : store(std::move(shared)), rank(own), size(ranks), options(chosen), callbacks(std::move(called)) {}
+      : store(std::move(shared)),
+        rank(own),
+        size(ranks),
+        options(std::move(chosen)),
+        own_place(placed(options.place, store, rank, size)),
+        callbacks(std::move(called)) {}
 
   void run();
   void say_informed();
   void say_left();
+  const RankWaits::Place& place() const override { return own_place; }
+  std::optional<RankWaits::Wait> long_wait() override;
+  RankWaits::Progress progress() override;
+  uint64_t started_count() const { return recent.empty() ? 0 : recent.back().sequence + 1; }  // under `mutex`
   bool has_failed() {
     std::lock_guard lock(mutex);
     return failure_published || !explanation.empty() || !store_failure.empty();
@@ -95,6 +115,7 @@ struct StallWatch::State {
   const int rank;
   const int size;
   const Options options;
+  const RankWaits::Place own_place;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable wake;
@@ -104,6 +125,8 @@ struct StallWatch::State {
   bool said_informed = false, said_left = false;
   std::string store_failure;
   steady_clock::time_point wait_began;
+  std::optional<uint64_t> waits_for;
+  std::thread::id waiting_thread, starting_thread = std::this_thread::get_id();
   std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
   std::string explanation;
@@ -122,20 +145,35 @@ struct StallWatch::State {
   std::string find_reason(const std::deque<Started>& own, bool& is_consequence);
   std::string find_disconnected();
   std::string find_leaver(const std::deque<Started>& own);
+  std::string find_cycle();
   void end_looks();
   std::string divergence(const std::deque<Started>& own, const std::string& shown) const;
 
   // The thread's own.
   bool said_that_it_waits_ = false;
   std::string shown_;  // by this rank, as kStarted
-  steady_clock::time_point last_beat_, asked_for_news_, looked_for_leavers_;
+  steady_clock::time_point last_beat_, asked_for_news_, looked_for_leavers_, searched_;
   int64_t beats_of_next_ = -1;
   int missed_ = 0;  // of those
 };
 
+std::optional<RankWaits::Wait> StallWatch::State::long_wait() {
+  std::lock_guard lock(mutex);
+  if (!waiting || !waits_for || steady_clock::now() - wait_began <= kStall) return std::nullopt;
+  for (const Started& operation : recent)
+    if (operation.sequence == *waits_for) return RankWaits::Wait{*waits_for, operation.description, waiting_thread};
+  return RankWaits::Wait{*waits_for, "an operation of long ago", waiting_thread};
+}
+
+RankWaits::Progress StallWatch::State::progress() {
+  std::lock_guard lock(mutex);
+  return {started_count(), starting_thread};
+}
+
 StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options)
-    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), options)) {
+    : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), std::move(options))) {
   if (size == 1) return;
+  state_->own_place.waits->add(state_);
   {
     std::lock_guard lock(watches_mutex);
     std::erase_if(watches(), [](const auto& watch) { return watch.expired(); });
@@ -161,15 +199,22 @@ StallWatch::~StallWatch() {
   await_readers();
 }
 
+RankWaits::Place StallWatch::part(const std::string& name, const std::vector<int>& members) {
+  return state_->own_place.waits->split(state_->own_place, name, members);
+}
+
 void StallWatch::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
+  state_->starting_thread = std::this_thread::get_id();
   state_->recent.push_back({sequence, std::move(description)});
   if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
 
-void StallWatch::begin_wait() {
+void StallWatch::begin_wait(std::optional<uint64_t> sequence) {
   std::lock_guard lock(state_->mutex);
   state_->waiting = true;
+  state_->waits_for = sequence;
+  state_->waiting_thread = std::this_thread::get_id();
   state_->wait_began = steady_clock::now();
 }
 
@@ -254,7 +299,7 @@ void StallWatch::State::say_left() {
   {
     std::lock_guard lock(mutex);
     if (std::exchange(said_left, true)) return;
-    own = recent.empty() ? 0 : recent.back().sequence + 1;
+    own = started_count();
   }
   const auto started_by = [](const std::string& text) { return std::stoull(text); };
   const std::string text = c10::str(own, ' ', rank);
@@ -309,18 +354,33 @@ std::string StallWatch::explanation() {
 }
 
 std::string StallWatch::who_waits() {
-  std::vector<int> others, waiting;
+  std::vector<int> others;
   for (int rank = 0; rank < state_->size; ++rank)
     if (rank != state_->rank) others.push_back(rank);
-  const auto absent = ask_store([store = state_->store, others] {
-    std::vector<int> ranks;
-    find_absent(*store, others, ranks);
-    return ranks;
+  // By rank, what those wait for in other groups that do not wait in this one.
+  const auto found = ask_store([state = state_, others] {
+    std::vector<int> absent;
+    find_absent(*state->store, others, absent);
+    std::map<int, std::string> elsewhere;
+    const auto& ranks = state->own_place.ranks;
+    for (int rank : absent) elsewhere[rank] = state->own_place.waits->wait_of(ranks.empty() ? rank : ranks[rank]);
+    return std::pair(absent, elsewhere);
   });
-  if (!absent) return "";
-  std::set_difference(others.begin(), others.end(), absent->begin(), absent->end(), std::back_inserter(waiting));
-  std::vector<std::string> texts;
-  if (!absent->empty()) texts.push_back("not waiting for any operation: rank " + c10::Join(", ", *absent));
+  if (!found) return "";
+  const auto& [absent, elsewhere] = *found;
+  std::vector<int> idle, waiting;
+  std::vector<std::string> texts, in_others;
+  for (int rank : absent) {
+    const std::string& wait = elsewhere.at(rank);
+    if (wait.empty()) {
+      idle.push_back(rank);
+    } else if (in_others.size() < kMostFailures) {
+      in_others.push_back(c10::str("rank ", rank, " in ", wait));
+    }
+  }
+  std::set_difference(others.begin(), others.end(), absent.begin(), absent.end(), std::back_inserter(waiting));
+  if (!idle.empty()) texts.push_back("not waiting for any operation: rank " + c10::Join(", ", idle));
+  if (!in_others.empty()) texts.push_back("waiting in another group: " + c10::Join("; ", in_others));
   if (!waiting.empty()) texts.push_back("waiting as well: rank " + c10::Join(", ", waiting));
   return c10::Join("; ", texts);
 }
@@ -365,6 +425,15 @@ std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
   return "";
 }
 
+// On behalf of one rank of the group: the others, too, wait for who is in it.
+std::string StallWatch::State::find_cycle() {
+  own_place.waits->show();
+  const auto now = steady_clock::now();
+  if (shown_.empty() || now - searched_ < search_every(own_place.waits->size())) return "";
+  searched_ = now;
+  return own_place.waits->find_cycle();
+}
+
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.
 std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool& is_consequence) {
   std::ostringstream text;
@@ -406,6 +475,7 @@ void StallWatch::State::look() {
     }
     if (found.empty()) found = disconnected;
     if (found.empty()) found = find_leaver(own);
+    if (found.empty()) found = find_cycle();
     if (found.empty()) return;
     return interrupt(found, is_consequence);
   }
@@ -456,6 +526,7 @@ void StallWatch::State::beat(bool stalled) {
 
 void StallWatch::State::end_looks() {
   if (std::exchange(said_that_it_waits_, false)) store->deleteKey(waiting_key(rank));
+  own_place.waits->show();
   if (!std::exchange(shown_, "").empty()) store->deleteKey(kStarted);  // another one shows its own from now on
 }
 

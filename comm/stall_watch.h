@@ -11,6 +11,9 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
+
+#include "tessera/comm/rank_waits.h"
 
 namespace tessera {
 
@@ -22,6 +25,10 @@ namespace tessera {
 // fact.) A transport may know, too, that what is waited for cannot come. And a rank that lets go of the group says
 // after how many operations, so that who waits for a later one need not wait for it. A rank that waits calls the store
 // nine times a second, however many ranks there are.
+//
+// Ranks may wait for each other in different groups, too, one in the group of all, say, and another in one that was
+// split from it. Each of these looks well by itself, so a rank of split groups leaves what it waits for in the store of
+// the group of all, and the rank that shows its operations looks for a cycle (comm/wait_graph.h) there.
 //
 // Where no transport knows (NCCL's kernels wait for ever for a process that was killed), ranks beat: each tells the
 // store that it lives, and one that waits asks whether the next one does. So the dead are found whoever they are, by
@@ -56,6 +63,7 @@ class StallWatch {
   struct Options {
     std::chrono::milliseconds beat_every{};  // 0 for no beats, else at least kLookEvery; the same on all ranks
     bool serves_store = false;               // the store goes with this process
+    RankWaits::Place place = {};
   };
 
   // A world of one needs no thread.
@@ -66,9 +74,15 @@ class StallWatch {
   StallWatch(const StallWatch&) = delete;
   StallWatch& operator=(const StallWatch&) = delete;
 
+  // For the watch of a group of these ranks of this one, `name` being no other's of those. To be called on ranks that
+  // are in none as well.
+  RankWaits::Place part(const std::string& name, const std::vector<int>& members);
+
   // Notes an operation as number `sequence` of this rank.
   void started(uint64_t sequence, std::string description);
-  void begin_wait();
+  // With a sequence: the calling thread, which starts nothing until the wait ends, waits until all ranks have started
+  // that operation.
+  void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
 
   // Tells that this rank starts no operation any more, all of its own being through. To be called before what waits for

@@ -153,5 +153,108 @@ TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
                                       " of 3: rank 1 failed: " + errors[1]);
 }
 
+// What each rank says of the waits that it throws out of, of `world`, on a timeout that would be seen.
+std::vector<std::string> errors_of_waits(int world, const std::function<void(Communicator&)>& program) {
+  std::vector<std::string> errors(world);
+  const auto began = std::chrono::steady_clock::now();
+  error_of<std::exception>([&] {
+    run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      errors[comm->rank()] = error_of<CommError>([&] { program(*comm); });
+      if (!errors[comm->rank()].empty()) throw std::runtime_error(errors[comm->rank()]);
+    });
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 10 minutes";
+  return errors;
+}
+
+void add_up(Communicator& comm, const char* what) { comm.all_reduce(torch::ones({5}), ReduceOp::kSum, what).wait(); }
+
+// Each group by itself is well: its ranks wait in one operation, for one that may yet come.
+TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
+  const auto errors = errors_of_waits(4, [](Communicator& comm) {
+    const auto part = comm.split_by([](int rank) { return rank / 2; });
+    for (int i = 0; i < 2; ++i) add_up(*part, "a metric");
+    add_up(comm.rank() == 3 ? *part : comm, comm.rank() == 3 ? "a metric" : "a loss");
+  });
+  for (const std::string& error : errors) {
+    SCOPED_TRACE(error);
+    expect_contains(error, "ranks wait for each other in different groups: rank ");
+    expect_contains(error, "rank 2 in operation #2, all-reduce of a loss (5 elements) in the group of all 4 ranks");
+    expect_contains(error,
+                    "rank 3 in operation #2, all-reduce of a metric (5 elements) in the group of ranks 2, 3 of 4");
+  }
+}
+
+// Rows and columns: no two of the four are enough.
+TEST(Split, ACycleOfFourGroupsIsTold) {
+  const auto errors = errors_of_waits(4, [](Communicator& comm) {
+    const auto row = comm.split_by([](int rank) { return rank / 2; });
+    const auto column = comm.split_by([](int rank) { return rank % 2; });
+    const bool is_in_row = comm.rank() == 0 || comm.rank() == 3;  // 0 for 1 for 3 for 2 for 0
+    add_up(is_in_row ? *row : *column, "a test");
+  });
+  int tellers = 0;
+  for (const std::string& error : errors) {
+    EXPECT_FALSE(error.empty());
+    const auto begins = error.find("ranks wait for each other in different groups: ");
+    if (begins == std::string::npos) continue;
+    ++tellers;
+    for (const char* part : {"of ranks 0, 1 of 4", "of ranks 1, 3 of 4", "of ranks 2, 3 of 4", "of ranks 0, 2 of 4"})
+      expect_contains(error.substr(begins), part);
+  }
+  EXPECT_GE(tellers, 1);
+}
+
+// Waits of seconds in several groups, in one order, or each by a thread of its own as an asynchronous save's: all end.
+TEST(Split, WaitsInSeveralGroupsThatEndAreNoCycle) {
+  const auto errors = errors_of_waits(3, [](Communicator& comm) {
+    const auto pair = comm.split(comm.rank() == 0 ? -1 : 0);
+    const auto savers = comm.split(0);
+    add_up(comm, "before");
+    add_up(*savers, "before");
+    const auto pause = [] { std::this_thread::sleep_for(std::chrono::seconds(3)); };
+    // Rank 1 waits for rank 0, rank 2 for rank 1.
+    if (comm.rank() == 0) pause();
+    add_up(comm, "a loss");
+    if (pair) add_up(*pair, "a metric");
+    // Rank 0's loop waits for rank 1's, whose saver waits for rank 0's.
+    std::jthread saver([&, rank = comm.rank()] {
+      if (rank == 0) pause();
+      add_up(*savers, "a save");
+    });
+    if (comm.rank() == 1) pause();
+    add_up(comm, "a loss");
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+// Rank 1's loop may come yet, so there is no cycle: the timeout says where another thread of it waits.
+TEST(Split, ATimeoutSaysThatARankWaitsInAnotherGroup) {
+  std::vector<std::string> errors(2);
+  error_of<std::exception>([&] {
+    run_ranks(2,
+              [&](std::shared_ptr<Communicator> comm) {
+                const auto part = comm->split(0);
+                comm->barrier();
+                const int rank = comm->rank();
+                std::jthread other;
+                const auto pause = [](int seconds) { std::this_thread::sleep_for(std::chrono::seconds(seconds)); };
+                if (rank == 1)
+                  other = std::jthread([&] {
+                    pause(1);  // its timeout comes later than that of rank 0
+                    error_of<CommError>([&] { add_up(*part, "a metric"); });
+                  });
+                if (rank == 1) pause(4);
+                errors[rank] = error_of<CommError>([&] { add_up(*comm, "a loss"); });
+                throw std::runtime_error(errors[rank]);
+              },
+              {.timeout = std::chrono::seconds(3)});
+  });
+  expect_contains(
+      errors[0],
+      "timed out after 3 s waiting for rank 1; waiting in another group: rank 1 in operation #0, all-reduce "
+      "of a metric (5 elements) in the group of ranks 0, 1 of 2");
+}
+
 }  // namespace
 }  // namespace tessera::split_test
