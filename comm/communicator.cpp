@@ -186,8 +186,19 @@ at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
 
 uint64_t Communicator::begun_by_this_thread() { return begun_here; }
 
+void Communicator::refuse_second_thread(const std::string& what) {
+  const std::string reason = c10::str(
+      what, " on rank ", rank_, " of ", size_,
+      ": another thread is in a call of this communicator, which one thread at a time may call; expected a group "
+      "for each thread: split()");
+  abort(reason);
+  throw CommError(reason);
+}
+
 Pending Communicator::begin(Collective collective) {
   check(collective);
+  const OneCaller::Call call(one_caller_);
+  if (size_ > 1 && !call.is_alone()) refuse_second_thread(collective.description());
   for (const auto& counter : counters_) counter->add_collective();
   ++begun_here;
   const KindTraits& traits = kTraits[collective.kind];

@@ -14,6 +14,7 @@
 
 #include "tessera/comm/collective.h"
 #include "tessera/comm/errors.h"
+#include "tessera/comm/one_caller.h"
 #include "tessera/comm/pending.h"
 #include "tessera/comm/traffic.h"
 
@@ -35,8 +36,8 @@ namespace tessera {
 // Ranks that are in several groups wait in all of them in one order: where one waits in a group first, and another one
 // in the group that this was split from, neither goes on. On gloo such waits end soon, and by name.
 //
-// One thread at a time calls a communicator. All operations throw std::invalid_argument for arguments that cannot be
-// meant, and CommError for a group that is broken.
+// One thread at a time calls a communicator, waits included; a second one that comes in between ends the group. All
+// operations throw std::invalid_argument for arguments that cannot be meant, and CommError for a group that is broken.
 class Communicator {
  public:
   virtual ~Communicator();
@@ -128,6 +129,10 @@ class Communicator {
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
 
+  // For calls that take time; of one that is not alone: ends the group and throws CommError.
+  OneCaller& one_caller() { return one_caller_; }
+  [[noreturn]] void refuse_second_thread(const std::string& what);
+
   // Throws CommError if an operation that has ended was aborted. With `all`, waits for those that have begun.
   virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
 
@@ -153,6 +158,7 @@ class Communicator {
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
   std::string label_;
+  OneCaller one_caller_;
   // This group's own, then those of the groups that it was split from.
   std::vector<std::shared_ptr<TrafficCounter>> counters_{std::make_shared<TrafficCounter>()};
   std::mutex parts_mutex_;  // guards the next two

@@ -134,6 +134,8 @@ GlooTransports GlooCommunicator::join_part(const GlooOperation& joining, const s
   const auto began = std::chrono::steady_clock::now();
   GlooTransports made;
   std::string error;
+  const OneCaller::Call call(one_caller());
+  if (!call.is_alone()) refuse_second_thread(joining.description());
   watch_.begin_wait(joining.sequence());
   meets(true);
   try {

@@ -235,6 +235,8 @@ void GlooOperation::drop_messages(std::vector<at::Tensor>* keeper) noexcept {
 }
 
 void GlooOperation::finish() {
+  const OneCaller::Call call(comm_->one_caller());
+  if (!call.is_alone()) comm_->refuse_second_thread(description_);
   deadline_ = steady_clock::now() + comm_->timeout();
   if (is_aborted_) comm_->fail(*this, -1, false, "");
   if (round_) comm_->process_.require_this(description_);

@@ -185,6 +185,30 @@ TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
   }
 }
 
+// Their operations look alike, so that nothing else could tell that they mix.
+TEST(Split, TwoThreadsOfOneGroupAreRefused) {
+  for (const bool splits : {false, true}) {
+    std::vector<std::string> seconds(3);
+    const auto errors = errors_of_waits(3, [&](Communicator& comm) {
+      const auto adds_up = [&](Communicator& group) {
+        for (int i = 0; i < 3000; ++i) {
+          const auto sum = torch::ones({5});
+          group.all_reduce(sum).wait();
+          EXPECT_EQ(sum[0].item<float>(), 3);
+        }
+      };
+      const auto part = splits ? comm.split(0) : nullptr;
+      std::jthread second([&] { seconds[comm.rank()] = error_of<CommError>([&] { adds_up(splits ? *part : comm); }); });
+      adds_up(comm);
+    });
+    for (int rank = 0; rank < 3; ++rank)
+      for (const std::string& error : {errors[rank], seconds[rank]}) {
+        EXPECT_EQ(error.empty(), splits) << error;
+        expect_contains(error, splits ? "" : "another thread is in a call of this communicator");
+      }
+  }
+}
+
 // Rows and columns: no two of the four are enough.
 TEST(Split, ACycleOfFourGroupsIsTold) {
   const auto errors = errors_of_waits(4, [](Communicator& comm) {
