@@ -107,7 +107,39 @@ void GlooCommunicator::abort_this(const std::string& reason) noexcept {
   watch_.await_readers();
 }
 
-// What waits for the part's other ranks is an operation of this group: one that fails, leaves or diverges ends it.
+// What `connect` makes, which waits for other ranks in a store. That is a part of `op`: one that fails, leaves or
+// diverges ends it.
+template <class Connect>
+auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
+  const OneCaller::Call call(one_caller());
+  if (!call.is_alone()) refuse_second_thread(op.description());
+  const auto meeting = c10::make_intrusive<InterruptibleStore>(prefix, store_);
+  const auto meets = [&](bool begins) {
+    std::lock_guard lock(mutex_);
+    meets_in_ = begins ? meeting : nullptr;
+    if (broken_) meeting->interrupt();
+  };
+  const auto began = std::chrono::steady_clock::now();
+  std::optional<decltype(connect(meeting))> made;
+  std::string error;
+  watch_.begin_wait(op.sequence());
+  meets(true);
+  try {
+    made = connect(meeting);
+  } catch (const std::exception& lost) {
+    error = lost.what();
+  }
+  meets(false);
+  watch_.end_wait();
+  count_wait(std::chrono::steady_clock::now() - began, op.description());
+  if (made) return std::move(*made);
+  if (meeting->is_interrupted()) fail(op, -1, false, "");
+  if (meeting->has_timed_out()) fail(op, -1, false, "timed out");
+  // The others wait for this one; by a store that does not answer they cannot be told.
+  if (!error.ends_with(kNoAnswer)) abort_this(error);
+  throw CommError(error);
+}
+
 std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& name, const std::vector<int>& members,
                                                           int position) {
   std::string what = "joining the groups of a split";
@@ -116,60 +148,42 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
   const GlooOperation joining(shared_from_this(), std::move(what));
   RankWaits::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
+  const int size = static_cast<int>(members.size());
   GlooTransports transports;
-  if (members.size() > 1) transports = join_part(joining, name, position, static_cast<int>(members.size()));
+  if (size > 1)
+    transports = meet(joining, name, [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
+      return connect_in_time(meeting, position, size, options_);
+    });
   return make_group<GlooCommunicator>(std::move(transports.group), std::move(transports.memory),
-                                      c10::make_intrusive<c10d::PrefixStore>(name, store_), position,
-                                      static_cast<int>(members.size()), options_, std::move(place));
+                                      c10::make_intrusive<c10d::PrefixStore>(name, store_), position, size, options_,
+                                      std::move(place));
 }
 
-GlooTransports GlooCommunicator::join_part(const GlooOperation& joining, const std::string& name, int position,
-                                           int size) {
-  const auto meeting = c10::make_intrusive<InterruptibleStore>(name, store_);
-  const auto meets = [&](bool begins) {
-    std::lock_guard lock(mutex_);
-    meets_in_ = begins ? meeting : nullptr;
-    if (broken_) meeting->interrupt();
-  };
-  const auto began = std::chrono::steady_clock::now();
-  GlooTransports made;
-  std::string error;
-  const OneCaller::Call call(one_caller());
-  if (!call.is_alone()) refuse_second_thread(joining.description());
-  watch_.begin_wait(joining.sequence());
-  meets(true);
-  try {
-    made = connect_in_time(meeting, position, size, options_);
-  } catch (const CommError& lost) {
-    error = lost.what();
-  }
-  meets(false);
-  watch_.end_wait();
-  count_wait(std::chrono::steady_clock::now() - began, joining.description());
-  if (error.empty()) return made;
-  if (meeting->is_interrupted()) fail(joining, -1, false, "");
-  if (meeting->has_timed_out()) fail(joining, -1, false, "timed out");
-  // The others wait for this one; by a store that does not answer they cannot be told.
-  if (!error.ends_with(kNoAnswer)) abort_this(error);
-  throw CommError(error);
-}
-
-// Where all ranks share memory, they are made by the first operation that needs them, on every rank.
-c10::intrusive_ptr<c10d::Backend> GlooCommunicator::connections() {
-  const auto known = [this]() -> c10::intrusive_ptr<c10d::Backend> {
-    if (is_closed_) throw std::runtime_error(broken_.value_or("the group is closed"));
-    return group_;
-  };
+// Where all ranks share memory, by the first operation that needs them, on every rank.
+void GlooCommunicator::make_connections(const GlooOperation& op) {
   {
     std::lock_guard lock(mutex_);
-    if (auto group = known()) return group;
+    if (group_ || is_closed_) return;
   }
-  auto made = in_time(timeout() + kAnswerGrace, [store = store_, rank = rank(), size = size(), options = options_] {
-    return connect_by_tcp(store, rank, size, options, /*connections=*/1);
+  auto made = meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
+    std::string cause = kNoAnswer;
+    try {
+      auto connected = in_time(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
+        return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
+      });
+      if (connected) return std::move(*connected);
+    } catch (const std::exception& error) {
+      cause = error.what();
+    }
+    throw CommError(c10::str(op.description(), " failed on rank ", rank(), " of ", size(), ": ", cause));
   });
-  if (!made) throw std::runtime_error(kNoAnswer);
   std::lock_guard lock(mutex_);
-  if (!known()) group_ = std::move(*made);
+  if (!is_closed_) group_ = std::move(made);
+}
+
+c10::intrusive_ptr<c10d::Backend> GlooCommunicator::connections() {
+  std::lock_guard lock(mutex_);
+  if (is_closed_) throw std::runtime_error(broken_.value_or("the group is closed"));
   return group_;
 }
 
@@ -214,11 +228,12 @@ void GlooCommunicator::end_waits() {
 // made on behalf of a wait that takes long. What it announces never comes.
 std::string GlooCommunicator::closed_connection() {
   int peer = -1;
-  bool is_send = false;
+  bool is_send = false, is_met = false;
   c10::intrusive_ptr<c10d::Backend> group;
   {
     std::lock_guard lock(mutex_);
     group = group_;
+    is_met = meets_in_ != nullptr;
     if (waits_for_pipeline_) {
       peer = pipelines_.waits_for();
     } else if (waits_for_ != nullptr && waits_for_->work) {
@@ -226,6 +241,7 @@ std::string GlooCommunicator::closed_connection() {
       is_send = waits_for_->is_send;
     }
   }
+  if (is_met && ended_rank() >= 0) return closed_text(ended_rank(), "its process is gone");
   if (!group || peer < 0) return "";
   std::vector<at::Tensor> nothing{at::empty({1}, at::TensorOptions(at::kCPU).dtype(at::kByte))};
   std::lock_guard lock(posting_);

@@ -61,7 +61,9 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  GlooTransports join_part(const GlooOperation& joining, const std::string& name, int position, int size);
+  template <class Connect>
+  auto meet(const GlooOperation& op, const std::string& prefix, Connect connect);
+  void make_connections(const GlooOperation& op);
 
   bool fits_in_a_round(const Collective& collective) const;
   void gather_in_a_round(GlooOperation& op, const Collective& collective);
@@ -109,7 +111,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   std::unordered_set<GlooOperation*> operations_;
   const GlooMessage* waits_for_ = nullptr;  // of an operation that is under way
   bool waits_for_pipeline_ = false;
-  c10::intrusive_ptr<InterruptibleStore> meets_in_;  // with the ranks of a part that is being joined
+  c10::intrusive_ptr<InterruptibleStore> meets_in_;  // with those that it is being connected to
   std::vector<GlooMessage> orphans_;                 // of operations that were dropped, with their tensors
   std::vector<at::Tensor> orphan_staging_;
   std::vector<std::shared_ptr<ReductionPipeline>> orphan_pipelines_;

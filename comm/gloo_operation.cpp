@@ -118,8 +118,9 @@ void GlooOperation::all_reduce_by_gloo(const at::Tensor& tensor) {
   // c10d's FlightRecorder, one for the process, notes a group's first collective in a map before it takes its lock
   // (recordWithResetEnabled, in FlightRecorderDetail.hpp): ranks that are threads would do so at once.
   static std::mutex recording;
+  comm_->make_connections(*this);
   try {
-    const auto group = comm_->connections();  // which waits for the other ranks
+    const auto group = comm_->connections();
     std::lock_guard lock(recording);
     messages_.push_back({group->allreduce(tensors), nullptr, {}, -1, true});
   } catch (const std::exception& error) {

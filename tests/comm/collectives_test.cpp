@@ -570,6 +570,23 @@ TEST(BackendAllReduce, RanksOfOneProcessMayStartTheirFirstAtOnce) {
   }
 }
 
+// It makes connections first, and waits for all ranks.
+TEST(BackendAllReduce, ARankThatFailsBeforeItsFirstEndsTheOthersByName) {
+  std::vector<std::string> errors(3);
+  const auto began = std::chrono::steady_clock::now();
+  error_of<std::runtime_error>([&] {
+    run_ranks(3, [&](std::shared_ptr<Communicator> comm) {
+      if (comm->rank() == 1) throw std::runtime_error("mine");
+      errors[comm->rank()] = error_of<CommError>([&] { backend_all_reduce(*comm, torch::ones({5}), "a test").wait(); });
+      throw std::runtime_error(errors[comm->rank()]);
+    });
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 10 minutes";
+  for (int rank : {0, 2})
+    expect_contains(errors[rank], "backend all-reduce of a test (5 elements) failed on rank " + std::to_string(rank) +
+                                      " of 3: rank 1 failed: mine");
+}
+
 TEST(CollectivesErrors, ABrokenGroupSaysSoAtTheNextCall) {
   over_each_transport(2, [](std::shared_ptr<Communicator> comm) {
     if (comm->rank() == 1) {

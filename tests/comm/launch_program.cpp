@@ -10,6 +10,7 @@
 //   reaped  as exit; in the process that starts the ranks a thread reaps every child, or, if RANK is 1, the system
 //   stop    stops (SIGSTOP) while large messages are under way; cut: kills itself then
 //   split   stops, as does stop, while groups are made one after the other
+//   connect kills itself while the others connect, for which their first all-reduce of gloo's own waits
 //   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
 //   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
 //   late    as throw, while the last rank has something else to do for two seconds
@@ -36,6 +37,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "tessera/comm/backend_all_reduce.h"
 #include "tessera/comm/errors.h"
 #include "tessera/comm/notes.h"
 #include "tessera/comm/reduction_pipeline.h"
@@ -85,8 +87,8 @@ void end_badly(const std::string& mode) {
   if (mode == "exit" || mode == "reaped") std::_Exit(3);
   if (mode == "throw" || mode == "late") throw std::runtime_error("rank has thrown this");
   if (mode == "kill") ::raise(SIGKILL);
-  if (mode == "stop" || mode == "split" || mode == "cut") {
-    std::thread([signal = mode == "cut" ? SIGKILL : SIGSTOP] {
+  if (mode == "stop" || mode == "split" || mode == "cut" || mode == "connect") {
+    std::thread([signal = mode == "stop" || mode == "split" ? SIGSTOP : SIGKILL] {
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       say("stops");
       ::kill(::getpid(), signal);
@@ -198,6 +200,9 @@ int main(int argc, char** argv) {
   for (;;) {
     if (arguments.mode == "hang" || arguments.mode == "stubborn") {
       ::pause();
+    } else if (arguments.mode == "connect") {
+      if (chosen) ::pause();
+      tessera::backend_all_reduce(*comm, torch::ones({5}), "a tensor").wait();
     } else if (arguments.mode == "split") {
       sum_of_ranks(*comm->split(0));
     } else if (arguments.mode == "stop" || arguments.mode == "cut" || arguments.mode == "torn") {

@@ -427,6 +427,17 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   }
 }
 
+// What they wait for is no operation of the transport yet.
+TEST(Launchers, ARankThatIsKilledEndsTheOthersConnecting) {
+  const Processes processes = start_ranks(3, "1", {"connect", "1"});
+  EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGKILL) << outputs(processes);
+  for (const size_t rank : {0, 2}) {
+    EXPECT_EQ(processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
+    EXPECT_TRUE(contains(processes[rank]->output(), "all-reduce of a tensor")) << outputs(processes);
+  }
+  EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
+}
+
 // Of its group: it has the memory, the connections, and none of the threads.
 TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   for (const char* peer_memory : {"0", "1"}) {
