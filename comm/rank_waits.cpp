@@ -2,12 +2,17 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <atomic>
 #include <utility>
 
 namespace tessera {
 namespace {
 
-std::string where_key(int rank) { return c10::str("tessera/where/", rank); }  // never deleted
+// Never deleted.
+std::string where_key(int rank) { return c10::str("tessera/where/", rank); }
+std::string cycle_key(const std::string& group, uint64_t sequence) {
+  return c10::str("tessera/cycle", group, "/", sequence);
+}
 
 }  // namespace
 
@@ -39,7 +44,7 @@ std::vector<GroupWait> RankWaits::waits() const {
       if (auto group = known.lock()) groups.push_back(std::move(group));
   }
   std::vector<GroupWait> found;
-  std::vector<std::thread::id> threads;
+  std::vector<uint64_t> threads;
   for (const auto& group : groups) {
     const auto wait = group->long_wait();
     if (!wait) continue;
@@ -58,7 +63,6 @@ std::vector<GroupWait> RankWaits::waits() const {
 void RankWaits::show() {
   if (!is_split()) return;
   std::lock_guard lock(showing_);
-  if (leads_to_a_cycle_) return;
   std::string text = text_of_waits(waits());
   if (text == shown_) return;
   store_->set(where_key(rank_), text);
@@ -72,16 +76,28 @@ std::vector<GroupWait> RankWaits::shown_by(int other) const {
 
 std::string RankWaits::find_cycle() {
   if (!is_split()) return "";
-  std::string found = find_wait_cycle(rank_, size_, [this](int other) { return shown_by(other); });
-  std::lock_guard lock(showing_);
-  leads_to_a_cycle_ |= !found.empty();
-  return found;
+  const WaitCycle cycle = find_wait_cycle(rank_, size_, [this](int other) { return shown_by(other); });
+  if (cycle.empty()) return "";
+  std::string text = cycle_text(cycle, size_);
+  for (const auto& [rank, wait] : cycle) store_->set(cycle_key(wait.group, wait.sequence), text);
+  return text;
+}
+
+std::string RankWaits::told_of(const std::string& group, uint64_t sequence) const {
+  const std::string key = cycle_key(group, sequence);
+  return is_split() && store_->check({key}) ? store_->get_to_str(key) : "";
 }
 
 std::string RankWaits::wait_of(int other) const {
   if (!is_split()) return "";
   const auto waits = shown_by(other);
   return waits.empty() ? "" : wait_text(waits.front(), size_);
+}
+
+uint64_t thread_number() {
+  static std::atomic<uint64_t> threads{0};
+  thread_local const uint64_t number = ++threads;
+  return number;
 }
 
 }  // namespace tessera

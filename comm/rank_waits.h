@@ -7,7 +7,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "tessera/comm/wait_graph.h"
@@ -28,11 +27,11 @@ class RankWaits {
   struct Wait {
     uint64_t sequence = 0;
     std::string operation;
-    std::thread::id thread;
+    uint64_t thread = 0;  // see thread_number()
   };
   struct Progress {
     uint64_t started_count = 0;  // of operations
-    std::thread::id thread;      // that started the last one, or has joined the group
+    uint64_t thread = 0;         // which has joined the group and started all of them; 0: there were several
   };
   // A group of this rank's. Called by any thread.
   class Group {
@@ -52,8 +51,10 @@ class RankWaits {
 
   // The following ask the store, which may take long, or throw. Before any split() they do nothing.
   void show();
-  std::string find_cycle();              // see find_wait_cycle(); what has led to one is shown from then on
-  std::string wait_of(int other) const;  // as wait_text() has it, of that rank of all; "" if it shows none
+  std::string find_cycle();  // cycle_text() of one that this rank waits for; all that are in it will be told
+  // The same, if another rank has found out that what this one waits for in a group never comes.
+  std::string told_of(const std::string& group, uint64_t sequence) const;
+  std::string wait_of(int other) const;  // wait_text() of that rank of all; "" if it shows none
   int size() const noexcept { return size_; }
 
  private:
@@ -68,9 +69,11 @@ class RankWaits {
   std::vector<std::weak_ptr<Group>> groups_;
   bool is_split_ = false;
 
-  std::mutex showing_;  // guards what follows, and its order in the store
+  std::mutex showing_;  // guards the next, and its order in the store
   std::string shown_;
-  bool leads_to_a_cycle_ = false;  // and stays in the store, where the ranks of the other groups find it, too
 };
+
+// 1 and more, and never another thread's, as a std::thread::id may be.
+uint64_t thread_number();
 
 }  // namespace tessera

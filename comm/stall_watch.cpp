@@ -126,7 +126,7 @@ struct StallWatch::State : RankWaits::Group {
   std::string store_failure;
   steady_clock::time_point wait_began;
   std::optional<uint64_t> waits_for;
-  std::thread::id waiting_thread, starting_thread = std::this_thread::get_id();
+  uint64_t waiting_thread = 0, starting_thread = thread_number();
   std::optional<steady_clock::time_point> asks_since;  // the store
   std::deque<Started> recent;
   std::string explanation;
@@ -205,7 +205,7 @@ RankWaits::Place StallWatch::part(const std::string& name, const std::vector<int
 
 void StallWatch::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
-  state_->starting_thread = std::this_thread::get_id();
+  if (state_->starting_thread != thread_number()) state_->starting_thread = 0;
   state_->recent.push_back({sequence, std::move(description)});
   if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
@@ -214,7 +214,7 @@ void StallWatch::begin_wait(std::optional<uint64_t> sequence) {
   std::lock_guard lock(state_->mutex);
   state_->waiting = true;
   state_->waits_for = sequence;
-  state_->waiting_thread = std::this_thread::get_id();
+  state_->waiting_thread = thread_number();
   state_->wait_began = steady_clock::now();
 }
 
@@ -425,13 +425,15 @@ std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
   return "";
 }
 
-// On behalf of one rank of the group: the others, too, wait for who is in it.
+// One rank of the group looks for it: the others, too, wait for who is in it.
 std::string StallWatch::State::find_cycle() {
   own_place.waits->show();
   const auto now = steady_clock::now();
-  if (shown_.empty() || now - searched_ < search_every(own_place.waits->size())) return "";
+  const auto wait = long_wait();
+  if (!wait || now - searched_ < search_every(own_place.waits->size())) return "";
   searched_ = now;
-  return own_place.waits->find_cycle();
+  const std::string told = own_place.waits->told_of(own_place.name, wait->sequence);
+  return told.empty() && !shown_.empty() ? own_place.waits->find_cycle() : told;
 }
 
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.

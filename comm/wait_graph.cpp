@@ -21,7 +21,7 @@ class WaitSearch {
       : size_(size), waits_of_(waits_of) {}
 
   // The ranks of a cycle and their waits; none if `wait` of `rank` is of none and waits for none.
-  std::vector<std::pair<int, GroupWait>> find(int rank, const GroupWait& wait) {
+  WaitCycle find(int rank, const GroupWait& wait) {
     const auto same = [&](const auto& visited) { return visited.first == rank && visited.second.group == wait.group; };
     const auto begin = std::find_if(path_.begin(), path_.end(), same);
     if (begin != path_.end()) return {begin, path_.end()};
@@ -49,7 +49,7 @@ class WaitSearch {
   const std::function<std::vector<GroupWait>(int rank)>& waits_of_;
   std::map<int, std::vector<GroupWait>> known_;
   std::set<std::pair<int, std::string>> seen_;
-  std::vector<std::pair<int, GroupWait>> path_;
+  WaitCycle path_;
 };
 
 }  // namespace
@@ -76,19 +76,20 @@ std::string wait_text(const GroupWait& wait, int size) {
                   wait.ranks.empty() ? c10::str(" in the group of all ", size, " ranks") : "");
 }
 
-std::string find_wait_cycle(int rank, int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of) {
+WaitCycle find_wait_cycle(int rank, int size, const std::function<std::vector<GroupWait>(int rank)>& waits_of) {
   WaitSearch search(size, waits_of);
   const std::vector<GroupWait> own = search.waits_of(rank);
-  for (const GroupWait& wait : own) {
-    const auto cycle = search.find(rank, wait);
-    if (cycle.empty()) continue;
-    std::vector<std::string> texts;
-    for (size_t i = 0; i < std::min(cycle.size(), kMostNamed); ++i)
-      texts.push_back(c10::str("rank ", cycle[i].first, " in ", wait_text(cycle[i].second, size)));
-    if (cycle.size() > kMostNamed) texts.push_back(c10::str(cycle.size() - kMostNamed, " more"));
-    return "ranks wait for each other in different groups: " + c10::Join("; ", texts);
-  }
-  return "";
+  for (const GroupWait& wait : own)
+    if (auto cycle = search.find(rank, wait); !cycle.empty()) return cycle;
+  return {};
+}
+
+std::string cycle_text(const WaitCycle& cycle, int size) {
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < std::min(cycle.size(), kMostNamed); ++i)
+    texts.push_back(c10::str("rank ", cycle[i].first, " in ", wait_text(cycle[i].second, size)));
+  if (cycle.size() > kMostNamed) texts.push_back(c10::str(cycle.size() - kMostNamed, " more"));
+  return "ranks wait for each other in different groups: " + c10::Join("; ", texts);
 }
 
 }  // namespace tessera

@@ -3,6 +3,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -247,6 +248,45 @@ TEST(Split, WaitsInSeveralGroupsThatEndAreNoCycle) {
       add_up(*savers, "a save");
     });
     if (comm.rank() == 1) pause();
+    add_up(comm, "a loss");
+  });
+  for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+// Threads that are made for each epoch, of which one may have the id that the other's had; or that change their groups.
+TEST(Split, ThreadsThatHandOverTheirGroupsAreNoCycle) {
+  for (const bool is_new : {true, false}) {
+    const auto errors = errors_of_waits(2, [&](Communicator& comm) {
+      const auto first = comm.split(0), second = comm.split(0);
+      const int rank = comm.rank();
+      // Each rank's one thread is late in the group for which the other rank's waits.
+      const auto run = [&](Communicator& group, int late) {
+        if (rank == late) std::this_thread::sleep_for(std::chrono::seconds(3));
+        add_up(group, "a test");
+      };
+      const auto both = [&](Communicator& a, Communicator& b, int late_in_a, int late_in_b) {
+        std::jthread one([&] { run(a, late_in_a); }), other([&] { run(b, late_in_b); });
+      };
+      if (is_new) {
+        both(*first, *second, -1, -1);
+        both(*second, *first, 0, 1);
+      } else {
+        std::barrier<> meet(2);
+        std::jthread one([&] { run(*first, -1), meet.arrive_and_wait(), run(*second, 0); });
+        std::jthread other([&] { run(*second, -1), meet.arrive_and_wait(), run(*first, 1); });
+      }
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+  }
+}
+
+// The groups of the cycle are broken, and the others are as they were.
+TEST(Split, AGroupGoesOnAfterACycleOfOthers) {
+  const auto errors = errors_of_waits(2, [](Communicator& comm) {
+    const auto first = comm.split(0), second = comm.split(0);
+    const std::string error = error_of<CommError>([&] { add_up(comm.rank() == 0 ? *first : *second, "a test"); });
+    expect_contains(error, "ranks wait for each other in different groups: ");
+    if (comm.rank() == 0) std::this_thread::sleep_for(std::chrono::seconds(3));
     add_up(comm, "a loss");
   });
   for (const std::string& error : errors) EXPECT_EQ(error, "");

@@ -16,7 +16,9 @@ namespace {
 using Waits = std::vector<std::vector<GroupWait>>;
 
 std::string cycle_from(int rank, const Waits& waits) {
-  return find_wait_cycle(rank, static_cast<int>(waits.size()), [&](int other) { return waits[other]; });
+  const int size = static_cast<int>(waits.size());
+  const WaitCycle cycle = find_wait_cycle(rank, size, [&](int other) { return waits[other]; });
+  return cycle.empty() ? "" : cycle_text(cycle, size);
 }
 
 TEST(WaitGraph, NamesTheRanksAndWhatTheyWaitFor) {
