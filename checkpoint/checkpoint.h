@@ -58,7 +58,7 @@ class [[nodiscard]] PendingSave {
   // mind; but then it waits for other ranks only as long as they are heard of.
   ~PendingSave();
 
-  // Whether the save has ended, well or not, as far as this rank knows. Not collective.
+  // Whether the save has ended, well or not, as far as this rank knows. Not collective. Any thread, as wait().
   bool done() const;
 
   // Returns when this rank's part of the state is copied, and may be written to; at once without

@@ -76,7 +76,7 @@ std::shared_ptr<SaveJob> SaveJob::begin(const fs::path& dir, std::shared_ptr<Com
   if (before) {
     before->join();
     job->copies_ = HostCopies(before->copies_.take_memory());
-    if (!std::exchange(before->delivered_, true)) failure = before->result_.error;
+    if (!before->delivered_.exchange(true)) failure = before->result_.error;
     with_group_saves(comm, [&](GroupSaves& saves) { removal = saves.removal; });
   }
   settle_before(*comm, failure, removal, dir, job->heartbeat_);
@@ -116,6 +116,7 @@ SaveJob::~SaveJob() {
 }
 
 void SaveJob::join() {
+  const std::lock_guard lock(joining_);
   if (thread_.joinable()) thread_.join();
 }
 
@@ -249,7 +250,7 @@ void SaveJob::background() {
 
 void SaveJob::wait() {
   join();
-  if (std::exchange(delivered_, true) || result_.error.empty()) return;
+  if (delivered_.exchange(true) || result_.error.empty()) return;
   if (result_.kind == Outcome::kMisuse) throw std::invalid_argument(result_.error);
   throw CheckpointError(result_.error);
 }

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -77,10 +78,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   HostCopies copies_;  // of an asynchronous save
   std::atomic<bool> copied_ = true;
   std::optional<SaveCoordinator> coordinator_;
+  std::mutex joining_;  // of the next, by the loop's thread and by one that waits for this save
   std::thread thread_;
   std::atomic<bool> done_ = false;
-  Outcome result_;          // of the background save, the same on all ranks
-  bool delivered_ = false;  // somebody was told
+  Outcome result_;                       // of the background save, the same on all ranks
+  std::atomic<bool> delivered_ = false;  // somebody was told
 };
 
 }  // namespace tessera

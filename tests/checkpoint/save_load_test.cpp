@@ -1283,6 +1283,28 @@ TEST(CheckpointAsync, ASecondSaveWaitsForTheFirstAndNobodyNeedsToWait) {
   });
 }
 
+// An upload behind each save, while the loop goes on to the next one, which waits for the same.
+TEST(CheckpointAsync, AThreadMayWaitForASaveWhileTheNextBegins) {
+  for (int world : {1, 2}) {
+    const TemporaryFolder folder;
+    on_ranks(world, [&](std::shared_ptr<Communicator> comm) {
+      Replicated model(torch::nn::Linear(300, 300).ptr(), comm);
+      std::atomic<int> complete = 0;
+      std::jthread uploads;
+      for (int step = 0; step < 30; ++step) {
+        const auto path = folder / std::to_string(step);
+        auto pending = save_checkpoint_async(path, model, {{"step", step}});
+        uploads = std::jthread([&complete, path, waited = std::make_shared<PendingSave>(std::move(pending))] {
+          waited->wait();
+          complete += std::filesystem::exists(path) ? 1 : 0;
+        });
+      }
+      uploads.join();
+      EXPECT_EQ(complete, 30);
+    });
+  }
+}
+
 // What was told to be saved is there for whoever loads next, and what is still being copied is not overwritten.
 TEST(CheckpointAsync, ALoadWaitsForTheSaveThatIsUnderWay) {
   const TemporaryFolder folder;
