@@ -33,11 +33,13 @@ namespace tessera {
 // operation. 16-bit types are added in fp32 and rounded once. An average is the sum divided by size(). On NCCL the
 // operations are NCCL's own.
 //
-// Ranks that are in several groups wait in all of them in one order: where one waits in a group first, and another one
-// in the group that this was split from, neither goes on. On gloo such waits end soon, and by name.
+// What ranks have started they wait for in one order, in a group and over all groups that they are in. Where a rank
+// waits in a group first, and another one in the group that this was split from, neither goes on; on gloo such waits
+// end soon, and by name, unless both have started what the other one waits for.
 //
-// One thread at a time calls a communicator, waits included; a second one that comes in between ends the group. All
-// operations throw std::invalid_argument for arguments that cannot be meant, and CommError for a group that is broken.
+// One thread at a time calls a communicator, waits included; a second one that is seen to come in between ends the
+// group. All operations throw std::invalid_argument for arguments that cannot be meant, and CommError for a group that
+// is broken.
 class Communicator {
  public:
   virtual ~Communicator();
@@ -129,7 +131,7 @@ class Communicator {
   virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                                   int position) = 0;
 
-  // For calls that take time; of one that is not alone: ends the group and throws CommError.
+  // For calls that take time, start() above all; of one that is not alone: ends the group and throws CommError.
   OneCaller& one_caller() { return one_caller_; }
   [[noreturn]] void refuse_second_thread(const std::string& what);
 

@@ -65,6 +65,7 @@ Pending GlooCommunicator::start(Collective collective) {
   if (kind == Collective::kReduce) description += " to rank " + std::to_string(root);
   description += " (" + std::to_string(numel) + " elements)";
   if (!label().empty()) description += " in the group of " + label();
+  const InCall call(*this, description);
   auto op = std::make_unique<GlooOperation>(shared_from_this(), std::move(description));
   if (fits_in_a_round(collective)) {
     kind == Collective::kAllGather ? gather_in_a_round(*op, collective) : reduce_in_a_round(*op, collective);

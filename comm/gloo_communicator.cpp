@@ -83,7 +83,10 @@ GlooCommunicator::GlooCommunicator(c10::intrusive_ptr<c10d::Backend> group, std:
              {.serves_store = options_.serves_store, .place = std::move(place)}) {}
 
 GlooCommunicator::~GlooCommunicator() {
-  if (std::uncaught_exceptions() > 0) abort_this(kUnwound);
+  if (std::uncaught_exceptions() > 0) {
+    const std::string before = watch_.waits().failure();  // in another group, mostly what unwinds
+    abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
+  }
   pipelines_.stop();
   std::lock_guard lock(mutex_);
   close_locked();
@@ -98,21 +101,45 @@ int GlooCommunicator::ended_rank() const {
 void GlooCommunicator::abort_this(const std::string& reason) noexcept {
   if (!process_.is_this()) return;
   watch_.publish_failure(reason);
-  // Where another thread waits, it closes the connections when it wakes up.
-  if (!break_and_interrupt("this rank left the group: " + reason)) {
-    pipelines_.stop();
-    std::lock_guard lock(mutex_);
-    close_locked();
-  }
+  break_and_interrupt("this rank left the group: " + reason);
+  close_if_broken();
   watch_.await_readers();
+}
+
+GlooCommunicator::InCall::InCall(GlooCommunicator& comm, const std::string& what) : comm_(comm) {
+  call_.emplace(comm.one_caller());
+  if (call_->is_alone()) return;
+  {
+    std::lock_guard lock(comm.mutex_);
+    if (comm.broken_) throw CommError(c10::str(what, " on rank ", comm.rank(), ": ", *comm.broken_));
+  }
+  comm.refuse_second_thread(what);
+}
+
+GlooCommunicator::InCall::~InCall() {
+  const bool is_outermost = call_->is_outermost();
+  call_.reset();
+  if (is_outermost) comm_.close_if_broken();
+}
+
+// Who breaks the group sees who is inside, or that one sees as it leaves that the group is broken.
+void GlooCommunicator::close_if_broken() noexcept {
+  {
+    std::lock_guard lock(mutex_);
+    if (!broken_ || is_closed_) return;
+  }
+  const OneCaller::Call call(one_caller());
+  if (!call.is_outermost()) return;
+  pipelines_.stop();
+  std::lock_guard lock(mutex_);
+  if (!is_closed_) close_locked();
 }
 
 // What `connect` makes, which waits for other ranks in a store. That is a part of `op`: one that fails, leaves or
 // diverges ends it.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
-  const OneCaller::Call call(one_caller());
-  if (!call.is_alone()) refuse_second_thread(op.description());
+  const InCall call(*this, op.description());
   const auto meeting = c10::make_intrusive<InterruptibleStore>(prefix, store_);
   const auto meets = [&](bool begins) {
     std::lock_guard lock(mutex_);
@@ -255,19 +282,16 @@ std::string GlooCommunicator::closed_connection() {
   }
 }
 
-// Whether there was a wait to interrupt.
-bool GlooCommunicator::interrupt_locked() {
+void GlooCommunicator::interrupt_locked() {
   if (waits_for_pipeline_) pipelines_.interrupt();
   if (meets_in_) meets_in_->interrupt();
-  if (waits_for_ == nullptr) return waits_for_pipeline_ || meets_in_;
-  waits_for_->work ? waits_for_->work->abort() : memory_->interrupt();
-  return true;
+  if (waits_for_ != nullptr) waits_for_->work ? waits_for_->work->abort() : memory_->interrupt();
 }
 
-bool GlooCommunicator::break_and_interrupt(const std::string& reason) {
+void GlooCommunicator::break_and_interrupt(const std::string& reason) {
   std::lock_guard lock(mutex_);
   if (!broken_) broken_ = reason;
-  return interrupt_locked();
+  interrupt_locked();
 }
 
 // Once the pipelines are stopped.
@@ -307,6 +331,7 @@ void GlooCommunicator::fail(const GlooOperation& op, int peer, bool is_send, con
   }
   if (const std::string failure = watch_.store_failure(); !failure.empty()) text += "; " + failure;
   watch_.publish_failure(text);
+  watch_.waits().note_failure(text);
   pipelines_.stop();
   {
     std::lock_guard lock(mutex_);

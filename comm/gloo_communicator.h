@@ -61,6 +61,20 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
+  // A thread's call. Nothing is closed meanwhile: where another one breaks the group, this one closes it as it leaves.
+  class InCall {
+   public:
+    InCall(GlooCommunicator& comm, const std::string& what);
+    ~InCall();
+    InCall(const InCall&) = delete;
+    InCall& operator=(const InCall&) = delete;
+
+   private:
+    GlooCommunicator& comm_;
+    std::optional<OneCaller::Call> call_;
+  };
+  void close_if_broken() noexcept;
+
   template <class Connect>
   auto meet(const GlooOperation& op, const std::string& prefix, Connect connect);
   void make_connections(const GlooOperation& op);
@@ -91,8 +105,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   c10::intrusive_ptr<c10d::Work> post(const at::Tensor& tensor, int peer, bool is_send, int tag);
   std::optional<MessageFailure> wait_for(const ReductionPipeline& pipeline, PipelineThread::Deadline until);
   std::string closed_connection();
-  bool interrupt_locked();
-  bool break_and_interrupt(const std::string& reason);
+  void interrupt_locked();
+  void break_and_interrupt(const std::string& reason);
   void close_locked() noexcept;
   c10::intrusive_ptr<c10d::Backend> connections();
   bool begin_wait_for(const GlooMessage& message);

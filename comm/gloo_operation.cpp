@@ -38,11 +38,11 @@ GlooOperation::GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string
 }
 
 GlooOperation::~GlooOperation() {
+  std::lock_guard lock(comm_->mutex_);
   if (round_) {  // nobody counts on anything: what this rank contributes lies in its slot
     messages_.clear();
     if (comm_->process_.is_this()) comm_->rounds_->drop(*round_);
   }
-  std::lock_guard lock(comm_->mutex_);
   comm_->operations_.erase(this);
   // Never waited for: the peers still count on the messages, so they and their tensors live on.
   if (!comm_->is_closed_) copy_what_is_matched();
@@ -236,8 +236,7 @@ void GlooOperation::drop_messages(std::vector<at::Tensor>* keeper) noexcept {
 }
 
 void GlooOperation::finish() {
-  const OneCaller::Call call(comm_->one_caller());
-  if (!call.is_alone()) comm_->refuse_second_thread(description_);
+  const GlooCommunicator::InCall call(*comm_, description_);
   deadline_ = steady_clock::now() + comm_->timeout();
   if (is_aborted_) comm_->fail(*this, -1, false, "");
   if (round_) comm_->process_.require_this(description_);

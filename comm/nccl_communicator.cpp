@@ -216,6 +216,8 @@ Pending NcclCommunicator::start(Collective collective) {
   const std::string description =
       c10::str(collective.description(), kind == Collective::kReduce ? c10::str(" to rank ", root) : "", " (", numel,
                " elements)", label().empty() ? "" : " in the group of ", label());
+  const OneCaller::Call call(one_caller());
+  if (!call.is_alone()) refuse_second_thread(description);
   require_whole(description);
   std::vector<at::Tensor> tensors;
   for (const at::Tensor& tensor : {full, shard})

@@ -24,6 +24,7 @@ class OneCaller {
     Call& operator=(const Call&) = delete;
 
     bool is_alone() const { return is_alone_; }
+    bool is_outermost() const { return is_outermost_; }
 
    private:
     OneCaller& caller_;

@@ -30,6 +30,16 @@ RankWaits::Place RankWaits::split(const Place& place, const std::string& name, c
   return {place.waits, place.name + "/" + name, std::move(ranks)};
 }
 
+void RankWaits::note_failure(const std::string& text) {
+  std::lock_guard lock(mutex_);
+  if (failure_.empty()) failure_ = text;
+}
+
+std::string RankWaits::failure() const {
+  std::lock_guard lock(mutex_);
+  return failure_;
+}
+
 bool RankWaits::is_split() const {
   std::lock_guard lock(mutex_);
   return is_split_;

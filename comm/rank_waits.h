@@ -49,6 +49,11 @@ class RankWaits {
   // A group of `members` of the one at `place`. To be called on ranks that are in none as well.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
+  // What ended the first of this rank's groups to fail: a reason for the others, if that is where they end. "": none
+  // has.
+  void note_failure(const std::string& text);
+  std::string failure() const;
+
   // The following ask the store, which may take long, or throw. Before any split() they do nothing.
   void show();
   std::string find_cycle();  // cycle_text() of one that this rank waits for; all that are in it will be told
@@ -65,9 +70,10 @@ class RankWaits {
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_, size_;
 
-  mutable std::mutex mutex_;  // guards the next two
+  mutable std::mutex mutex_;  // guards the next three
   std::vector<std::weak_ptr<Group>> groups_;
   bool is_split_ = false;
+  std::string failure_;
 
   std::mutex showing_;  // guards the next, and its order in the store
   std::string shown_;

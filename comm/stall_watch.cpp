@@ -203,6 +203,8 @@ RankWaits::Place StallWatch::part(const std::string& name, const std::vector<int
   return state_->own_place.waits->split(state_->own_place, name, members);
 }
 
+RankWaits& StallWatch::waits() noexcept { return *state_->own_place.waits; }
+
 void StallWatch::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
   if (state_->starting_thread != thread_number()) state_->starting_thread = 0;

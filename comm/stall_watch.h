@@ -106,6 +106,8 @@ class StallWatch {
   // "".
   std::string explanation();
 
+  RankWaits& waits() noexcept;  // of this rank, in all groups
+
   // Which ranks wait too, and which do not: for the text of a timeout. "" if the store does not say.
   std::string who_waits();
 

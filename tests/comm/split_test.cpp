@@ -155,14 +155,18 @@ TEST(Split, ARankThatCannotJoinItsPartEndsTheOthersJoining) {
 }
 
 // What each rank says of the waits that it throws out of, of `world`, on a timeout that would be seen.
-std::vector<std::string> errors_of_waits(int world, const std::function<void(Communicator&)>& program) {
+std::vector<std::string> errors_of_waits(int world, const std::function<void(Communicator&)>& program,
+                                         const InitOptions& options = {}) {
   std::vector<std::string> errors(world);
   const auto began = std::chrono::steady_clock::now();
   error_of<std::exception>([&] {
-    run_ranks(world, [&](std::shared_ptr<Communicator> comm) {
-      errors[comm->rank()] = error_of<CommError>([&] { program(*comm); });
-      if (!errors[comm->rank()].empty()) throw std::runtime_error(errors[comm->rank()]);
-    });
+    run_ranks(
+        world,
+        [&](std::shared_ptr<Communicator> comm) {
+          errors[comm->rank()] = error_of<CommError>([&] { program(*comm); });
+          if (!errors[comm->rank()].empty()) throw std::runtime_error(errors[comm->rank()]);
+        },
+        options);
   });
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(60)) << "of a timeout of 10 minutes";
   return errors;
@@ -189,24 +193,52 @@ TEST(Split, RanksThatWaitForEachOtherInDifferentGroupsAreTold) {
 // Their operations look alike, so that nothing else could tell that they mix.
 TEST(Split, TwoThreadsOfOneGroupAreRefused) {
   for (const bool splits : {false, true}) {
-    std::vector<std::string> seconds(3);
-    const auto errors = errors_of_waits(3, [&](Communicator& comm) {
-      const auto adds_up = [&](Communicator& group) {
-        for (int i = 0; i < 3000; ++i) {
-          const auto sum = torch::ones({5});
-          group.all_reduce(sum).wait();
-          EXPECT_EQ(sum[0].item<float>(), 3);
-        }
-      };
-      const auto part = splits ? comm.split(0) : nullptr;
-      std::jthread second([&] { seconds[comm.rank()] = error_of<CommError>([&] { adds_up(splits ? *part : comm); }); });
-      adds_up(comm);
-    });
-    for (int rank = 0; rank < 3; ++rank)
-      for (const std::string& error : {errors[rank], seconds[rank]}) {
-        EXPECT_EQ(error.empty(), splits) << error;
-        expect_contains(error, splits ? "" : "another thread is in a call of this communicator");
+    for (const bool peer_memory : {true, false}) {
+      for (int time = 0; time < (splits ? 1 : 20); ++time) {
+        std::vector<std::string> seconds(3);
+        const auto errors = errors_of_waits(3,
+                                            [&](Communicator& comm) {
+                                              const auto adds_up = [&](Communicator& group) {
+                                                for (int i = 0; i < (splits ? 300 : 30000); ++i)
+                                                  group.all_reduce(torch::ones({1000})).wait();
+                                              };
+                                              const auto part = splits ? comm.split(0) : nullptr;
+                                              std::jthread second([&] {
+                                                seconds[comm.rank()] =
+                                                    error_of<CommError>([&] { adds_up(splits ? *part : comm); });
+                                              });
+                                              adds_up(comm);
+                                            },
+                                            {.peer_memory = peer_memory});
+        for (int rank = 0; rank < 3; ++rank)
+          for (const std::string& error : {errors[rank], seconds[rank]}) {
+            EXPECT_EQ(error.empty(), splits) << error;
+            expect_contains(error, splits ? "" : "another thread is in a call of this communicator");
+          }
       }
+    }
+  }
+}
+
+// Which may find the loop anywhere: on its way into an operation, in a wait, between two.
+TEST(Split, AnotherThreadMayAbortAtAnyTime) {
+  for (const bool peer_memory : {true, false}) {
+    for (int time = 0; time < 60; ++time) {
+      const int64_t numel = std::vector<int64_t>{5, 100'000, 1'000'000}[time % 3];
+      const auto errors =
+          errors_of_waits(3,
+                          [&](Communicator& comm) {
+                            std::jthread other;
+                            if (comm.rank() == time % 2)
+                              other = std::jthread([&] {
+                                std::this_thread::sleep_for(std::chrono::microseconds(137 * (time % 29)));
+                                comm.abort("a key was pressed");
+                              });
+                            for (;;) comm.all_reduce(torch::ones({numel})).wait();
+                          },
+                          {.peer_memory = peer_memory});
+      for (const std::string& error : errors) expect_contains(error, "a key was pressed");
+    }
   }
 }
 
