@@ -21,9 +21,12 @@ std::string join_names(const std::string& module, const std::string& name);
 using WrapPolicy =
     std::function<bool(const std::string& fqn, const torch::nn::Module& module, int64_t unclaimed_numel)>;
 
-// A unit for each module of one of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy).
+// A unit for each module of one of these types: wrap_modules<BlockImpl>() (FSDP's transformer_auto_wrap_policy). They
+// may be bases that modules share.
 template <class... Modules>
 WrapPolicy wrap_modules() {
+  static_assert((... && !torch::detail::is_module_holder<Modules>::value),
+                "wrap_modules: that is a holder; a module is an object of the class that ends in Impl");
   return [](const std::string&, const torch::nn::Module& module, int64_t) {
     return (... || (dynamic_cast<const Modules*>(&module) != nullptr));
   };

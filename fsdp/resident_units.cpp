@@ -124,7 +124,7 @@ void ResidentUnits::describe(std::ostream& text, const char* pass, const Prefetc
   const auto& seen = order.seen().empty() ? order.expected() : order.seen();
   if (seen.empty()) return;
   text << "  order seen in " << pass << ":";
-  for (int unit : seen) text << (unit == seen.front() ? " " : ", ") << model_.units()[unit]->name();
+  for (size_t i = 0; i < seen.size(); ++i) text << (i == 0 ? " " : ", ") << model_.units()[seen[i]]->name();
   text << "\n";
 }
 

@@ -69,6 +69,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   planned.clear();
   check_agreement(plan);
   warn_if_short_of_memory(plan);
+  warn_of_idle_policies(plan);
   make_units(plan, pager);
   former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
@@ -164,6 +165,23 @@ void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan)
   if (ranks > 1)
     need.in_use_bytes = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
   tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
+}
+
+// A policy that names another class than the model's has no effect, and the model may well train.
+void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const {
+  const bool has_parts = !module_->children().empty();
+  if (mesh_.world->rank() != 0 || !has_parts) return;
+  const auto claims_none = [&](const WrapPolicy& policy) { return policy && modules_below(*module_, policy).empty(); };
+  const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
+  constexpr char kHint[] =
+      "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
+  if (options_.auto_wrap && !plan.empty() && std::all_of(plan.begin(), plan.end(), is_of_root))
+    TORCH_WARN("FullyShardedDataParallel: auto_wrap names no module, so the model is one unit, gathered as a whole",
+               kHint);
+  if (claims_none(options_.mixed_precision.full_precision))
+    TORCH_WARN("FullyShardedDataParallel: mixed_precision.full_precision names no module", kHint);
+  if (claims_none(options_.ignored_modules))
+    TORCH_WARN("FullyShardedDataParallel: ignored_modules names no module", kHint);
 }
 
 // In place: the module's members are these very tensors.

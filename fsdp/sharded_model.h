@@ -61,6 +61,7 @@ class ShardedModel {
  private:
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
   void warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const;
+  void warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const;
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);
   void cast_buffers(at::ScalarType dtype);
   void name_shards();

@@ -360,7 +360,7 @@ void Unit::require_write(const Page& page, const at::Tensor& view, const std::st
   if (operation == "aten::set_") return;  // torch::load(): bring_home() finds it, as it does set_data()
   throw std::logic_error(operation + " would change " + parameter_at(page, view) + " of " + where +
                          ", which is sharded: change it inside summon_full_params(), or change the shards, "
-                         "fsdp.parameters()");
+                         "fsdp.parameters(), of which optimizers are made after wrapping");
 }
 
 void Unit::require_lent(const Page& page, const std::string& rank) const {

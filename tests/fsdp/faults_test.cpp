@@ -42,12 +42,44 @@ TEST(Mistakes, AnOptimizerBuiltBeforeWrapping) {
     auto model = chain(2, 8);
     torch::optim::SGD sgd(model->parameters(), 0.1);
     torch::optim::Adam adam(model->parameters(), 0.1);
+    torch::optim::AdamW adamw(model->parameters(), 0.1);
     FullyShardedDataParallel fsdp(model, comm, per_linear());
     fsdp(input()).sum().backward();
-    EXPECT_NE(error_of<std::logic_error>([&] { sgd.step(); }), "");
+    for (torch::optim::Optimizer* optimizer : std::initializer_list<torch::optim::Optimizer*>{&sgd, &adamw})
+      expect_contains(error_of<std::logic_error>([&] { optimizer->step(); }),
+                      "fsdp.parameters(), of which optimizers are made after wrapping");
     expect_contains(error_of<std::logic_error>([&] { adam.step(); }), "fsdp.parameters()");
     expect_contains(error_of<std::logic_error>([&] { torch::nn::utils::clip_grad_norm_(model->parameters(), 1.0); }),
                     "clip_grad_norm_");
+  });
+}
+
+// It trains, as one unit, in more memory.
+TEST(Mistakes, APolicyThatNamesNoModuleIsToldOf) {
+  struct Warnings : c10::WarningHandler {
+    void process(const c10::Warning& warning) override { texts += warning.msg(); }
+    std::string texts;
+  };
+  on_ranks(2, [](std::shared_ptr<Communicator> comm) {
+    Warnings warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+    const auto wraps = [&](const FsdpOptions& options) {
+      warnings.texts.clear();
+      FullyShardedDataParallel fsdp(chain(2, 8), comm, options);
+      return warnings.texts;
+    };
+    const auto linears = wrap_modules<torch::nn::LinearImpl>(), convolutions = wrap_modules<torch::nn::Conv2dImpl>();
+    EXPECT_EQ(wraps({}), "");
+    EXPECT_EQ(wraps({.auto_wrap = wrap_modules<torch::nn::Module>()}), "") << "a base of all";
+    const bool is_told = comm->rank() == 0;
+    const auto expect_told = [&](const FsdpOptions& options, const std::string& text) {
+      const std::string told = wraps(options);
+      EXPECT_EQ(told.find("FullyShardedDataParallel: " + text) == 0, is_told) << told;
+    };
+    expect_told({.auto_wrap = convolutions}, "auto_wrap names no module, so the model is one unit");
+    expect_told({.auto_wrap = linears, .mixed_precision = {.full_precision = convolutions}},
+                "mixed_precision.full_precision names no module");
+    expect_told({.auto_wrap = linears, .ignored_modules = convolutions}, "ignored_modules names no module");
   });
 }
 

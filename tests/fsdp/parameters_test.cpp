@@ -302,6 +302,10 @@ TEST(Checks, DescribeTellsDtypesAndTheOrderSeen) {
     expect_contains(fsdp.describe(), "unit '1': 2 parameters, 72 elements of Float, 144 bytes gathered as BFloat16");
     expect_contains(fsdp.describe(), "order seen in forward: unit '0', unit '1'");
     expect_contains(fsdp.describe(), "order seen in backward: unit '1'");
+    auto twice = chain(2, 8);
+    FullyShardedDataParallel again(twice, comm, options);
+    again(again(input(0))).sum().backward();
+    expect_contains(again.describe(), "order seen in backward: unit '1', unit '0', unit '1'");
   });
 }
 
