@@ -27,7 +27,7 @@ FolderLock::FolderLock(const fs::path& folder) : file_(fs::absolute(folder) / ".
                           "; this file system has no locks: if that job has ended, remove " + file_.string());
   std::ofstream text(file_, std::ios::trunc);
   text << process_name() << '\n' << std::flush;
-  if (!text) throw CheckpointError(file_.string() + ": cannot be written");
+  if (!text) fail_at(file_, "cannot be written");
 }
 
 FolderLock::FolderLock(FolderLock&& other) noexcept

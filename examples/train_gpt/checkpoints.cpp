@@ -70,9 +70,13 @@ Checkpoints::Resumed Checkpoints::compare(const std::string& path, const nlohman
     resumed.notes.push_back(change + (name == "steps" ? ": the learning rate follows that length from here on" : ""));
   }
   if (options_.warmup) resumed.warmup = *options_.warmup;
-  if (options_.steps < resumed.step || options_.steps < resumed.warmup)
-    throw OptionsError("--resume: " + path + " has done " + std::to_string(resumed.step) + " steps, of them " +
-                       std::to_string(resumed.warmup) + " of warm-up; --steps is " + std::to_string(options_.steps));
+  if (options_.steps < resumed.step)
+    throw OptionsError("--resume: " + path + " has done " + std::to_string(resumed.step) + " steps; --steps is " +
+                       std::to_string(options_.steps));
+  if (options_.steps < resumed.warmup)
+    throw OptionsError("--resume: " + path + " has a warm-up of " + std::to_string(resumed.warmup) +
+                       " steps; --steps is " + std::to_string(options_.steps) +
+                       ": a shorter one is --warmup with --allow-changes");
   return resumed;
 }
 

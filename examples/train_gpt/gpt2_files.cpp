@@ -140,8 +140,9 @@ void export_gpt2(const fs::path& directory, tessera::ModelShards& model, const G
 
 GptOptions read_gpt2_options(const fs::path& directory) {
   std::ifstream file(directory / "config.json");
-  const auto config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   const std::string where = (directory / "config.json").string();
+  if (!file) throw CheckpointError(where + " cannot be read");
+  const auto config = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
   if (!config.is_object() || config.value("model_type", "") != "gpt2")
     throw CheckpointError(where + " is not that of a GPT-2");
   const auto activation = config.value("activation_function", "gelu_new");

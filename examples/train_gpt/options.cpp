@@ -73,7 +73,7 @@ po::options_description describe_files(TrainOptions& options, RawOptions& raw) {
       "out", po::value(&raw.out)->default_value(options.out.string())->value_name("DIR"),
       "where metrics.jsonl and losses.svg go")(
       "tensorboard", po::value(&options.tensorboard)->value_name("DIR"),
-      "also write losses, speed, rank 0's memory and all ranks' waits for TensorBoard, each run in a file of its own in this folder")(
+      "also write losses, speed, memory and waits of all ranks for TensorBoard, each run in a file of its own in this folder")(
       "report-every", po::value(&raw.report_every)->value_name("N"),
       "steps between reports of which rank the others wait for, and in what; 0: none; not given: 10 with "
       "--tensorboard, else none");
@@ -145,7 +145,7 @@ po::options_description describe_checkpoints(TrainOptions& options) {
       "go on from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
       "with the same data, seed and ranks * batch * accumulate; more --steps make the run longer")(
       "allow-changes", po::bool_switch(&options.allow_changes),
-      "resume with this command line's lr, warmup, weight-decay and clip where the checkpoint's differ")(
+      "resume with this command line's lr, warmup, weight-decay, clip and ema where the checkpoint's differ")(
       "import-gpt2", po::value(&options.import_gpt2)->value_name("DIR"),
       "start from the weights of a Hugging Face GPT-2 (config.json, model.safetensors) of the same sizes")(
       "export-gpt2", po::value(&options.export_gpt2)->value_name("DIR"),
