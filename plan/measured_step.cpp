@@ -46,7 +46,8 @@ std::vector<Span> spans_of(const std::filesystem::path& file, int rank) {
   return spans;
 }
 
-// When the optimizer was through. What follows without a forward or backward in between is of the same step.
+// When the optimizer was through. What follows without a forward or backward in between is of the same step. Nothing
+// else ends one: an accumulated backward may reduce as the last one does.
 std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
   std::vector<double> ends;
   bool has_computed = true;
@@ -67,6 +68,11 @@ std::vector<double> ends_of_steps(const std::vector<Span>& spans) {
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank) {
   const std::vector<Span> spans = spans_of(trace, rank);
   const std::vector<double> ends = ends_of_steps(spans);
+  const auto computes = [](const Span& span) { return span.category == "compute"; };
+  if (ends.empty() && std::ranges::any_of(spans, computes))
+    refuse_trace(trace, "has computing of rank " + std::to_string(rank) +
+                            " but no optimizer, with which each step ends: those of torch::optim are in no trace, "
+                            "unless OSS or ShardedDataParallel steps them; tessera::AdamW is, and all of Tessera's");
   if (ends.size() < 3)
     refuse_trace(trace, "has " + std::to_string(ends.size()) + " steps of rank " + std::to_string(rank) +
                             ", expected 3 or more, of which the first does not count");

@@ -30,7 +30,7 @@ struct MeasuredStep {
 
 // Of a rank's steps in a file of TESSERA_TRACE, the last run's in it, that of median time. The first step, which makes
 // the optimizer's state, is none of them. Throws std::invalid_argument, naming the file, where it cannot be read, is no
-// trace, or has fewer than three steps of the rank, the first one counted.
+// trace, or has fewer than three steps of the rank, the first one counted; a step ends with an optimizer's span.
 MeasuredStep measured_step(const std::filesystem::path& trace, int rank);
 
 }  // namespace tessera

@@ -343,6 +343,20 @@ TEST(MeasuredStep, IsTheMedianOfATrace) {
   expect_contains(refused(folder.path() / "other.json", 0), "is not a trace");
 }
 
+// Where no optimizer is traced, whether a backward was a step's last is not known.
+TEST(MeasuredStep, RefusesATraceWithoutOptimizers) {
+  const TemporaryFolder folder;
+  const auto file = folder.path() / "trace.json";
+  write_trace(file, {1600, 1600, 1600});
+  std::ifstream all(file);
+  std::ofstream others(folder.path() / "others.json");
+  for (std::string line; std::getline(all, line);)
+    if (line.find("optimizer") == std::string::npos) others << line << "\n";
+  others.close();
+  expect_contains(error_of<std::invalid_argument>([&] { measured_step(folder.path() / "others.json", 0); }),
+                  "has computing of rank 0 but no optimizer");
+}
+
 // Compute without the waits in it, unit by unit, and the largest difference first.
 TEST(MeasuredStep, IsComparedByName) {
   const TemporaryFolder folder;
