@@ -87,7 +87,10 @@ DecoderOptions decoder_of(const std::string& text) {
   const size_t colon = text.find(':');
   const std::string kind = text.substr(0, colon);
   if (colon == std::string::npos || (kind != "gpt" && kind != "llama"))
-    refuse("'" + text + "', expected gpt:name=number,... or llama:name=number,...");
+    refuse(
+        "'" + text +
+        "', expected gpt:name=number,... or llama:name=number,... (tessera plan also takes a config.json, or a folder "
+        "that has it, and an archive of torch.export, .pt2)");
   DecoderOptions options;
   options.is_llama = kind == "llama";
   options.tie = !options.is_llama;

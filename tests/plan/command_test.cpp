@@ -54,6 +54,24 @@ TEST(PlanCommand, PrintsWhatFits) {
     EXPECT_EQ(help.find(part), std::string::npos) << help;
 }
 
+TEST(PlanCommand, TakesAFolderWithAConfig) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path().string();
+  const auto of = [&](const std::string& model) {
+    return plan({"--model", model, "--gpus", "2", "--memory", "64MiB", "--sequence", "16"});
+  };
+  expect_contains(of(path).second, "config.json cannot be read");
+  std::ofstream(folder / "config.json") << R"({"model_type":"gpt2","n_layer":2,"n_embd":64,"n_head":2,)"
+                                        << R"("n_positions":32,"vocab_size":100})";
+  const auto [code, text] = of(path);
+  EXPECT_EQ(code, 0) << text;
+  expect_contains(text, "recommended");
+  EXPECT_EQ(text, of((folder / "config.json").string()).second);
+  const auto [unknown, why] = plan({"--model", path + "/none", "--gpus", "2", "--memory", "64MiB"});
+  EXPECT_EQ(unknown, 2);
+  for (const char* part : {"gpt:name=number", "config.json", ".pt2"}) expect_contains(why, part);
+}
+
 // Opened in a browser by `make plan-page`.
 TEST(PlanCommand, DrawsAPage) {
   const TemporaryFolder folder;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -18,7 +19,9 @@ using namespace tessera;
 namespace {
 
 std::unique_ptr<PlannedModel> model_of(const Arguments& arguments) {
-  const std::string& model = arguments.model;
+  std::string model = arguments.model;
+  std::error_code ignored;
+  if (std::filesystem::is_directory(model, ignored)) model = std::filesystem::path(model) / "config.json";
   if (arguments.sequence < 0 || arguments.batch < 0)
     throw std::invalid_argument("--sequence is " + std::to_string(arguments.sequence) + " and --batch " +
                                 std::to_string(arguments.batch) + ", expected 1 or more");
