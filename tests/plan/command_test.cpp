@@ -35,6 +35,9 @@ TEST(PlanCommand, PrintsWhatFits) {
   const auto [json_code, output] = plan({"--model", model, "--gpus", "4", "--memory", "1kB", "--json"});
   EXPECT_EQ(json_code, 2) << output;
   expect_contains(output, "'1kB'");
+  const auto [bare_code, bare] = plan({"--model", model, "--gpus", "4", "--memory", "8"});
+  EXPECT_EQ(bare_code, 2) << bare;
+  expect_contains(bare, "memory '8', expected a number of bytes with a unit, as 80GiB");
   const json all = json::parse(plan({"--model", model, "--gpus", "4", "--memory", "1KB", "--json"}).second);
   ASSERT_EQ(all.size(), 20U);
   for (const json& choice : all) EXPECT_FALSE(choice["recommended"].get<bool>());

@@ -298,6 +298,10 @@ TEST(SpeedText, IsUnderstoodInBitsAndBytes) {
   EXPECT_EQ(bytes_of_text("80GiB"), int64_t{80} << 30);
   EXPECT_EQ(bytes_of_text("80 GiB"), int64_t{80} << 30);
   EXPECT_THROW(bytes_of_text("80GB/s"), std::invalid_argument);
+  EXPECT_EQ(bytes_of_text("8B"), 8);
+  EXPECT_EQ(bytes_of_text("1048576"), 1 << 20);
+  for (const char* text : {"8", "80", "1048575"})  // who says so means another unit
+    EXPECT_THROW(bytes_of_text(text), std::invalid_argument) << text;
 }
 
 // A file of TESSERA_TRACE with steps of so many microseconds each, of which half is a unit's compute.
