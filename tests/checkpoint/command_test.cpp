@@ -143,6 +143,9 @@ TEST_F(Command, DiffOfParametersLeavesBuffersOutOfFullFilesToo) {
 }
 
 TEST_F(Command, MistakesAreExplained) {
+  ASSERT_EQ(tessera_command({"consolidate", at("a"), at("full.safetensors")}).code, 0);
+  std::filesystem::create_directory(at("files"));
+  std::filesystem::copy(at("full.safetensors"), at("files"));
   const std::pair<std::vector<std::string>, const char*> wrong[] = {
       {{"bogus"}, "no command 'bogus'"},
       {{"inspect"}, "expected: tessera inspect PATH"},
@@ -150,7 +153,11 @@ TEST_F(Command, MistakesAreExplained) {
       {{"reshard", at("a"), at("b")}, "--ranks is missing; `tessera reshard --help` says what it takes"},
       {{"trace"}, "expected: tessera trace merge OUT IN..."},
       {{"reshard", at("a"), at("b"), "--ranks", "0"}, "ranks is 0"},
-      {{"verify", at("a"), "--ranks", "3"}, "--ranks is for"},
+      {{"verify", at("a"), "--ranks", "3"}, "--ranks is for `tessera reshard` and `tessera calibrate`"},
+      {{"verify", at("a"), "--tolerance", "3"}, "--tolerance is for `tessera diff`\n"},
+      {{"verify", at("full.safetensors")}, "`tessera inspect` and `tessera diff` take full safetensors files"},
+      {{"reshard", at("files"), at("b"), "--ranks", "2"}, "`tessera inspect` and `tessera diff` take full"},
+      {{"consolidate", at("full.safetensors"), at("b")}, "full.safetensors: is no checkpoint"},
       {{"inspect", at("a"), "--bogus"}, "bogus"},
       {{"verify", at("none")}, "there is no such directory"},
       {{"consolidate", at("a"), at("a/rank-00000-0.safetensors")}, "is in the checkpoint"},

@@ -52,7 +52,7 @@ TEST(PlanCommand, PrintsWhatFits) {
   expect_contains(plan({"--model", model, "--memory", "1GB"}).second, "--gpus is missing");
   const auto [help_code, help] = plan({"--help"});
   EXPECT_EQ(help_code, 0);
-  for (const char* part : {"tessera plan --model", "--link", "400Gb/s"}) expect_contains(help, part);
+  for (const char* part : {"tessera plan --model", "--link", "400Gb/s", "head_dim"}) expect_contains(help, part);
   for (const char* part : {"PATH is a checkpoint", "--tolerance"})
     EXPECT_EQ(help.find(part), std::string::npos) << help;
 }

@@ -1,7 +1,11 @@
 #include "commands.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #include "progress_bar.h"
 #include "tessera/checkpoint/checkpoint.h"
@@ -26,6 +30,18 @@ fs::path resolve(const fs::path& path) {
   std::fprintf(stderr, "tessera: %s holds checkpoints; taking the newest, %s\n", path.c_str(),
                latest->filename().c_str());
   return *latest;
+}
+
+// Of what exists and is none, says which commands take it.
+fs::path checkpoint_of(const fs::path& path) {
+  const fs::path found = resolve(path);
+  std::error_code ignored;
+  if (!is_checkpoint(found) && fs::exists(found, ignored))
+    throw std::invalid_argument(
+        found.string() + ": is no checkpoint, " +
+        (fs::is_directory(found, ignored) ? std::string("it has no ") + kManifestName : "which is a folder") +
+        "; `tessera inspect` and `tessera diff` take full safetensors files too");
+  return found;
 }
 
 void print(const json& value) { std::printf("%s\n", value.dump(2).c_str()); }
@@ -116,7 +132,7 @@ int inspect(const Arguments& arguments) {
 }
 
 int verify(const Arguments& arguments) {
-  const fs::path path = resolve(arguments.paths[0]);
+  const fs::path path = checkpoint_of(arguments.paths[0]);
   static_cast<void>(read_manifest_text(path));  // what is not there is an error, not damage
   std::vector<std::string> problems;
   int64_t bytes = 0;
@@ -140,7 +156,7 @@ int verify(const Arguments& arguments) {
 }
 
 int consolidate(const Arguments& arguments) {
-  const fs::path from = resolve(arguments.paths[0]);
+  const fs::path from = checkpoint_of(arguments.paths[0]);
   ProgressBar bar("consolidating", bytes_of(find_tensors(from)));
   consolidate_checkpoint(from, arguments.paths[1], arguments.state, {.max_file_bytes = arguments.max_file_bytes},
                          [&](int64_t bytes) { bar.add(bytes); });
@@ -149,7 +165,7 @@ int consolidate(const Arguments& arguments) {
 }
 
 int reshard(const Arguments& arguments) {
-  const fs::path from = resolve(arguments.paths[0]);
+  const fs::path from = checkpoint_of(arguments.paths[0]);
   ProgressBar bar("resharding", bytes_of(find_tensors(from)));
   reshard_checkpoint(from, arguments.paths[1], arguments.ranks, [&](int64_t bytes) { bar.add(bytes); });
   if (arguments.json) print({{"from", from.string()}, {"to", arguments.paths[1].string()}, {"ranks", arguments.ranks}});

@@ -100,6 +100,14 @@ bool is_for_all(const std::string& option) {
   return std::none_of(commands().begin(), commands().end(), [&](const Command& each) { return each.has(option); });
 }
 
+// "`tessera reshard` and `tessera calibrate`"
+std::string commands_with(const std::string& option) {
+  std::string text;
+  for (const auto& command : commands())
+    if (command.has(option)) text += (text.empty() ? "`tessera " : " and `tessera ") + command.name + "`";
+  return text;
+}
+
 void print_usage(const Command& command) {
   std::cout << "  tessera " << command.name << " " << command.arguments << "\n      " << command.what << "\n";
 }
@@ -133,7 +141,7 @@ int run_command(const std::string& name, const po::variables_map& values, const 
   for (const auto& other : commands())
     for (const auto& option : other.options)
       if (!command.has(option) && values.count(option) > 0 && !values[option].defaulted())
-        throw po::error("--" + option + " is for `tessera " + other.name + "`");
+        throw po::error("--" + option + " is for " + commands_with(option));
   const std::string with_default = command.run == calibrate ? "ranks" : "";
   for (const char* required : {"ranks", "model", "gpus", "memory", "output"})
     if (command.has(required) && values.count(required) == 0 && required != with_default)
@@ -166,8 +174,9 @@ void add_speed_options(po::options_description& options, Arguments& arguments) {
 void add_plan_options(po::options_description& options, Arguments& arguments) {
   auto add = options.add_options();
   add("model", po::value(&arguments.model),
-      "plan: gpt: or llama: with layers, width, heads, kv_heads, mlp, vocab, sequence, batch, tie; or Hugging Face's "
-      "config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3; or an archive of torch.export");
+      "plan: gpt: or llama: with layers, width, heads, kv_heads, head_dim, mlp, vocab, sequence, batch, tie; or "
+      "Hugging Face's config.json of GPT-2, Llama, Mistral, Qwen2 or Qwen3, or a folder that has it; or an archive of "
+      "torch.export (.pt2)");
   add("gpus", po::value(&arguments.gpus), "plan: how many ranks");
   add("memory", po::value(&arguments.memory), "plan: of each rank, as 80GiB");
   add("sequence", po::value(&arguments.sequence),
