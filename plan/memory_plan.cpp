@@ -148,7 +148,8 @@ std::string notes_on(const std::vector<PlannedTraining>& plans, const Machines& 
         "choice is recommended only where no other fits.\n";
   if (best >= 0 && plans[static_cast<size_t>(best)].choice.offload && machines.host_memory_bytes == 0)
     text += "\nWhether a host has room for " + text_of(bytes_on_host(plans[static_cast<size_t>(best)], machines)) +
-            " (" + std::to_string(machines.ranks_on_host()) + " ranks) is not known: --host-memory.\n";
+            " " + unit_for(machines.memory_bytes).name + " (" + counted(machines.ranks_on_host(), "rank") +
+            ") is not known: --host-memory.\n";
   return text;
 }
 
@@ -208,10 +209,10 @@ std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const 
 }
 
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines) {
-  const bool is_large = machines.memory_bytes >= int64_t{4} << 30;
+  const ByteUnit unit = unit_for(machines.memory_bytes);
   const auto text_of = [&](int64_t bytes) {
     std::ostringstream text;
-    text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / (is_large ? 0x1p30 : 0x1p20);
+    text << std::fixed << std::setprecision(1) << static_cast<double>(bytes) / unit.bytes;
     return text.str();
   };
   const int best = recommended(plans, machines);
@@ -235,8 +236,9 @@ std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines&
       {"units", "layers"}, {"a copy", "all"},       {"secondary", "none"}, {"prefetch", "1"},
       {"offload", "no"},   {"staging", text_of(0)}, {"host", text_of(0)},  {"between hosts", text_of(0)},
       {"step ms", "-"},    {"exposed ms", "-"},     {"tokens/s", "-"}};
-  return std::string(is_large ? "GiB" : "MiB") + " at the peak of a step on each of " + std::to_string(machines.ranks) +
-         " ranks, of " + text_of(machines.memory_bytes) + "\n\n" + table_of(std::move(rows), plain) + notes + "\n" +
+  return std::string(unit.name) + " at the peak of a step on " + (machines.ranks == 1 ? "" : "each of ") +
+         counted(machines.ranks, "rank") + ", of " + text_of(machines.memory_bytes) + "\n\n" +
+         table_of(std::move(rows), plain) + notes + "\n" +
          (best >= 0 ? plans[static_cast<size_t>(best)].options
                     : "None fits with a tenth to spare: take more ranks, a smaller batch or sequence, or --search.") +
          "\n";

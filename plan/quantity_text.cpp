@@ -20,4 +20,12 @@ std::optional<double> quantity_of_text(std::string_view text, const std::map<std
   return number * unit->second;
 }
 
+ByteUnit unit_for(int64_t most_bytes) {
+  return most_bytes >= int64_t{4} << 30 ? ByteUnit{"GiB", 0x1p30} : ByteUnit{"MiB", 0x1p20};
+}
+
+std::string counted(int64_t number, const std::string& noun) {
+  return std::to_string(number) + " " + noun + (number == 1 ? "" : "s");
+}
+
 }  // namespace tessera

@@ -5,6 +5,8 @@
 #include <map>
 #include <sstream>
 
+#include "tessera/plan/quantity_text.h"
+
 namespace tessera {
 
 int64_t BytesByKind::tensors() const {
@@ -33,24 +35,36 @@ int64_t RunRecord::collective_bytes(int step) const {
 
 std::string RunRecord::summary() const {
   std::ostringstream text;
-  const auto gib = [](int64_t bytes) { return static_cast<double>(bytes) / (int64_t{1} << 30); };
-  text << std::fixed << std::setprecision(3) << "peak " << gib(peak_bytes()) << " GiB";
+  text << std::fixed;
+  const ByteUnit unit = unit_for(peak_bytes());
+  const auto put = [&](int64_t bytes, int width = 0) {
+    text << std::setprecision(3) << std::setw(width) << static_cast<double>(bytes) / unit.bytes << " " << unit.name;
+  };
+  text << "peak ";
+  put(peak_bytes());
   if (!operators.empty()) text << ", in " << peak_place();
   text << ":\n";
-  for (size_t kind = 0; kind < kMemoryKinds; ++kind)
-    if (peak.bytes[kind] > 0)
-      text << "  " << std::left << std::setw(13) << name_of(static_cast<MemoryKind>(kind)) << std::right
-           << std::setw(12) << gib(peak.bytes[kind]) << " GiB\n";
+  for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
+    if (peak.bytes[kind] <= 0) continue;
+    text << "  " << std::left << std::setw(13) << name_of(static_cast<MemoryKind>(kind)) << std::right;
+    put(peak.bytes[kind], 12);
+    text << "\n";
+  }
   const int last = operators.empty() ? 0 : operators.back().step;
-  text << std::setprecision(4) << static_cast<double>(flop) * 1e-12 << " TFLOP a step\n";
+  const bool is_tera = flop >= 1e11;
+  text << std::setprecision(4) << static_cast<double>(flop) * (is_tera ? 1e-12 : 1e-9)
+       << (is_tera ? " TFLOP a step\n" : " GFLOP a step\n");
   std::map<std::string, std::pair<int64_t, int64_t>> by_operation;
   for (const RecordedCollective& collective : collectives) {
     if (collective.step != last) continue;
     ++by_operation[collective.operation].first;
     by_operation[collective.operation].second += collective.bytes;
   }
-  for (const auto& [operation, total] : by_operation)
-    text << "  " << total.first << " x " << operation << ", " << gib(total.second) << " GiB\n";
+  for (const auto& [operation, total] : by_operation) {
+    text << "  " << total.first << " x " << operation << ", ";
+    put(total.second);
+    text << "\n";
+  }
   for (const std::string& stand_in : stand_ins) text << "0 stands for a value that was asked for: " << stand_in << "\n";
   return text.str();
 }

@@ -212,7 +212,7 @@ byId("picture").addEventListener("pointermove", event => {
       one => one.operation === lanes[Math.min(lanes.length - 1, Math.floor((point.y - box.lane - 4) / 24))]);
     const one = nearest(inLane.length ? inLane : data.collectives, at);
     cursor.setAttribute("x1", x(one.at)), cursor.setAttribute("x2", x(one.at));
-    text = one.operation + " of " + one.what + "\n" + bytes(one.bytes) + " over " + one.ranks + " ranks";
+    text = one.operation + " of " + one.what + "\n" + bytes(one.bytes) + " over " + one.ranks + (one.ranks === 1 ? " rank" : " ranks");
   } else {
     const one = nearest(data.points, at);
     cursor.setAttribute("x1", x(one.at)), cursor.setAttribute("x2", x(one.at));

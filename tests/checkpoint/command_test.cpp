@@ -170,6 +170,7 @@ TEST_F(Command, MistakesAreExplained) {
     EXPECT_EQ(result.code, 2) << result.output;
     expect_contains(result.output, message);
   }
+  expect_contains(tessera_command({"inspect", at("full.safetensors")}).output, " in 1 file\n");
   EXPECT_EQ(tessera_command({"verify", at("a")}).code, 0);  // none of it has changed anything
 }
 

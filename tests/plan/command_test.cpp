@@ -42,6 +42,7 @@ TEST(PlanCommand, PrintsWhatFits) {
   ASSERT_EQ(all.size(), 20U);
   for (const json& choice : all) EXPECT_FALSE(choice["recommended"].get<bool>());
   EXPECT_GT(all[0]["bytes"]["optimizer"].get<int64_t>(), 3 * all[1]["bytes"]["optimizer"].get<int64_t>());
+  expect_contains(plan({"--model", model, "--gpus", "1", "--memory", "64MiB"}).second, "of a step on 1 rank, of 64.0");
   const auto [missing, why] = plan({"--model", "model.pt2", "--gpus", "4", "--memory", "1GB"});
   EXPECT_EQ(missing, 2);
   expect_contains(why, "model.pt2");

@@ -55,6 +55,24 @@ TEST(PlanScale, AnyRankOfAnyWorld) {
   expect_contains(part.summary(), "reduce-scatter");
 }
 
+// In units that leave something of the numbers.
+TEST(PlanScale, SummariesAreInTheUnitsOfTheirSize) {
+  RunRecord record;
+  record.operators.push_back({.name = "aten::mm", .step = 2});
+  record.collectives.push_back({.operation = "all-gather", .bytes = 3 << 19, .step = 2});
+  record.peak[MemoryKind::kParameters] = 5 << 20;
+  record.flop = 25'000'000;
+  const std::string small = record.summary();
+  for (const char* part : {"peak 5.000 MiB, in ", " 5.000 MiB\n", "0.0250 GFLOP a step", "all-gather, 1.500 MiB\n"})
+    expect_contains(small, part);
+  record.peak[MemoryKind::kParameters] = int64_t{5} << 30;
+  record.collectives[0].bytes = int64_t{3} << 29;
+  record.flop = 2'500'000'000'000;
+  const std::string large = record.summary();
+  for (const char* part : {"peak 5.000 GiB, in ", " 5.000 GiB\n", "2.5000 TFLOP a step", "all-gather, 1.500 GiB\n"})
+    expect_contains(large, part);
+}
+
 // No memory beyond metadata: what it takes in time says bench/plan_time --scale.
 TEST(PlanScale, SeventyBillionParametersOn65536Ranks) {
   const auto model = planned_decoder(
@@ -468,7 +486,7 @@ TEST(PlanModels, OffloadIsHeldAgainstTheHost) {
   EXPECT_FALSE(plans[1].time.has_value());
   machines.memory_bytes = static_cast<int64_t>(static_cast<double>(plans[1].peak.tensors()) / kUsable) + 1;
   EXPECT_EQ(recommended(plans, machines), 1);
-  expect_contains(plan_text(plans, machines), "(4 ranks) is not known: --host-memory");
+  expect_contains(plan_text(plans, machines), " MiB (4 ranks) is not known: --host-memory");
   expect_contains(plan_text(plans, machines), "time that is not predicted");
   machines.host_memory_bytes = static_cast<int64_t>(4 * static_cast<double>(plans[1].host_bytes) / kUsable) + 1;
   EXPECT_EQ(recommended(plans, machines), 1);

@@ -10,6 +10,7 @@
 #include "commands.h"
 #include "tessera/launch/launch.h"
 #include "tessera/plan/calibrate_hosts.h"
+#include "tessera/plan/quantity_text.h"
 
 using namespace tessera;
 
@@ -55,9 +56,10 @@ int calibrate(const Arguments& arguments) {
   };
   const auto of = [](WorkClass work) { return static_cast<size_t>(work); };
   std::printf(
-      "each of %d ranks with %d threads: matrix products %.1f GFLOP/s (bfloat16 %.1f), attention %.1f, convolutions "
+      "%s with %s: matrix products %.1f GFLOP/s (bfloat16 %.1f), attention %.1f, convolutions "
       "%.1f; memory %.1f GB/s; an operator %.1f us\n",
-      options.ranks, options.threads, largest(speed.work[of(WorkClass::kMatmul)]),
+      ((options.ranks == 1 ? "" : "each of ") + counted(options.ranks, "rank")).c_str(),
+      counted(options.threads, "thread").c_str(), largest(speed.work[of(WorkClass::kMatmul)]),
       largest(speed.work_16bit[of(WorkClass::kMatmul)]), largest(speed.work[of(WorkClass::kAttention)]),
       largest(speed.work[of(WorkClass::kConvolution)]), largest(speed.work[of(WorkClass::kMemory)]),
       speed.operator_s * 1e6);

@@ -15,6 +15,7 @@
 #include "tessera/checkpoint/offline.h"
 #include "tessera/checkpoint/rank_files.h"
 #include "tessera/checkpoint/safetensors_header.h"
+#include "tessera/plan/quantity_text.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
@@ -118,12 +119,13 @@ int inspect(const Arguments& arguments) {
     print(inspect_json(saved, manifest ? &*manifest : nullptr));
     return 0;
   }
-  std::printf("%s: %zu tensors, %s", path.c_str(), saved.tensors.size(), human_bytes(bytes_of(saved)).c_str());
-  if (!saved.by_rank) std::printf(" in %zu files", saved.files.size());
+  std::printf("%s: %s, %s", path.c_str(), counted(std::ssize(saved.tensors), "tensor").c_str(),
+              human_bytes(bytes_of(saved)).c_str());
+  if (!saved.by_rank) std::printf(" in %s", counted(std::ssize(saved.files), "file").c_str());
   std::printf("\n");
   if (manifest) {
-    std::printf("saved by %d rank%s, number %lld; optimizer %s; extra %s\n", manifest->world_size,
-                manifest->world_size == 1 ? "" : "s", static_cast<long long>(manifest->sequence),
+    std::printf("saved by %s, number %lld; optimizer %s; extra %s\n", counted(manifest->world_size, "rank").c_str(),
+                static_cast<long long>(manifest->sequence),
                 manifest->optimizer ? manifest->optimizer->kind.c_str() : "none", manifest->extra.dump().c_str());
   }
   std::printf("\n");

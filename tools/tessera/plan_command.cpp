@@ -12,6 +12,7 @@
 
 #include "commands.h"
 #include "tessera/plan/plan_search.h"
+#include "tessera/plan/quantity_text.h"
 #include "tessera/plan/timeline_page.h"
 
 using namespace tessera;
@@ -85,13 +86,12 @@ void draw(const Arguments& arguments, const PlannedModel& model, const PlannedTr
       throw std::invalid_argument("--measured needs the time of the line that is drawn, which is not predicted");
     measured = measured_step(arguments.measured, plan.rank);
   }
-  write_page(arguments.html,
-             timeline_page(record, {.title = arguments.model + " on " + std::to_string(machines.ranks) + " ranks",
-                                    .options = plan.options,
-                                    .notes = notes,
-                                    .memory_bytes = machines.memory_bytes,
-                                    .time = time ? &*time : nullptr,
-                                    .measured_time = measured ? &*measured : nullptr}));
+  write_page(arguments.html, timeline_page(record, {.title = arguments.model + " on " + counted(machines.ranks, "rank"),
+                                                    .options = plan.options,
+                                                    .notes = notes,
+                                                    .memory_bytes = machines.memory_bytes,
+                                                    .time = time ? &*time : nullptr,
+                                                    .measured_time = measured ? &*measured : nullptr}));
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
+#include "tessera/plan/quantity_text.h"
 #include "tessera/trace/merge_traces.h"
 
 namespace {
@@ -33,7 +34,7 @@ int merge_trace_files(const Arguments& arguments) {
     std::printf("%s\n", json_of(merged).dump(2).c_str());
     return 0;
   }
-  std::printf("%s: %lld events\n", out.c_str(), static_cast<long long>(merged.events));
+  std::printf("%s: %s\n", out.c_str(), tessera::counted(merged.events, "event").c_str());
   for (const auto& clock : merged.clocks)
     std::printf("  %s, run %lld, rank%s %s on %s: clock moved by %.1f us, right within %.1f us\n", clock.file.c_str(),
                 static_cast<long long>(clock.run) + 1, clock.ranks.size() == 1 ? "" : "s",
