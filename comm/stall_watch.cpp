@@ -427,15 +427,17 @@ std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
   return "";
 }
 
-// One rank of the group looks for it: the others, too, wait for who is in it.
+// One rank of the group looks for it: the others, too, wait for who is in it. Who is told of one is told before those
+// that were in it, and go on in other groups, can miss it there.
 std::string StallWatch::State::find_cycle() {
   own_place.waits->show();
   const auto now = steady_clock::now();
   const auto wait = long_wait();
-  if (!wait || now - searched_ < search_every(own_place.waits->size())) return "";
+  if (!wait) return "";
+  std::string told = own_place.waits->told_of(own_place.name, wait->sequence);
+  if (!told.empty() || shown_.empty() || now - searched_ < search_every(own_place.waits->size())) return told;
   searched_ = now;
-  const std::string told = own_place.waits->told_of(own_place.name, wait->sequence);
-  return told.empty() && !shown_.empty() ? own_place.waits->find_cycle() : told;
+  return own_place.waits->find_cycle();
 }
 
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.

@@ -24,7 +24,7 @@ namespace tessera {
 // timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
 // fact.) A transport may know, too, that what is waited for cannot come. And a rank that lets go of the group says
 // after how many operations, so that who waits for a later one need not wait for it. A rank that waits calls the store
-// nine times a second, however many ranks there are.
+// nine times a second, thirteen times where groups were split, however many ranks there are.
 //
 // Ranks may wait for each other in different groups, too, one in the group of all, say, and another in one that was
 // split from it. Each of these looks well by itself, so a rank of split groups leaves what it waits for in the store of
