@@ -175,13 +175,15 @@ void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) c
   const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
   constexpr char kHint[] =
       "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
-  if (options_.auto_wrap && !plan.empty() && std::all_of(plan.begin(), plan.end(), is_of_root))
-    TORCH_WARN("FullyShardedDataParallel: auto_wrap names no module, so the model is one unit, gathered as a whole",
-               kHint);
-  if (claims_none(options_.mixed_precision.full_precision))
-    TORCH_WARN("FullyShardedDataParallel: mixed_precision.full_precision names no module", kHint);
-  if (claims_none(options_.ignored_modules))
-    TORCH_WARN("FullyShardedDataParallel: ignored_modules names no module", kHint);
+  const auto warn = [&](bool is_idle, const char* what) {
+    if (is_idle) {
+      TORCH_WARN("FullyShardedDataParallel: ", what, kHint);
+    }
+  };
+  warn(options_.auto_wrap && !plan.empty() && std::all_of(plan.begin(), plan.end(), is_of_root),
+       "auto_wrap names no module, so the model is one unit, gathered as a whole");
+  warn(claims_none(options_.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
+  warn(claims_none(options_.ignored_modules), "ignored_modules names no module");
 }
 
 // In place: the module's members are these very tensors.
