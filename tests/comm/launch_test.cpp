@@ -427,17 +427,6 @@ TEST(Launchers, ARankThatIsStoppedEndsTheOthersInTime) {
   }
 }
 
-// What they wait for is no operation of the transport yet.
-TEST(Launchers, ARankThatIsKilledEndsTheOthersConnecting) {
-  const Processes processes = start_ranks(3, "1", {"connect", "1"});
-  EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGKILL) << outputs(processes);
-  for (const size_t rank : {0, 2}) {
-    EXPECT_EQ(processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
-    EXPECT_TRUE(contains(processes[rank]->output(), "all-reduce of a tensor")) << outputs(processes);
-  }
-  EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
-}
-
 // Of its group: it has the memory, the connections, and none of the threads.
 TEST(Launchers, AForkedChildLeavesTheGroupAsItIs) {
   for (const char* peer_memory : {"0", "1"}) {
@@ -490,15 +479,24 @@ TEST(Launchers, ARunThatEndsWellEndsAtOnce) {
   }
 }
 
-// In the middle of sums that go chunk by chunk.
-TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
-  const Processes processes = start_ranks(3, "0", {"cut", "1"});
+void expect_a_kill_ends_the_others(const char* peer_memory, const char* mode, const char* operation) {
+  const Processes processes = start_ranks(3, peer_memory, {mode, "1"});
   EXPECT_EQ(processes[1]->wait(seconds(30)), 128 + SIGKILL) << outputs(processes);
   for (const size_t rank : {0, 2}) {
     EXPECT_EQ(processes[rank]->wait(seconds(15)), 128 + SIGABRT) << outputs(processes);
-    EXPECT_TRUE(contains(processes[rank]->output(), "all-reduce of a large tensor")) << outputs(processes);
+    EXPECT_TRUE(contains(processes[rank]->output(), operation)) << outputs(processes);
   }
   EXPECT_TRUE(contains(outputs(processes), "rank 1 is closed")) << outputs(processes);
+}
+
+// In the middle of sums that go chunk by chunk.
+TEST(Launchers, ARankThatIsKilledEndsTheOthersByName) {
+  expect_a_kill_ends_the_others("0", "cut", "all-reduce of a large tensor");
+}
+
+// What they wait for is no operation of the transport yet.
+TEST(Launchers, ARankThatIsKilledEndsTheOthersConnecting) {
+  expect_a_kill_ends_the_others("1", "connect", "all-reduce of a tensor");
 }
 
 // What NCCL's groups rely on, through the store of a launched group: rank 0's process has it.
