@@ -1,7 +1,10 @@
 // What programs do beside forward, backward and step: optimizers by hand, threads, state of optimizers, mixed modes.
 #include <ATen/autocast_mode.h>
 
+#include <semaphore>
 #include <sstream>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 #include "tests/loops/loops.h"
@@ -270,6 +273,35 @@ TEST_P(Habits, EachPartOfAStepInAThreadOfItsOwn) {
       in_thread([&] { loss.backward(); });
       in_thread([&] { run.optimizer().step(); });
     }
+  });
+}
+
+// One thread for the whole run that looks whenever the loop lets it, and has an error of its own in between.
+TEST_P(Habits, AThreadThatValidatesByTurns) {
+  play(GetParam(), {}, [](Trainer& run) {
+    std::binary_semaphore turn{0}, back{0};
+    std::exception_ptr error;
+    std::jthread validator([&] {
+      for (int step = 0; step < 3; ++step) {
+        turn.acquire();
+        try {
+          const at::NoGradGuard no_grad;
+          run.note(run.loss(step + 10));
+          throw std::runtime_error("no room for a plot");
+        } catch (const std::runtime_error& caught) {
+          if (std::string(caught.what()) != "no room for a plot") error = std::current_exception();
+        } catch (...) {
+          error = std::current_exception();
+        }
+        back.release();
+      }
+    });
+    for (int step = 0; step < 3; ++step) {
+      if (!error) run.train(step);
+      turn.release();
+      back.acquire();
+    }
+    if (error) std::rethrow_exception(error);
   });
 }
 
