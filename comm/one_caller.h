@@ -23,7 +23,9 @@ class OneCaller {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
+    // No other thread is in a call.
     bool is_alone() const { return is_alone_; }
+    // This one is not within another one of its thread.
     bool is_outermost() const { return is_outermost_; }
 
    private:
