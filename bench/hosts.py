@@ -4,11 +4,15 @@
     hosts.py [--hosts 2 3 4] [--mbit 1000 10000] [--rounds 3] [--pairs fsdp:fsdp2 sdp:zero1 ddp:ddp]
     hosts.py --pairs fsdp,int8:fsdp,exact  # ours against ours: what travels in int8 blocks, or as it is
     hosts.py --other old/train_step        # ours against an older build of ours instead of PyTorch's
+    hosts.py --hosts 2 --limit             # beside that, computing and moving as many bytes by themselves
 
 A pair is one of our wrappers and what it is compared with: a peer of bench/compare/peer.py, or ours again. In a round
 the programs of a pair run one after the other, the other one first every second time; a ratio is that of the two runs
 of one round, and what is printed its median and range. "link" is how full ours kept it: the bytes that a rank sent in
-a step, over what the link takes in that time. Losses have to agree with the pair's.
+a step, over what the link takes in that time. Losses have to agree with the pair's. The limit is the two things that a
+step must do, each by itself: compute undistributed, on all hosts at once, and move its bytes through plain sockets, both
+directions at once. Where the cores are full and not the link, the two take turns, and a step takes about their sum: less
+by what a sharded rank saves of the optimizer's step, which computing has whole.
 
 Hosts hang on one bridge by veth pairs, with a token bucket (tc tbf) at both ends of each. The way through shared memory
 is switched off (TESSERA_PEER_MEMORY=0), since the namespaces are on one machine. Needs root and iproute2.
@@ -16,14 +20,19 @@ is switched off (TESSERA_PEER_MEMORY=0), since the namespaces are on one machine
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
+import threading
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PORT = 29577
+EXCHANGES = 5
 # Python's programs now and then end by "terminate called without an active exception".
 PEER_TRIES = 3
 
@@ -98,6 +107,57 @@ class Hosts:
         return output
 
 
+def exchange(sent_bytes):
+    """Between two hosts, as one of them: what it takes to send so many bytes and to receive as many, the median of several times."""
+    is_first = os.environ["RANK"] == "0"
+    address = (os.environ["MASTER_ADDR"], PORT)
+    connection = socket.create_server(address).accept()[0] if is_first else connect(address)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    outgoing, incoming = bytearray(os.urandom(1 << 20) * (sent_bytes // (1 << 20) + 1))[:sent_bytes], bytearray(sent_bytes)
+    seconds, cpu_seconds = [], []
+    for _ in range(EXCHANGES):
+        connection.sendall(b"!")
+        connection.recv(1)
+        began, cpu_began = time.monotonic(), cpu_now()
+        sender = threading.Thread(target=connection.sendall, args=(outgoing,))
+        sender.start()
+        left = memoryview(incoming)
+        while left:
+            received = connection.recv_into(left)
+            if received == 0:
+                raise SystemExit("hosts.py: the other host has gone")
+            left = left[received:]
+        sender.join()
+        seconds.append(time.monotonic() - began)
+        cpu_seconds.append(cpu_now() - cpu_began)
+    print(json.dumps({"exchange_s": statistics.median(seconds), "cpu_s": statistics.median(cpu_seconds)}))
+
+
+def connect(address):
+    for _ in range(100):
+        try:
+            return socket.create_connection(address)
+        except ConnectionRefusedError:  # the other host has not begun
+            time.sleep(0.1)
+    raise SystemExit(f"hosts.py: nobody answers at {address[0]}")
+
+
+def cpu_now():
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def limit_of(hosts, args, result):
+    """Computing and moving what `result`'s step of ours has sent, each by itself."""
+    computing = hosts.ranks(command_of("local", args, len(hosts.names), is_ours=True))
+    moving = hosts.ranks([sys.executable, os.path.abspath(__file__), "--exchange", str(result["sent_bytes"])])
+    limit_s = computing["step_s_median"] + moving["exchange_s"]
+    print(f"  computing {computing['step_s_median'] * 1e3:.0f} + moving {moving['exchange_s'] * 1e3:.0f} = {limit_s * 1e3:.0f} ms: "
+          f"ours {result['ours_s'] / limit_s:.2f} of it, it {limit_s / result['other_s']:.2f} of {result['other']}  "
+          f"processor {computing['cpu_s']:.2f} + {moving['cpu_s']:.2f} s", flush=True)
+    return {"computing_s": computing["step_s_median"], "moving_s": moving["exchange_s"], "moving_cpu_s": moving["cpu_s"]}
+
+
 def command_of(program, args, hosts, is_ours):
     size = ["--model", args.model, "--ranks", str(hosts), "--steps", str(args.steps), "--warmup", str(args.warmup)]
     for name in ("layers", "width", "batch"):
@@ -134,6 +194,8 @@ def compare(hosts, args, pair):
     print(f"{result['hosts']} hosts, {hosts.mbit:5d} Mbit/s, {ours:9} / {'old' if args.other else other:10}  "
           f"{step_s['ours'] * 1e3:7.0f} / {step_s['other'] * 1e3:7.0f} ms  ratio {result['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})  "
           f"link {result['link'] * 100:3.0f} %  processor {result['cpu_s'][0]:.2f} / {result['cpu_s'][1]:.2f} s", flush=True)
+    if args.limit:
+        result["limit"] = limit_of(hosts, args, result)
     return result
 
 
@@ -152,7 +214,13 @@ def main():
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", help="a file for everything measured")
+    parser.add_argument("--limit", action="store_true", help="measure computing and moving by themselves, too, of 2 hosts")
+    parser.add_argument("--exchange", type=int, help=argparse.SUPPRESS)  # as one of two hosts
     args = parser.parse_args()
+    if args.exchange is not None:
+        return exchange(args.exchange)
+    if args.limit and args.hosts != [2]:
+        parser.error("--limit goes with --hosts 2")
     if os.geteuid() != 0:
         parser.error("needs root, for network namespaces")
     if not shutil.which("ip") or not shutil.which("tc"):

@@ -15,7 +15,8 @@ namespace {
 using namespace testing_support;
 
 constexpr int64_t kNumels[] = {0, 1, 3, 1023, 1024, 1025, 5000};  // about a block, and several with a rest
-constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte};
+constexpr at::ScalarType kDtypes[] = {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16,
+                                      at::kInt,   at::kLong,   at::kByte};
 
 // Of all magnitudes and both signs, some of it NaN, not at the same places in each part.
 at::Tensor drawn_part(int part, int64_t numel, at::ScalarType dtype) {
@@ -31,7 +32,7 @@ at::Tensor by_torch(const std::vector<at::Tensor>& parts, ReduceOp op) {
   at::Tensor result = parts[0].to(is_short ? at::kFloat : dtype);
   for (size_t i = 1; i < parts.size(); ++i) {
     const at::Tensor part = parts[i].to(result.dtype());
-    result = op == ReduceOp::kMax ? torch::maximum(result, part)
+    result = op == ReduceOp::kMax   ? torch::maximum(result, part)
              : op == ReduceOp::kMin ? torch::minimum(result, part)
                                     : result + part;
   }
@@ -71,7 +72,8 @@ TEST(RankOrderSum, IsThatOfTorchsOperatorsInTurn) {
       for (const at::ScalarType dtype : kDtypes)
         for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage, ReduceOp::kMax, ReduceOp::kMin}) {
           if (op == ReduceOp::kAverage && !at::isFloatingType(dtype)) continue;
-          SCOPED_TRACE(c10::str(world, " parts of ", numel, " elements of ", dtype, ", operation ", static_cast<int>(op)));
+          SCOPED_TRACE(
+              c10::str(world, " parts of ", numel, " elements of ", dtype, ", operation ", static_cast<int>(op)));
           expect_as_torch(world, numel, dtype, op);
         }
 }
