@@ -7,6 +7,7 @@
 #include <iostream>
 #include <limits>
 #include <optional>
+#include <system_error>
 
 #include "adapters.h"
 #include "checkpoints.h"
@@ -29,6 +30,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr const char* kMetricsFile = "metrics.jsonl";
+constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
 constexpr const char* kPlotFile = "losses.svg";
 
 // How many ranks share this machine, as far as the launcher says.
@@ -150,9 +152,15 @@ Job prepare(TrainOptions options) {
 
 tessera::FolderLock prepare_output(const TrainOptions& options) try {
   tessera::FolderLock lock(options.out);
-  // A run that goes on keeps its metrics.
-  const MetricsLog writable(options.out / kMetricsFile,
-                            options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
+  // A run that goes on keeps its metrics; another one does not lose those of the run before.
+  const auto metrics = options.out / kMetricsFile;
+  std::error_code none;  // there is no such file
+  if (options.resume.empty() && std::filesystem::file_size(metrics, none) > 0 && !none) {
+    std::filesystem::rename(metrics, options.out / kFormerMetricsFile);
+    std::cout << "the metrics that were in " << options.out.string() << " are in " << kFormerMetricsFile << " now"
+              << std::endl;
+  }
+  const MetricsLog writable(metrics, options.resume.empty() ? 0 : std::numeric_limits<int64_t>::max());
   return lock;
 } catch (const tessera::CheckpointError& error) {
   throw std::runtime_error(std::string("--out: ") + error.what());

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -102,6 +103,18 @@ void expect_same_losses(const std::vector<nlohmann::json>& a, const std::vector<
       EXPECT_NEAR(a[i]["val_loss"].get<double>(), b[i]["val_loss"].get<double>(), 1e-4) << "step " << i + 1;
     }
   }
+}
+
+TEST(TrainGpt, KeepsTheMetricsOfAnEarlierRun) {
+  const TemporaryFolder out;
+  const std::string words = kTiny + std::string("--wrapper local --batch 2 --sample 0 --out ") + out.path().string();
+  const auto first = run(words), second = run(words);
+  ASSERT_EQ(second.exit_code, 0) << second.output;
+  EXPECT_EQ(first.output.find("metrics.before.jsonl"), std::string::npos) << first.output;
+  EXPECT_NE(second.output.find("are in metrics.before.jsonl now"), std::string::npos) << second.output;
+  EXPECT_EQ(metrics_in(out.path()).size(), 8u);
+  std::ifstream before(out / "metrics.before.jsonl");
+  EXPECT_EQ(std::count(std::istreambuf_iterator<char>(before), {}, '\n'), 8);
 }
 
 TEST(TrainGpt, OneProcessWritesMetricsPlotAndSample) {
