@@ -27,6 +27,33 @@ TEST_P(Layers, RecurrentOnes) {
   play(GetParam(), {.model = [] { return seeded_model<Recurrent>(21); }}, three_steps);
 }
 
+// Parameters that reductions take in several blocks, with a rest that differs from rank to rank.
+struct WideInside : Net {
+  WideInside() { register_module("in", in), register_module("out", out); }
+  at::Tensor forward(const at::Tensor& x) override { return out(in(x).tanh()); }
+  torch::nn::Linear in{kFeatures, 773};
+  torch::nn::Linear out{773, kFeatures};
+};
+
+// Two backwards before each step, a forward that fails and is given up, and a look at validation data in between.
+TEST_P(Layers, WideOnes) {
+  play(GetParam(), {.model = [] { return seeded_model<WideInside>(31); }}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.optimizer().zero_grad();
+      run.loss(2 * step).backward();
+      EXPECT_ANY_THROW(run(torch::ones({2, kFeatures + 1}, at::kDouble)));
+      {
+        const at::NoGradGuard no_grad;
+        run.note(run.loss(step + 10));
+      }
+      const at::Tensor loss = run.loss(2 * step + 1);
+      run.note(loss);
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 // What comes out of one step goes into the next.
 TEST_P(Layers, TruncatedBackpropagationThroughTime) {
   play(GetParam(), {.model = [] { return seeded_model<Recurrent>(22); }}, [](Trainer& run) {
