@@ -164,6 +164,8 @@ tessera::FolderLock prepare_output(const TrainOptions& options) try {
   return lock;
 } catch (const tessera::CheckpointError& error) {
   throw std::runtime_error(std::string("--out: ") + error.what());
+} catch (const std::filesystem::filesystem_error& error) {
+  throw std::runtime_error(std::string("--out: ") + error.what());
 }
 
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
