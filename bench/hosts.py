@@ -148,12 +148,12 @@ def cpu_now():
 
 
 def limit_of(hosts, args, result):
-    """Computing and moving what `result`'s step of ours has sent, each by itself."""
+    """Computing and moving what `result`'s step of ours has sent, each by itself: anew beside each pair, in the same minutes."""
     computing = hosts.ranks(command_of("local", args, len(hosts.names), is_ours=True))
     moving = hosts.ranks([sys.executable, os.path.abspath(__file__), "--exchange", str(result["sent_bytes"])])
     limit_s = computing["step_s_median"] + moving["exchange_s"]
     print(f"  computing {computing['step_s_median'] * 1e3:.0f} + moving {moving['exchange_s'] * 1e3:.0f} = {limit_s * 1e3:.0f} ms: "
-          f"ours {result['ours_s'] / limit_s:.2f} of it, it {limit_s / result['other_s']:.2f} of {result['other']}  "
+          f"ours {result['ours_s'] / limit_s:.2f} of it, it {limit_s / result['other_s']:.2f} of {'old' if args.other else result['other']}  "
           f"processor {computing['cpu_s']:.2f} + {moving['cpu_s']:.2f} s", flush=True)
     return {"computing_s": computing["step_s_median"], "moving_s": moving["exchange_s"], "moving_cpu_s": moving["cpu_s"]}
 
