@@ -29,6 +29,10 @@ struct SdpOptions {
 
   bool broadcast_buffers = true;       // before each forward that trains, from rank 0
   bool sync_models_at_startup = true;  // parameters and buffers from rank 0 at construction
+
+  // Gradients of at least this many bytes are reduced from autograd's memory, without a copy into their bucket, where
+  // the group can (gloo).
+  int64_t zero_copy_bytes = int64_t{256} << 10;
 };
 
 // The part of the wrapper that does not depend on the module's type.

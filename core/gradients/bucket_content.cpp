@@ -29,20 +29,20 @@ BucketContent BucketContent::of_members(size_t members) {
 
 void BucketContent::borrow(size_t piece, const at::Tensor& values) {
   uses.begin(values.device());
-  parts[piece] = {values, /*is_borrowed=*/true, values._version()};
+  parts[piece] = {values, Memory::kBorrowed, values._version()};
 }
 
 int64_t BucketContent::borrowed_bytes() const {
   int64_t bytes = 0;
   for (const Part& part : parts)
-    if (part.is_borrowed) bytes += static_cast<int64_t>(part.values.nbytes());
+    if (part.memory == Memory::kBorrowed) bytes += static_cast<int64_t>(part.values.nbytes());
   return bytes;
 }
 
 void BucketContent::require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                                         int rank) const {
   for (size_t piece = 0; piece < parts.size(); ++piece)
-    if (parts[piece].is_borrowed && parts[piece].values._version() != parts[piece].version)
+    if (parts[piece].memory == Memory::kBorrowed && parts[piece].values._version() != parts[piece].version)
       throw_changed(bucket, *bucket.pieces[piece].member, parameters, rank);
 }
 
@@ -115,7 +115,7 @@ void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members
 
 bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
   filled[member] = false;
-  if (Part& part = parts[bucket.piece_of[member]]; part.is_borrowed) part = {};
+  if (Part& part = parts[bucket.piece_of[member]]; part.memory == Memory::kBorrowed) part = {};
   std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
   return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
 }

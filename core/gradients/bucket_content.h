@@ -7,23 +7,27 @@
 #include <string>
 #include <vector>
 
-#include "core/runtime/stream_uses.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/layout/unit_plan.h"
+#include "core/runtime/stream_uses.h"
 
 namespace tessera {
 
-// The gradients that one bucket has got so far in a pass. Its owner, GradientReducer, gives it its memory.
+// The gradients of one bucket in a pass. Its owner allocates the memory.
 struct BucketContent {
-  // By piece of the bucket; none until the first gradient.
-  struct Part {
-    at::Tensor values;         // [numel of the piece] of the bucket's dtype, undefined until it is needed
-    bool is_borrowed = false;  // it is a gradient of autograd's, which is not to be written
-    int64_t version = 0;       // when it was borrowed
+  enum class Memory : uint8_t {
+    kBucket,    // BucketMemory's
+    kResult,    // the result buffer's own
+    kBorrowed,  // a gradient of autograd, which must not be written
+    kAdopted,   // a gradient that becomes the result
   };
-  std::vector<Part> parts{};
-  bool is_result = false;      // the only part is the result's own memory
-  bool is_adopted = false;     // it is a gradient's, which the result takes over
+  // A piece of the bucket.
+  struct Part {
+    at::Tensor values;  // [numel of the piece] of the bucket's dtype; undefined until it is needed
+    Memory memory = Memory::kBucket;
+    int64_t version = 0;  // of a borrowed gradient
+  };
+  std::vector<Part> parts{};   // none before the first gradient
   std::vector<bool> filled{};  // by member
   StreamUses uses{};           // of the memory: hooks run on the streams of the operators before them
   // On a device: small gradients, which are copied together when one launch is enough for all.
@@ -39,10 +43,10 @@ struct BucketContent {
   static BucketContent of_members(size_t members);
   bool is_begun() const { return !parts.empty(); }
 
-  // The part that is this gradient as it is, without copying it.
+  // Makes a gradient the part, without a copy.
   void borrow(size_t piece, const at::Tensor& values);
   int64_t borrowed_bytes() const;
-  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since it came.
+  // Throws std::logic_error, naming parameter and rank, if a borrowed gradient was changed since.
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 

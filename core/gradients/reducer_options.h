@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "core/memory/counted_buffers.h"
 #include "core/runtime/copy_engine.h"
@@ -15,6 +16,9 @@ struct ReducerOptions {
   bool is_static = false;           // every pass has gradients for the same parameters: nothing is exchanged at the end
   size_t in_flight = 2;             // reductions under way: one in transit while the next bucket fills up
   size_t awaited_in_flight = 2;     // of those that move only while they are awaited: ranks may be apart by as many
+  // A gradient of at least this many bytes may be reduced from autograd's memory. To copy a smaller one into its bucket
+  // costs less than one more message.
+  int64_t zero_copy_bytes = int64_t{256} << 10;
   // Reduced gradients leave the device: null if they stay.
   CopyEngine* to_host = nullptr;
   CountedBuffers* staging = nullptr;

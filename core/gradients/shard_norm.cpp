@@ -27,16 +27,15 @@ namespace {
 constexpr double kNormMargin = 1e-6;  // torch's
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-bool has_rows(const at::Tensor& shard) {
-  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() &&
-         shard.numel() >= 2 * norm_row_numel;
+bool has_rows(const at::Tensor& shard, int64_t row_numel) {
+  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() && shard.numel() >= 2 * row_numel;
 }
 
 // libtorch takes a tensor's norm on one thread of the host's, but those of rows on all.
-at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
+at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type, int64_t row_numel) {
   const at::Tensor flat = shard.view({-1});
-  const int64_t rows = flat.numel() / norm_row_numel, in_rows = rows * norm_row_numel;
-  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, norm_row_numel});
+  const int64_t rows = flat.numel() / row_numel, in_rows = rows * row_numel;
+  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, row_numel});
   at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
   if (in_rows < flat.numel()) {  // nothing has no largest value
     const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
@@ -46,11 +45,12 @@ at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
 }
 
 // The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
-at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
+at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device,
+                              int64_t row_numel) {
   std::vector<at::Tensor> others, norms;
   for (const at::Tensor& shard : shards) {
-    if (has_rows(shard))
-      norms.push_back(norm_by_rows(shard, norm_type));
+    if (has_rows(shard, row_numel))
+      norms.push_back(norm_by_rows(shard, norm_type, row_numel));
     else if (shard.numel() > 0)
       others.push_back(shard);
   }
@@ -95,10 +95,11 @@ void require_clip_arguments(double max_norm, double norm_type) {
 }
 
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also,
+                             int64_t row_numel) {
   require_clip_arguments(max_norm, norm_type);
   const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
-  at::Tensor norm = local_contribution(shards, norm_type, comm.device());
+  at::Tensor norm = local_contribution(shards, norm_type, comm.device(), row_numel);
   // Ranks that clip by other numbers have diverged: each would scale its own part.
   comm.all_reduce(norm, op, c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm)).wait();
   if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);

@@ -10,9 +10,6 @@
 
 namespace tessera {
 
-// Of a large shard on the host the norm is taken of so many elements at a time, on all threads (a test makes it small).
-inline int64_t norm_row_numel = 1 << 16;
-
 // Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0, infinity included.
 void require_clip_arguments(double max_norm, double norm_type);
 
@@ -21,9 +18,11 @@ void require_clip_arguments(double max_norm, double norm_type);
 // Collective: one all-reduce of one number, which the host waits for only with
 // error_if_nonfinite, or when the result is looked at. An empty list is fine, on some ranks or
 // all. Throws as require_clip_arguments(), and std::runtime_error if error_if_nonfinite and the norm is infinite or
-// NaN, with the shards as they were. `also` is scaled alike and does not count.
+// NaN, with the shards as they were. `also` is scaled alike and does not count. On the host, the norm of a large shard
+// is computed in rows of `row_numel` elements, on all intra-operator threads.
 GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
-                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {});
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also = {},
+                             int64_t row_numel = int64_t{1} << 16);
 
 // Whether a set of that norm is changed for this max_norm; also for a norm that is infinite or NaN. (It is scaled by
 // max_norm / (norm + 1e-6) if that is less than 1, as torch does; times 1 leaves the bits.)

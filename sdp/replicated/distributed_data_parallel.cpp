@@ -29,7 +29,8 @@ std::string describe(const DdpOptions& options) {
        << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
-       << " backend_all_reduce=" << options.backend_all_reduce;
+       << " backend_all_reduce=" << options.backend_all_reduce
+       << " zero_copy_bytes=" << options.zero_copy_bytes;
   return text.str();
 }
 
@@ -89,6 +90,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
+  replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
   replicated.reducer.in_flight = 1;  // each holds room for what the peers send
   reduce_gradients(nullptr, replicated);
 }

@@ -7,6 +7,8 @@
 namespace tessera::bucket_pieces_test {
 namespace {
 
+constexpr int64_t kLeastBytes = int64_t{256} << 10;
+
 // Pieces lie one after the other and are all of the layout; a large parameter is one, and nothing else has one.
 TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
   std::mt19937 random(11);
@@ -18,7 +20,7 @@ TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
     const FlatLayout layout = FlatLayout::evenly(numels, world, 16);
     std::vector<size_t> large;
     int64_t end = 0;
-    for (const BucketPiece& piece : cut_into_pieces(layout, 4)) {
+    for (const BucketPiece& piece : cut_into_pieces(layout, 4, kLeastBytes)) {
       EXPECT_EQ(piece.range.begin, end);
       EXPECT_GT(piece.range.numel(), 0);
       end = piece.range.end;
@@ -30,7 +32,7 @@ TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
     EXPECT_EQ(end, layout.full_numel());
     std::vector<size_t> expected;
     for (size_t i = 0; i < numels.size(); ++i)
-      if (4 * numels[i] >= least_piece_bytes) expected.push_back(i);
+      if (4 * numels[i] >= kLeastBytes) expected.push_back(i);
     EXPECT_EQ(large, expected);
   }
 }
