@@ -22,7 +22,7 @@ class GradientHook : public torch::autograd::FunctionPreHook {
   const Binding::Take take_;
 };
 
-// The name below `module` of a parameter that is not among `known`, or "".
+// Returns the name of the first parameter below `module` that is not in `known`, or "".
 std::string unknown_parameter(const torch::nn::Module& module,
                               const std::unordered_set<const c10::TensorImpl*>& known) {
   for (const auto& entry : module.named_parameters(/*recurse=*/false))

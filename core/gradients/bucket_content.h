@@ -29,17 +29,17 @@ struct BucketContent {
   };
   std::vector<Part> parts{};   // none before the first gradient
   std::vector<bool> filled{};  // by member
-  StreamUses uses{};           // of the memory: hooks run on the streams of the operators before them
-  // On a device: small gradients, which are copied together when one launch is enough for all.
+  StreamUses uses{};           // of the memory: hooks run on the streams of their operators
+  // Small gradients on a device, which are copied together in one launch.
   struct Waiting {
     size_t member;
     at::Tensor gradient;
-    int64_t version;  // when it came
+    int64_t version;  // when it was added
     c10::Stream stream;
   };
   std::vector<Waiting> waiting{};
 
-  // One without gradients, for so many members.
+  // Returns a content without gradients.
   static BucketContent of_members(size_t members);
   bool is_begun() const { return !parts.empty(); }
 
@@ -50,19 +50,19 @@ struct BucketContent {
   void require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
                            int rank) const;
 
-  // A gradient that may wait for others: on a device a launch takes the host longer than the copy of so few bytes takes
-  // the device.
+  // Whether a gradient may wait for others. On a device, a launch takes the host longer than the copy of a small
+  // gradient takes the device.
   static bool may_wait(const at::Tensor& gradient);
-  // Takes it, without copying it yet.
+  // Keeps a gradient to copy it later.
   void wait_for_more(size_t member, const at::Tensor& gradient);
-  // Copies it to its place, or adds it to what is there.
+  // Copies a gradient to its place, or adds it to the one there.
   void put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first);
-  // Copies those that wait. `parameters` are the bucket's members' list, `rank` this one: throws std::logic_error, with
-  // both, if one was changed since it came.
+  // Copies the waiting gradients. Throws std::logic_error, naming parameter and rank, if one was changed since it was
+  // added. `parameters` is the reducer's list.
   void copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters, int rank);
-  // Zeros where no gradient has been put: between members only if asked for. All parts have their memory.
+  // Zeros the places of absent members, and the padding if asked for. All parts must be allocated.
   void fill_gaps(const GradientBucket& bucket, bool between_members) const;
-  // Forgets a member's gradient. Returns whether that was the last one.
+  // Forgets a member's gradient. Returns whether no member has one now.
   bool forget(const GradientBucket& bucket, size_t member);
 
  private:

@@ -33,7 +33,7 @@ void GradientCollector::rebuild() {
   used_.assign(parameters_.size(), false);
   slots_.assign(buckets_.size(), {});
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    slots_[bucket].content = slots_[bucket].late = empty(bucket);
+    slots_[bucket].content = slots_[bucket].recomputed = empty(bucket);
     const auto& members = buckets_[bucket].members;
     for (size_t member = 0; member < members.size(); ++member) places_[members[member]] = {bucket, member};
   }
@@ -68,17 +68,17 @@ void GradientCollector::note_arrival(size_t parameter) {
 
 PassUse GradientCollector::use() const {
   PassUse use{used_, {}};
-  for (const Slot& slot : slots_) use.late.push_back(slot.late.is_begun());
+  for (const Slot& slot : slots_) use.recomputed.push_back(slot.recomputed.is_begun());
   return use;
 }
 
 // ---- gradients ----------------------------------------------------------------------------------
 
-void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool is_late) {
+void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool is_recomputed) {
   used_[parameter] = true;
   const Place& place = places_[parameter];
   Slot& slot = slots_[place.bucket];
-  BucketContent& content = is_late ? slot.late : slot.content;
+  BucketContent& content = is_recomputed ? slot.recomputed : slot.content;
   // A dense gradient must not be copied here: borrow_in_place() counts its references.
   if (gradient.is_sparse())
     collect(content, place.bucket, place.member, gradient.to_dense());
@@ -154,8 +154,8 @@ BucketContent GradientCollector::take(size_t bucket) {
   return sealed(std::exchange(slots_[bucket].content, empty(bucket)), bucket);
 }
 
-BucketContent GradientCollector::take_late(size_t bucket) {
-  return sealed(std::exchange(slots_[bucket].late, empty(bucket)), bucket);
+BucketContent GradientCollector::take_recomputed(size_t bucket) {
+  return sealed(std::exchange(slots_[bucket].recomputed, empty(bucket)), bucket);
 }
 
 BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
@@ -204,13 +204,13 @@ void GradientCollector::forget(size_t parameter) {
   memory_.count_borrowed(content.borrowed_bytes());
 }
 
-void GradientCollector::forget_late() {
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) slots_[bucket].late = empty(bucket);
+void GradientCollector::forget_recomputed() {
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) slots_[bucket].recomputed = empty(bucket);
 }
 
 void GradientCollector::forget_all() {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    slots_[bucket].content = slots_[bucket].late = empty(bucket);
+    slots_[bucket].content = slots_[bucket].recomputed = empty(bucket);
   memory_.forget_borrowed();
   used_.assign(used_.size(), false);
 }

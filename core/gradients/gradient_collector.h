@@ -37,25 +37,26 @@ class GradientCollector {
   bool has_content(size_t bucket) const { return slots_[bucket].content.is_begun(); }
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
 
-  // Places a gradient of any layout. `is_late`: the reduction of its bucket has begun, so a second one is needed.
-  void place(size_t parameter, const at::Tensor& gradient, bool is_late);
+  // Places a gradient of any layout. `is_recomputed`: the reduction of its bucket has begun. It is of a part of the
+  // model that backward recomputes, say.
+  void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
   // The parameter needs no more gradients for its bucket to be full.
   void note_arrival(size_t parameter);
   void expect_none(size_t parameter);
 
   // Removes the content of a bucket, filled up with zeros; what is absent in this pass counts as zero.
   BucketContent take(size_t bucket);
-  BucketContent take_late(size_t bucket);
+  BucketContent take_recomputed(size_t bucket);
   // Copies gradients that belong to autograd, so that the next pass can add to them.
   void keep_for_next_pass();
 
   // Whether a bucket has a gradient of the parameter; and forgets it.
   bool keeps(size_t parameter) const;
   void forget(size_t parameter);
-  void forget_late();
+  void forget_recomputed();
   void forget_all();
 
-  // This rank's use in the pass: parameters that have a gradient, buckets that have late ones.
+  // This rank's use in the pass: parameters that have a gradient, buckets that have recomputed ones.
   PassUse use() const;
   // Parameters in the order in which their gradients arrived.
   const std::vector<size_t>& arrivals() const { return arrivals_; }
@@ -67,7 +68,7 @@ class GradientCollector {
     bool has_arrived = false;
   };
   struct Slot {
-    BucketContent content, late;
+    BucketContent content, recomputed;
     size_t expected = 0, missing = 0;  // gradients of this pass
   };
 

@@ -48,12 +48,12 @@ bool GradientReducer::add(size_t parameter, const at::Tensor& gradient) {
 
 void GradientReducer::place(size_t parameter, const at::Tensor& gradient) {
   const size_t bucket = bucket_of(parameter);
-  const bool is_late = queue_.state(bucket) == BucketState::kReduced;
-  if (is_late && has_observer())
+  const bool is_recomputed = queue_.state(bucket) == BucketState::kReduced;
+  if (is_recomputed && has_observer())
     throw std::logic_error("the gradients of " + buckets_[bucket].name +
                            " come in several parts in one backward, and its step may have been taken after the first: "
                            "take the optimizer's step after backward instead");
-  collector_.place(parameter, gradient, is_late);
+  collector_.place(parameter, gradient, is_recomputed);
 }
 
 void GradientReducer::start_full_ones() {
@@ -69,7 +69,7 @@ void GradientReducer::finish() {
   used_ = use.used;
   log_.clear();
   queue_.accept_waiting(used_);
-  reduce_late(use.late);
+  reduce_recomputed(use.recomputed);
   const std::vector<bool> reduced = queue_.reduced();
   clear_pass();
   if (options_.check_finite) require_finite(buckets_, reduced, *mesh_.world);
@@ -91,10 +91,10 @@ PassUse GradientReducer::exchange_use() {
   }
 }
 
-void GradientReducer::reduce_late(const std::vector<bool>& late) {
+void GradientReducer::reduce_recomputed(const std::vector<bool>& recomputed) {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    if (!late[bucket]) continue;
-    queue_.reduce(bucket, collector_.take_late(bucket));
+    if (!recomputed[bucket]) continue;
+    queue_.reduce(bucket, collector_.take_recomputed(bucket));
     queue_.drain();
     queue_.accept_waiting(used_);
   }
@@ -116,7 +116,7 @@ void GradientReducer::abandon() {
 void GradientReducer::clear_pass() {
   queue_.clear_waiting();
   queue_.clear_order();
-  collector_.forget_late();
+  collector_.forget_recomputed();
 }
 
 void GradientReducer::report(MemoryReport& report) const {

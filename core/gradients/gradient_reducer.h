@@ -25,8 +25,8 @@ namespace tessera {
 //
 // A full bucket waits for the buckets before it in the pass's order. At the end of backward, gradients that this rank
 // does not have count as zero. Then the ranks exchange, in one small all-reduce (PassReports), which parameters had a
-// gradient on any rank, since the others keep their `.grad`, and which buckets got late gradients, of a part of the
-// model that is recomputed. Late gradients are reduced at the end.
+// gradient on any rank, since the others keep their `.grad`. They also exchange which buckets got gradients after their
+// reduction began, of a part of the model that is recomputed: those are reduced at the end.
 //
 // Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, under no autograd.
 class GradientReducer {
@@ -50,7 +50,7 @@ class GradientReducer {
   // Adds a gradient of any layout; undefined means none. Returns whether its bucket is full.
   bool add(size_t parameter, const at::Tensor& gradient);
   // The bucket of the parameter need not wait for its gradient in this pass. One that arrives all the same is added as
-  // a late one.
+  // a recomputed one.
   void expect_none(size_t parameter) { collector_.expect_none(parameter); }
   // Starts to reduce full buckets whose turn it is; not in a pass that does not reduce. Free other memory before.
   void start_full_ones();
@@ -85,7 +85,7 @@ class GradientReducer {
  private:
   void place(size_t parameter, const at::Tensor& gradient);
   PassUse exchange_use();
-  void reduce_late(const std::vector<bool>& late);
+  void reduce_recomputed(const std::vector<bool>& recomputed);
   void clear_pass();
 
   const Mesh& mesh_;

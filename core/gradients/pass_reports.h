@@ -13,35 +13,35 @@
 
 namespace tessera {
 
-// What happened in a pass, on this rank or on any.
+// The use of parameters and buckets in a pass, on this rank or on any.
 struct PassUse {
-  std::vector<bool> used;  // by parameter: it had a gradient
-  std::vector<bool> late;  // by bucket: some came after it had been sent
+  std::vector<bool> used;  // by parameter: had a gradient
+  std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
 };
 
-// What the ranks tell each other at the end of a pass, in one small all-reduce, whose bytes do not grow with their
-// number: its use, and a fingerprint of all that was exchanged since the last one, which must be the same. With a
-// static graph nothing travels after the first pass: each rank sees for itself that its use is that one's.
+// The ranks' consistency check at the end of a pass. In one small all-reduce, whose size does not depend on the number
+// of ranks, they exchange their use of parameters and a fingerprint of all collectives since the last check, which must
+// be equal. With a static graph only the first pass is exchanged: each rank compares its later passes with that one.
 //
-// On a device that stops the host for no more than it must know at once: a rank that left a parameter out waits for the
-// others' marks, one that had gradients for all reads them when they have come, in a later pass; and what came late on
-// one rank must have done so on all. Used by one thread at a time.
+// On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
+// for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then
+// have recomputed gradients for the same buckets. Used by one thread at a time.
 class PassReports {
  public:
   struct Options {
     bool refuse_uneven_use = false;  // see FsdpOptions
     bool is_static = false;          // see ReducerOptions
   };
-  // All outlive it; the buckets may become others, see forget_first_pass().
+  // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
   PassReports(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
               const Mesh& mesh, const OrderLog& log, Options options)
       : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), options_(options) {}
 
   void forget_first_pass() { first_ = {}; }
 
-  // From this rank's use, that of any. `meanwhile` is called once, while it travels; it says whether the use by others
-  // must be known now. Collective. Throws CommError; std::invalid_argument, on all ranks, if they exchanged other
-  // things, or used parameters unevenly and that is refused; std::logic_error if a static graph was not.
+  // Returns the use of any rank. `meanwhile` is called once, during the exchange, and returns whether the use of the
+  // other ranks must be known now. Collective. Throws CommError; std::invalid_argument, on all ranks, if their
+  // collectives differ, or their use does and that is refused; std::logic_error if a static graph has changed.
   PassUse exchange(PassUse own, const std::function<bool()>& meanwhile);
 
  private:
@@ -57,7 +57,7 @@ class PassReports {
   const Mesh& mesh_;
   const OrderLog& log_;
   const Options options_;
-  LateReports late_reports_;  // of passes before, on a device
+  LateReports late_reports_;  // of earlier passes, on a device
   PassUse first_;             // of the first pass, with a static graph
 };
 

@@ -24,7 +24,7 @@ namespace tessera {
 enum class BucketState : uint8_t {
   kIdle,     // has no turn yet
   kQueued,   // has a turn
-  kReduced,  // its reduction has begun: gradients that arrive now are late
+  kReduced,  // its reduction has begun; more gradients need a second one
 };
 
 // Reduces the contents of buckets in one order on all ranks. Each reduction goes through these stages, in each of which

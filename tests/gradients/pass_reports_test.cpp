@@ -23,8 +23,8 @@ using gradients_test::expect_contains;
 struct Side {
   explicit Side(std::shared_ptr<Communicator> comm, PassReports::Options options = {})
       : mesh{comm, comm, nullptr, nullptr}, reports(parameters, buckets, mesh, log, options) {}
-  PassUse exchange(std::vector<bool> used, bool late = false) {
-    PassUse use = reports.exchange({std::move(used), {late}}, [this] {
+  PassUse exchange(std::vector<bool> used, bool recomputed = false) {
+    PassUse use = reports.exchange({std::move(used), {recomputed}}, [this] {
       ++asked;
       return false;
     });
@@ -60,9 +60,9 @@ void on_two_ranks(const std::function<void(Side&)>& body, PassReports::Options o
 
 TEST(PassReports, ShareEachRanksUse) {
   on_two_ranks([](Side& side) {
-    const PassUse use = side.exchange({side.rank() == 0, false}, /*late=*/side.rank() == 1);
+    const PassUse use = side.exchange({side.rank() == 0, false}, /*recomputed=*/side.rank() == 1);
     EXPECT_EQ(use.used, (std::vector<bool>{true, false}));
-    EXPECT_EQ(use.late, std::vector<bool>{true});
+    EXPECT_EQ(use.recomputed, std::vector<bool>{true});
     EXPECT_EQ(side.asked, 1);
   });
 }
