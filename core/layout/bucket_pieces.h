@@ -8,10 +8,10 @@
 
 namespace tessera {
 
-// A part of a bucket's buffer that is a tensor of its own.
+// A part of a bucket's buffer that is a separate tensor.
 struct BucketPiece {
   Range range;                     // of the layout
-  std::optional<size_t> member{};  // which parameter's it is alone, so that its gradient may be sent from where it lies
+  std::optional<size_t> member{};  // the only member in the piece, whose gradient may be sent without a copy
 };
 
 // Cuts a layout so that each parameter of at least least_bytes is a piece of its own, and the elements between two of

@@ -14,13 +14,13 @@ enum class WireFormat : uint8_t {
   kInt8Blocks,  // see below
 };
 
-// Floating-point numbers in 8 bit (ZeRO++, Wang et al., 2023): every block of consecutive elements has a scale in fp32,
-// its largest absolute value / 127, and an element is the nearest of -127, ..., 127 times that: off by at most half a
-// scale, and the same wherever it is decoded. A block with an infinite or NaN element is NaN throughout, so that checks
-// for these find it; what fp32 cannot hold counts as infinite.
+// Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
+// its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, so that the
+// error is at most half a scale, and decodes to the same bits everywhere. A block with an infinite or NaN element
+// decodes to NaN, so that checks find it. A value that fp32 cannot hold counts as infinite.
 //
-// Encoded bytes are the fp32 scales, one a block, then the int8 codes; they must start at a multiple of 4. CPUs encode in
-// intra-operator threads, other devices by torch's operators, to the same bits.
+// Encoded bytes are the fp32 scales, one a block, then the int8 codes. They must start at a multiple of 4. CPUs encode
+// on intra-operator threads, other devices by torch's operators, to the same bits.
 class Int8Blocks final : public WireCodec {
  public:
   static constexpr int64_t kWireBlockNumel = 256;  // 1.6 % of scales

@@ -7,7 +7,7 @@
 #include <tuple>
 #include <type_traits>
 
-// What visit_tensors() knows of a type: by what it offers, not by its name, so that a program's own containers count.
+// Decides by its members, not by its name, how visit_tensors() treats a type, so that a program's own containers count.
 namespace tessera::visit_tensors_detail {
 
 template <class Value>
@@ -29,11 +29,11 @@ concept IsMap = requires(Value& value) {
 };
 template <class Value>
 concept IsNumber = std::is_arithmetic_v<Value> || std::is_enum_v<Value>;
-// Has no tensors in it, certainly.
+// Certainly contains no tensors.
 template <class Value>
 concept IsPlain = IsNumber<Value> || std::convertible_to<const Value&, std::string_view> ||
                   requires { requires IsNumber<typename Value::value_type>; };
-// Of elements that are what it says: not of proxies, and not of its own kind, as JSON and file names are.
+// A range of its value_type: not of proxies, and not of its own type, as JSON and paths are.
 template <class Value>
 concept IsRange = requires(Value& value) {
   value.begin() != value.end();

@@ -11,7 +11,7 @@
 namespace tessera {
 namespace {
 
-// Marks a storage as a page's: the context behind this deleter is a std::shared_ptr<State>.
+// Marks a storage as a page's: the context of this deleter is a std::shared_ptr<State>.
 void delete_state(void* context) { delete static_cast<std::shared_ptr<Page::State>*>(context); }
 
 }  // namespace
@@ -77,7 +77,7 @@ void Page::set_current(GradMode mode) {
   state_->current.store(mode, std::memory_order_relaxed);
 }
 
-// ---- what is asked of a tensor ------------------------------------------------------------------
+// ---- queries about a tensor ---------------------------------------------------------------------
 
 bool is_paged(const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has(kPagedKey); }
 

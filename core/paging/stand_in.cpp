@@ -31,7 +31,7 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 
 namespace {
 
-// The forms of a linear layer: which argument is what, and whether its weight is transposed.
+// The forms of a linear layer: the positions of its arguments, and whether its weight is transposed.
 struct LinearForm {
   std::string_view name;
   std::ptrdiff_t input, weight, bias;  // -1: none
@@ -42,7 +42,7 @@ constexpr LinearForm kLinearForms[] = {{"aten::linear", 0, 1, 2, false},
                                        {"aten::mm", 0, 1, -1, true},
                                        {"aten::addmm", 1, 2, 0, true}};
 
-// What a stand-in computes itself; undefined if it is nothing of that kind.
+// The result of a stand-in that computes the operator itself; undefined if it does not.
 at::Tensor computed_by_stand_in(const c10::FunctionSchema& schema, torch::jit::Stack::const_iterator arguments) {
   if (schema.name() == "aten::t") {
     const at::Tensor& tensor = arguments[0].toTensor();
