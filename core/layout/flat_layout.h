@@ -5,10 +5,10 @@
 
 namespace tessera {
 
-// Elements in [begin, end). 10t: 11t:
+// Elements in [begin, end).
 struct Range {
-  int64_t begin = 0;  // the first
-  int64_t end = 0;    // the one after the last
+  int64_t begin = 0;
+  int64_t end = 0;
   int64_t numel() const { return end - begin; }
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kLeastBytes = int64_t{256} << 10;
 
-// Pieces lie one after the other and are all of the layout; a large parameter is one, and nothing else has one.
+// Pieces are consecutive and cover the layout. Each large parameter is a piece of its own, and no other parameter is.
 TEST(BucketPieces, LargeParametersHaveOnesOfTheirOwn) {
   std::mt19937 random(11);
   for (int round = 0; round < 300; ++round) {
