@@ -7,7 +7,7 @@
 
 namespace tessera {
 
-// libtorch hangs it on the tensor, and on those that detach() makes of it.
+// libtorch keeps it with the tensor, and with tensors that detach() makes of it.
 struct GradientGuard::Notice : c10::BackendMeta {
   Notice(std::weak_ptr<GradientGuard> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : guard(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}
