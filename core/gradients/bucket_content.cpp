@@ -21,9 +21,9 @@ namespace {
 
 }  // namespace
 
-BucketContent BucketContent::of_members(size_t members) {
+BucketContent BucketContent::of(const GradientBucket& bucket) {
   BucketContent content;
-  content.filled.assign(members, false);
+  content.filled.assign(bucket.members.size(), false);
   return content;
 }
 

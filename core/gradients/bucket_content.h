@@ -40,7 +40,7 @@ struct BucketContent {
   std::vector<Waiting> waiting{};
 
   // Returns a content without gradients.
-  static BucketContent of_members(size_t members);
+  static BucketContent of(const GradientBucket& bucket);
   bool is_begun() const { return !parts.empty(); }
 
   // Makes a gradient the part, without a copy.

@@ -15,6 +15,17 @@ bool is_held_once(const at::Tensor& gradient) {
   return gradient.use_count() == 1 && gradient.storage().use_count() == (has_base ? 2 : 1);
 }
 
+// Whether a gradient can be sent from its own memory. A gradient with other references must be copied: its holder, a
+// hook say, may write to it through data(), which does not change its version. Autograd copies such gradients too.
+bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
+  if (plan.pieces[plan.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
+      gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
+      gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
+    return false;
+  // An adopted gradient would keep the rest of its storage alive.
+  return !plan.adopts || gradient.storage().nbytes() == gradient.nbytes();
+}
+
 }  // namespace
 
 GradientCollector::GradientCollector(const std::vector<PlannedParameter>& parameters,
@@ -33,7 +44,7 @@ void GradientCollector::rebuild() {
   used_.assign(parameters_.size(), false);
   slots_.assign(buckets_.size(), {});
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) {
-    slots_[bucket].content = slots_[bucket].recomputed = empty(bucket);
+    slots_[bucket].content = slots_[bucket].recomputed = BucketContent::of(buckets_[bucket]);
     const auto& members = buckets_[bucket].members;
     for (size_t member = 0; member < members.size(); ++member) places_[members[member]] = {bucket, member};
   }
@@ -79,7 +90,7 @@ void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool
   const Place& place = places_[parameter];
   Slot& slot = slots_[place.bucket];
   BucketContent& content = is_recomputed ? slot.recomputed : slot.content;
-  // A dense gradient must not be copied here: borrow_in_place() counts its references.
+  // A dense gradient must not be copied here: can_borrow_in_place() counts its references.
   if (gradient.is_sparse())
     collect(content, place.bucket, place.member, gradient.to_dense());
   else if (has_lazy_values(gradient))
@@ -95,30 +106,16 @@ void GradientCollector::collect(BucketContent& content, size_t bucket, size_t me
   content.filled[member] = true;
   content.parts.resize(plan.pieces.size());
   if (!content.parts[piece].values.defined()) {
-    if (borrow_in_place(content, bucket, member, gradient)) return;
+    if (can_borrow_in_place(plan, member, gradient)) {
+      content.borrow(piece, gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset()));
+      return memory_.count_borrowed(static_cast<int64_t>(gradient.nbytes()));
+    }
     make_room(content, bucket, piece);
   }
   copy_borrowed(content, bucket, piece);
   if (is_first && BucketContent::may_wait(gradient)) return content.wait_for_more(member, gradient);
   if (!is_first) copy_waiting(content, bucket);
   content.put(plan, member, gradient, is_first);
-}
-
-// Sends a gradient from its own memory if it can. A gradient with other references must be copied: its holder, a hook
-// say, may write to it through data(), which does not change its version. Autograd copies such gradients too.
-bool GradientCollector::borrow_in_place(BucketContent& content, size_t bucket, size_t member,
-                                        const at::Tensor& gradient) {
-  const GradientBucket& plan = buckets_[bucket];
-  const size_t piece = plan.piece_of[member];
-  if (plan.pieces[piece].member != member || gradient.scalar_type() != plan.dtype ||
-      gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
-      gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
-    return false;
-  // An adopted gradient would keep the rest of its storage alive.
-  if (plan.adopts && gradient.storage().nbytes() != gradient.nbytes()) return false;
-  content.borrow(piece, gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset()));
-  memory_.count_borrowed(static_cast<int64_t>(gradient.nbytes()));
-  return true;
 }
 
 // If this rank gets the whole bucket, its gradients are placed in the result's memory.
@@ -151,11 +148,11 @@ void GradientCollector::copy_waiting(BucketContent& content, size_t bucket) cons
 // ---- contents -----------------------------------------------------------------------------------
 
 BucketContent GradientCollector::take(size_t bucket) {
-  return sealed(std::exchange(slots_[bucket].content, empty(bucket)), bucket);
+  return sealed(std::exchange(slots_[bucket].content, BucketContent::of(buckets_[bucket])), bucket);
 }
 
 BucketContent GradientCollector::take_recomputed(size_t bucket) {
-  return sealed(std::exchange(slots_[bucket].recomputed, empty(bucket)), bucket);
+  return sealed(std::exchange(slots_[bucket].recomputed, BucketContent::of(buckets_[bucket])), bucket);
 }
 
 BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
@@ -200,17 +197,18 @@ void GradientCollector::forget(size_t parameter) {
   BucketContent& content = slots_[place.bucket].content;
   used_[parameter] = false;
   memory_.count_borrowed(-content.borrowed_bytes());
-  if (content.forget(buckets_[place.bucket], place.member)) content = empty(place.bucket);
+  if (content.forget(buckets_[place.bucket], place.member)) content = BucketContent::of(buckets_[place.bucket]);
   memory_.count_borrowed(content.borrowed_bytes());
 }
 
 void GradientCollector::forget_recomputed() {
-  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket) slots_[bucket].recomputed = empty(bucket);
+  for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
+    slots_[bucket].recomputed = BucketContent::of(buckets_[bucket]);
 }
 
 void GradientCollector::forget_all() {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
-    slots_[bucket].content = slots_[bucket].recomputed = empty(bucket);
+    slots_[bucket].content = slots_[bucket].recomputed = BucketContent::of(buckets_[bucket]);
   memory_.forget_borrowed();
   used_.assign(used_.size(), false);
 }

@@ -73,13 +73,11 @@ class GradientCollector {
   };
 
   void collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
-  bool borrow_in_place(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient);
   void make_room(BucketContent& content, size_t bucket, size_t piece);
   void copy_borrowed(BucketContent& content, size_t bucket, size_t piece);
   void copy_waiting(BucketContent& content, size_t bucket) const;
   void adopt(BucketContent& content, size_t bucket);
   BucketContent sealed(BucketContent content, size_t bucket);
-  BucketContent empty(size_t bucket) const { return BucketContent::of_members(buckets_[bucket].members.size()); }
 
   const std::vector<PlannedParameter>& parameters_;
   const std::vector<GradientBucket>& buckets_;

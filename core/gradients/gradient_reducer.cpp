@@ -24,14 +24,14 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   buckets_ = std::move(buckets);
   for (GradientBucket& bucket : buckets_) bucket.derive_route(mesh_, options_.zero_copy_bytes);
   collector_.rebuild();
-  queue_.clear_order();
+  queue_.clear();
   reports_.forget_first_pass();
   used_.assign(used_.size(), false);
 }
 
 void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
   collector_.begin_pass();
-  queue_.clear_order();
+  queue_.clear();
   for (const size_t bucket : order)
     if (frozen_too || collector_.trains(bucket)) queue_.enqueue(bucket);
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)  // sums of earlier passes
@@ -102,20 +102,19 @@ void GradientReducer::reduce_recomputed(const std::vector<bool>& recomputed) {
 
 void GradientReducer::end_without_reducing() {
   collector_.keep_for_next_pass();
-  queue_.clear_order();
+  queue_.clear();
 }
 
 void GradientReducer::abandon() {
   queue_.discard();
   log_.clear();
   collector_.forget_all();
-  queue_.clear_order();
+  queue_.clear();
   used_.assign(used_.size(), false);
 }
 
 void GradientReducer::clear_pass() {
-  queue_.clear_waiting();
-  queue_.clear_order();
+  queue_.clear();
   collector_.forget_recomputed();
 }
 

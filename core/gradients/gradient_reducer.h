@@ -78,7 +78,6 @@ class GradientReducer {
   void set_observer(Observer observer) { queue_.set_observer(std::move(observer)); }
   bool has_observer() const { return queue_.has_observer(); }
 
-  int64_t bucket_bytes() const { return memory_.bytes(); }
   void report(MemoryReport& report) const;
   void reset_peak() { memory_.reset_peak(); }
 

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include "core/gradients/bucket_collectives.h"
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/gradient_bucket.h"
@@ -39,18 +39,25 @@ class ReductionQueue {
   // All of these must outlive the queue.
   ReductionQueue(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
                  const Mesh& mesh, OrderLog& log, BucketMemory& memory, const ReducerOptions& options)
-      : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), memory_(memory), options_(options) {}
+      : parameters_(parameters),
+        buckets_(buckets),
+        mesh_(mesh),
+        log_(log),
+        memory_(memory),
+        options_(options),
+        collectives_(mesh, memory, options) {}
 
-  // Sums over ranks are divided by it; empty: by the number of ranks.
-  void set_divisor(std::optional<double> divisor) { divisor_ = divisor; }
-  const std::optional<double>& divisor() const { return divisor_; }
+  // See BucketCollectives.
+  void set_divisor(std::optional<double> divisor) { collectives_.set_divisor(divisor); }
+  const std::optional<double>& divisor() const { return collectives_.divisor(); }
   // Called with leaves whose gradients have become final.
   using Observer = std::function<void(const std::vector<at::Tensor>& leaves)>;
   void set_observer(Observer observer) { observer_ = std::move(observer); }
   bool has_observer() const { return observer_ != nullptr; }
 
-  // The order of buckets. enqueue() is a no-op if the bucket has a turn.
-  void clear_order();
+  // Forgets the order of buckets, their states and results that wait.
+  void clear();
+  // Gives a bucket the last turn, unless it has one.
   void enqueue(size_t bucket);
   BucketState state(size_t bucket) const { return states_[bucket]; }
   std::vector<bool> reduced() const;  // by bucket
@@ -67,43 +74,16 @@ class ReductionQueue {
   bool has_waiting() const { return !stages_[kWaiting].empty(); }
   // Accepts the waiting results. `used`: by parameter, whether any rank has a gradient.
   void accept_waiting(const std::vector<bool>& used);
-  void clear_waiting() { stages_[kWaiting].clear(); }
   // Whether a reduction of the bucket is not yet accepted.
   bool is_busy(size_t bucket) const;
 
  private:
   enum Stage : size_t { kReducing, kAcrossCopies, kToHost, kWaiting, kStages };
-  struct PendingReduction {
-    size_t bucket;
-    BucketContent content;
-    BucketContent::Memory memory;  // of the content's first part
-    at::Tensor wire;               // the encoded bytes that this rank sends
-    at::Tensor received;           // encoded parts of all ranks
-    at::Tensor reduced;            // this rank's part; undefined if it gets none
-    at::Tensor staging;            // on the device, of a result for the host
-    Pending pending;
-    Copy copy;
-    // The memory on the device that the collectives write to.
-    const at::Tensor& target() const { return staging.defined() ? staging : reduced; }
-  };
-
-  Pending all_reduce(PendingReduction& reduction) const;
-  Pending reduce_to_owner(PendingReduction& reduction);
-  Pending reduce_apart(PendingReduction& reduction);
-  Pending reduce_scatter(PendingReduction& reduction);
-  Pending exchange_encoded(PendingReduction& reduction);
-  at::Tensor encoded(PendingReduction& reduction) const;
-  at::Tensor room_for(const PendingReduction& reduction) const;
   size_t most_in_flight(const GradientBucket& bucket) const;
-  ReduceOp op() const { return divisor_ ? ReduceOp::kSum : ReduceOp::kAverage; }
-
   void push(Stage stage, PendingReduction reduction, size_t most_in_flight);
   PendingReduction pop(Stage stage);
   void finish_oldest(Stage stage);
   void wait(PendingReduction& reduction);
-  void decode(PendingReduction& reduction) const;
-  void add_encoded(PendingReduction& reduction) const;
-  void average_over_copies(PendingReduction reduction);
   void divide_and_move(PendingReduction reduction);
   void accept_or_wait(PendingReduction reduction);
   void accept(const PendingReduction& reduction, const std::vector<bool>& used) const;
@@ -114,7 +94,7 @@ class ReductionQueue {
   OrderLog& log_;
   BucketMemory& memory_;
   const ReducerOptions& options_;
-  std::optional<double> divisor_;
+  BucketCollectives collectives_;
   Observer observer_;
   std::deque<size_t> order_;                                  // buckets whose turn is yet to come
   std::vector<BucketState> states_;                           // by bucket
