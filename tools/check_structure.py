@@ -13,8 +13,10 @@ import sys
 from gates import cpp, ratchet
 from gates.tree import Tree
 
-UMBRELLA = ["include/tessera/tessera.h", "tessera.h"]  # the first that exists
-PUBLIC_FOLDER = "include/"  # the headers that are installed; all of the library's while there is no such folder
+UMBRELLA = "include/tessera/tessera.h"
+INCLUDE_FOLDERS = ["", "include/"]  # in which #include looks, relative to the root
+INSTALL = "cmake/TesseraInstall.cmake"
+INSTALLED_FOLDER = re.compile(r"install\(DIRECTORY (\S+) DESTINATION \$\{CMAKE_INSTALL_INCLUDEDIR\}")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<(tessera/[^>]+)>)', re.MULTILINE)
 TARGET = re.compile(r"^\s*(?:tessera_add_library\(\s*|add_library\(\s*tessera_)(\w+)", re.MULTILINE)
 RECURSIVE_MUTEX = re.compile(r"\brecursive_(?:timed_)?mutex\s+\w+\s*[;={]")
@@ -40,17 +42,13 @@ PROCESS_CALLS = {
 
 def resolve(tree, includer, target):
     """The file of the tree that an #include names, or None for a header of another project."""
-    inside = re.sub(r"^tessera/", "", target)
-    folder = includer.rpartition("/")[0]
-    for name in (target, "include/" + target, inside, f"{folder}/{target}" if folder else target):
-        if name in tree.names:
-            return name
-    return None
+    candidates = [folder + target for folder in [includer.rpartition("/")[0] + "/", *INCLUDE_FOLDERS]]
+    return next((name for name in candidates if name in tree.names), None)
 
 
 def headers_reached(tree):
     """tessera.h, first, and the headers that it includes, at any depth."""
-    ahead = [name for name in UMBRELLA if name in tree.names][:1]
+    ahead = [UMBRELLA] if UMBRELLA in tree.names else []
     reached = {}
     while ahead:
         name = ahead.pop()
@@ -75,8 +73,10 @@ def public_types(tree):
 
 
 def headers_installed(tree):
-    headers = tree.library(".h")
-    return [name for name in headers if name.startswith(PUBLIC_FOLDER)] or headers
+    """Headers under the folders that the install rules name. A rule with a variable stands for all library folders."""
+    folders = INSTALLED_FOLDER.findall(tree.text(INSTALL)) if INSTALL in tree.names else []
+    return [name for name in tree.library(".h")
+            if any(folder.startswith("${") or name.startswith(folder.rstrip("/") + "/") for folder in folders)]
 
 
 def targets(tree):

@@ -86,6 +86,7 @@ FILES = {
     "core/comm/communicator.h": COMMUNICATOR,
     "core/comm/calls.cpp": CALLS,
     "core/comm/unreached.h": "struct Unreached {};\n",
+    "cmake/TesseraInstall.cmake": "install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})\n",
     "tests/a_test.cpp": "// A test.\n",
     ".ci/run": "#!/bin/sh\n",
 }
@@ -140,12 +141,17 @@ class Structure(WithFolder):
         measured = check_structure.measure(written(self.folder, FILES), RECORDED)
         lines = sum(text.count("\n") for name, text in FILES.items() if name.endswith((".h", ".cpp")) and "tests" not in name)
         self.assertEqual(measured, {
-            "folders at the top": 4, "source files directly in a folder, at most": 3, "CMake library targets": 2,
+            "folders at the top": 5, "source files directly in a folder, at most": 3, "CMake library targets": 2,
             "headers reached from tessera.h": 2, "types in tessera::": 3, "headers installed": 2, "library lines": lines,
             "FSDP core path, files": 1, "FSDP core path, lines": COMMUNICATOR.count("\n"),
             "data members of a core class, at most": 5, "methods of a core class, at most": 4,
             "core classes above a goal": 0, "recursive mutexes": 1, "friends of Communicator": 2,
             "replaced autograd engines": 1, "process-wide calls": 2})
+
+    def test_rules_for_all_folders_install_all_headers(self):
+        rule = "install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT a)\n"
+        tree = written(self.folder, {**FILES, "cmake/TesseraInstall.cmake": rule})
+        self.assertEqual(len(check_structure.headers_installed(tree)), 4)
 
     def test_check_names_each_figure_that_is_worse(self):
         tree, recorded = written(self.folder, FILES), copy.deepcopy(RECORDED)
@@ -168,7 +174,7 @@ class Structure(WithFolder):
         recorded["structure"]["recursive mutexes"] = {"value": 0, "goal": 0}
         recorded["process_calls"] = {"signal": {"comm/calls.cpp": 1}}
         problems = check_structure.update(tree, recorded)
-        self.assertEqual(recorded["structure"]["folders at the top"]["value"], 4)
+        self.assertEqual(recorded["structure"]["folders at the top"]["value"], 5)
         self.assertEqual(recorded["structure"]["recursive mutexes"]["value"], 0)
         self.assertEqual(recorded["process_calls"], {"signal": {"core/comm/calls.cpp": 1}})
         self.assertEqual(recorded["core_path"], ["core/comm/communicator.h"])

@@ -5,11 +5,10 @@ import pathlib
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-SUPPORT = {"tests", "bench", "examples", "tools", "cmake", "packaging", ".ci"}  # every other folder is the library
+SUPPORT = {"tests", "bench", "examples", "docs", "tools", "cmake", ".ci"}  # every other folder is the library
 GENERATED = {".git", ".deps", "build", "out"}  # at the top of a tree that is not a git repository
 CODE = {".h", ".cpp", ".cu", ".py", ".sh"}
-# Folders whose classes are measured, in the order of the tree; a name that does not exist is skipped.
-CORE = ["core", "flat", "comm", "memory", "async", "storage", "paging", "launch", "trace"]
+CORE = {"core"}  # folders whose classes are measured
 
 
 class Tree:
@@ -41,7 +40,6 @@ class Tree:
         return self.text(name).count("\n")
 
     def library(self, *suffixes):
-        """Files of the library, those at the top of the tree only if they are headers."""
         return [name for name in self.names if is_library(name) and pathlib.PurePath(name).suffix in suffixes]
 
     def core(self, *suffixes):
@@ -59,13 +57,13 @@ class Tree:
         return counts
 
     def find(self, name):
-        """This path, or else the only file of that name; None if there is none or more than one."""
+        """This path, or else the only other file of the library with that name, or None."""
         if name in self.names:
             return name
-        found = [other for other in self.names if other.endswith("/" + pathlib.PurePath(name).name)]
+        found = [other for other in self.library(".h", ".cpp") if other.endswith("/" + pathlib.PurePath(name).name)]
         return found[0] if len(found) == 1 else None
 
 
 def is_library(name):
     top, _, below = name.partition("/")
-    return top not in SUPPORT | {"docs"} if below else name.endswith(".h")
+    return top not in SUPPORT if below else name.endswith(".h")
