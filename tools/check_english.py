@@ -69,10 +69,11 @@ def cpp_comments(text):
 
 def hash_comments(text):
     for number, line in enumerate(text.split("\n"), 1):
-        found = re.search(r"(?:^|\s)#+ ?(.*)$", line)
-        before = line[:found.start()] if found else ""
-        if found and before.count('"') % 2 == 0 and before.count("'") % 2 == 0:
-            yield number, found[1]
+        for found in re.finditer(r"(?:^|\s)#+ ?", line):
+            before = line[:found.start()]
+            if before.count('"') % 2 == 0 and before.count("'") % 2 == 0:  # not inside a string
+                yield number, line[found.end():]
+                break
 
 
 def docstrings(text):

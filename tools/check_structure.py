@@ -69,7 +69,7 @@ def types_in(tree, name):
 def public_types(tree):
     """Types that the reached headers define directly in namespace tessera."""
     return sorted({found.name for name in headers_reached(tree) for found in types_in(tree, name)
-                   if found.namespace == "tessera" and not found.is_nested and "::" not in found.name})
+                   if found.namespace == "tessera" and "::" not in found.name})
 
 
 def headers_installed(tree):

@@ -20,7 +20,6 @@ class Type:
     name: str  # with the names of the classes around it: "StallWatch::State"
     namespace: str
     kind: str  # class, struct, union or enum
-    is_nested: bool
     data: list = field(default_factory=list)
     methods: list = field(default_factory=list)
     friends: int = 0
@@ -144,7 +143,7 @@ class Reader:
     def read_type(self, head, namespaces, owner):
         kind, name = head
         full = f"{owner.name}::{name or '(unnamed)'}" if owner else name
-        found = Type(full, "::".join(namespaces), kind, owner is not None)
+        found = Type(full, "::".join(namespaces), kind)
         if name and not name.endswith("<"):
             self.types.append(found)
         if kind == "enum":
