@@ -4,7 +4,7 @@
 
 #include "gpt2_files.h"
 #include "local.h"
-#include "tessera/quantized/quantize_linears.h"
+#include "optim/quantized/quantize_linears.h"
 
 namespace train_gpt {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdio>
 
 #include "optimizer.h"
-#include "tessera/checkpoint/checksum.h"
+#include "checkpoint/format/checksum.h"
 
 namespace train_gpt {
 namespace {

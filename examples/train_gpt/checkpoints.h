@@ -7,7 +7,7 @@
 
 #include "corpus.h"
 #include "options.h"
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 #include "trainable.h"
 
 namespace train_gpt {

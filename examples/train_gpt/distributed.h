@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "gpt.h"
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 #include "trainable.h"
 
 namespace train_gpt {

@@ -8,10 +8,10 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/outcome.h"
-#include "tessera/checkpoint/slice_reader.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/format/slice_reader.h"
 
 namespace train_gpt {
 namespace {

@@ -3,7 +3,7 @@
 #include <filesystem>
 
 #include "gpt.h"
-#include "tessera/flat/model_shards.h"
+#include "core/model/model_shards.h"
 
 namespace train_gpt {
 

@@ -4,7 +4,7 @@
 
 #include "gpt.h"
 #include "options.h"
-#include "tessera/comm/communicator.h"
+#include "core/comm/communicator.h"
 #include "trainable.h"
 
 namespace train_gpt {

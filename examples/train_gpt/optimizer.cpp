@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "tessera/flat/model_shards.h"
-#include "tessera/optim/optimizer_state.h"
+#include "core/model/model_shards.h"
+#include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
 namespace {

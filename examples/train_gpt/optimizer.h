@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace train_gpt {
 

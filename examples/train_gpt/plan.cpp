@@ -7,7 +7,7 @@
 
 #include "format.h"
 #include "model.h"
-#include "tessera/plan/dry_run.h"
+#include "plan/record/dry_run.h"
 #include "with_ema.h"
 
 namespace train_gpt {

@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "run_rank.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/plan/run_record.h"
+#include "core/comm/communicator.h"
+#include "plan/record/run_record.h"
 #include "trainer.h"
 
 namespace train_gpt {

@@ -4,7 +4,7 @@
 
 #include "plan.h"
 #include "program.h"
-#include "tessera/launch/launch.h"
+#include "core/launch/launch.h"
 
 namespace train_gpt {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "options.h"
 #include "run_rank.h"
-#include "tessera/comm/notes.h"
-#include "tessera/tessera.h"
+#include "core/comm/notes.h"
+#include <tessera/tessera.h>
 
 namespace train_gpt {
 namespace {

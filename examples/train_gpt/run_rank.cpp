@@ -19,8 +19,8 @@
 #include "report.h"
 #include "sample.h"
 #include "tensorboard_log.h"
-#include "tessera/memory/container_limits.h"
-#include "tessera/memory/peak_memory.h"
+#include "core/memory/container_limits.h"
+#include "core/memory/peak_memory.h"
 #include "trainer.h"
 #include "with_ema.h"
 

@@ -5,8 +5,8 @@
 
 #include "corpus.h"
 #include "options.h"
-#include "tessera/checkpoint/folder_lock.h"
-#include "tessera/comm/communicator.h"
+#include "checkpoint/storage/folder_lock.h"
+#include "core/comm/communicator.h"
 
 namespace train_gpt {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tessera/data/distributed_sampler.h"
+#include "core/model/distributed_sampler.h"
 
 namespace train_gpt {
 

@@ -3,7 +3,7 @@
 #include <filesystem>
 
 #include "step_report.h"
-#include "tessera/trace/event_writer.h"
+#include "core/trace/event_writer.h"
 
 namespace train_gpt {
 

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "batch.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/scope.h"
+#include "core/model/model_shards.h"
+#include "core/runtime/scope.h"
 
 namespace train_gpt {
 

@@ -9,7 +9,7 @@
 #include "batch.h"
 #include "optimizer.h"
 
-#include "tessera/comm/host_results.h"
+#include "core/comm/host_results.h"
 
 namespace train_gpt {
 namespace {

@@ -10,9 +10,9 @@
 #include "sampler.h"
 #include "schedule.h"
 #include "step_report.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/comm/wait_report.h"
-#include "tessera/memory/peak_memory.h"
+#include "core/comm/communicator.h"
+#include "core/comm/watchdog/wait_report.h"
+#include "core/memory/peak_memory.h"
 #include "trainable.h"
 
 namespace train_gpt {

@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "tessera/optim/ema.h"
+#include "optim/ema.h"
 #include "trainable.h"
 
 namespace train_gpt {
