@@ -6,7 +6,7 @@ that a program sees.
 In a table with a column that begins with "error" or "the error", `code` is what an error says, with `...` for what
 differs. Each piece between must be made of texts of the libraries, the tools, the tests' consumer or the CMake files,
 three at most, since errors are put together from such. The other way round, one text of each error of the libraries has
-to be in what is quoted; tools/errors_without_entry has the exceptions. Names, as `std::logic_error`, are passed over, and what autograd
+to be in what is quoted, unless the error says what was expected; tools/errors_without_entry has the other exceptions. Names, as `std::logic_error`, are passed over, and what autograd
 says is its own: autograd's `code`.
 
 With --headers it checks nothing and prints the headers of the API reference, for tools/docs.sh.
@@ -123,6 +123,8 @@ def check_thrown(pages, problems):
             continue
         for number, texts in thrown_in(path):
             count += 1
+            if any("expected" in text for text in texts):
+                continue
             if any(piece in text or text in piece for piece in pieces for text in texts):
                 continue
             excepting = [line for line in exceptions
