@@ -89,6 +89,7 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards&
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
+// As save_checkpoint() of a list.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, const TrainingState& state,
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});

@@ -4,8 +4,8 @@
 
 namespace tessera {
 
-// An archive of torch.export that cannot be read, or asks for what is not supported or not allowed. what() names the
-// file and, where it is about a node of the graph, the node, its operator and the line of Python that it comes from.
+// An archive of torch.export cannot be read, or needs an unsupported or forbidden feature. what() names the file; for a
+// node of the graph also the node, its operator and the line of Python.
 class ExportedError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

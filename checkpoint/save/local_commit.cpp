@@ -101,8 +101,7 @@ void bring_back_own(const fs::path& hidden) {
 // Removes the files of saves from a superseded hidden directory, then the directory; other processes may do so too.
 // Returns the reason if a file remains. Releases the lock on the manifest before removing it, because NFS renames an
 // open file instead, and the directory would stay.
-std::string remove_hidden(
-    const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
+std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
     std::error_code error, ignored;
@@ -120,8 +119,7 @@ std::string remove_hidden(
 
 // Removes the superseded temporary directories of one target, or of all with an empty prefix. Files that cannot be
 // removed stay; they are never taken for a checkpoint.
-void clear_leftovers(
-    const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
+void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
     const std::string name = entry.path().filename().string();

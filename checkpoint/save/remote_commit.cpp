@@ -42,8 +42,7 @@ std::string named_folder(const fs::path& target) {
 }
 
 // Lists drafts before reading the manifest, because a save writes its manifest first and then removes its draft.
-void clear_target(
-    const fs::path& target, const std::function<void()>& progress = [] {}) {
+void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
   const Storage& storage = storage_of(target);
   std::vector<std::string> abandoned;
   for (const auto& listed : storage.list(target))

@@ -237,8 +237,7 @@ void SaveJob::background() {
       end_copies();
       write_part();
     });
-    result_ = coordinator_->finish(
-        own, heartbeat_, [&] { merge_subgroup(); }, [&] { commit(); });
+    result_ = coordinator_->finish(own, heartbeat_, [&] { merge_subgroup(); }, [&] { commit(); });
     if (partial_ && result_.error.empty()) clean_up();
   } catch (const std::exception& error) {  // the store or a rank is lost
     result_ = {.error = error.what()};

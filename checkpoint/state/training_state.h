@@ -43,7 +43,7 @@ class TrainingState {
   // Throws std::invalid_argument for no model, two models, two optimizers, and names that are invalid or duplicate.
   TrainingState(std::initializer_list<StateRef> all);
 
-  ModelShards& model() const { return *model_; }
+  ModelShards& model() const { return *model_; }                                    // the only one
   torch::optim::Optimizer* optimizer() const { return optimizer_; }                 // may be null
   const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
 
