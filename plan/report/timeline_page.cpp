@@ -19,7 +19,7 @@ constexpr size_t kMostPoints = 2000;
 constexpr size_t kMostCollectives = 2000;
 constexpr std::string_view kDataPlace = "TIMELINE_DATA";
 
-// All text comes from the data, as text: none of it is markup.
+// Data is inserted as text only, never as markup.
 constexpr std::string_view kPage = R"html(<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -300,7 +300,7 @@ const BytesByKind& live_at(const RunRecord& record, size_t at) {
   return at == record.peak_at ? record.peak : record.operators[at].live;
 }
 
-// Of each stretch of operators the one with the most bytes.
+// The operator with the most bytes in each stretch.
 std::vector<size_t> points_of(const RunRecord& record) {
   const size_t count = record.operators.size(), stretch = (count + kMostPoints - 1) / kMostPoints;
   std::vector<size_t> points;
@@ -313,7 +313,7 @@ std::vector<size_t> points_of(const RunRecord& record) {
   return points;
 }
 
-// Those that have any bytes, but for what tensors() leaves out.
+// The kinds with any bytes, except those that tensors() excludes.
 std::vector<size_t> kinds_of(const RunRecord& record) {
   std::vector<size_t> kinds;
   for (size_t kind = 0; kind < kMemoryKinds; ++kind) {
@@ -345,7 +345,7 @@ json peak_of(const RunRecord& record, const std::vector<size_t>& kinds) {
 
 json collectives_of(const RunRecord& record) {
   json collectives = json::array();
-  // Of more than can be told apart, the largest of each stretch.
+  // If there are too many to distinguish, draws the largest of each stretch.
   const auto& all = record.collectives;
   const auto stretch = static_cast<std::ptrdiff_t>((all.size() + kMostCollectives - 1) / kMostCollectives);
   for (auto begin = all.begin(); begin != all.end();) {
@@ -362,7 +362,7 @@ json collectives_of(const RunRecord& record) {
   return collectives;
 }
 
-// What is said of each of these operators, the names of them by number: all names are put into `names`.
+// Describes these operators; stores each name once, in `names`.
 json described(const RunRecord& record, const std::vector<size_t>& drawn, const std::vector<size_t>& kinds,
                json& names) {
   std::map<std::string, size_t> numbers;
@@ -392,12 +392,12 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
   for (const size_t kind : kinds) kind_names.push_back(std::string(name_of(static_cast<MemoryKind>(kind))));
   char tflop[32];
   std::snprintf(tflop, sizeof(tflop), "%.4g", static_cast<double>(record.flop) * 1e-12);
-  json time;  // null: not known
+  json time;  // null: unknown
   if (text.time != nullptr)
     time = {{"total_ms", text.time->total_s * 1e3},
             {"exposed_ms", text.time->exposed_s * 1e3},
             {"lanes", lanes_of(*text.time)}};
-  json measured, measured_time;  // null: there are none
+  json measured, measured_time;  // null: none
   if (text.measured != nullptr) measured = measured_memory_of(record, *text.measured, drawn);
   if (text.time != nullptr && text.measured_time != nullptr)
     measured_time = measured_time_of(*text.time, *text.measured_time);
@@ -421,7 +421,7 @@ std::string timeline_page(const RunRecord& record, const TimelinePageText& text)
                      {"points", points},
                      {"collectives", collectives_of(record)}};
   std::string written = data.dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
-  // Where a script stands nothing may look like its end.
+  // Must not contain the end tag of a script.
   for (size_t at = written.find('<'); at != std::string::npos; at = written.find('<', at))
     written.replace(at, 1, "\\u003c");
   std::string page(kPage);
