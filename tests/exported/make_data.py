@@ -30,7 +30,7 @@ from export_model import export, save, without_weights  # noqa: E402
 
 DATA = ROOT / "tests/exported/data"
 OF_VERSION = ("decoder", "norms", "control")
-suffix = ""  # of names, with --of-version
+suffix = ""  # of file names, with --of-version
 
 
 class Block(nn.Module):
@@ -276,7 +276,7 @@ def shrink(path):
                 program = json.loads(data)
                 shrink_graph(program["graph_module"]["graph"], True)
                 data = json.dumps(program, separators=(",", ":")).encode()
-            info = zipfile.ZipInfo(name)  # of 1980: the same bytes each time
+            info = zipfile.ZipInfo(name)  # dated 1980, so that the bytes are reproducible
             archive.writestr(info, data)
 
 

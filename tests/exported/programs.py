@@ -194,7 +194,7 @@ class Flow(nn.Module):
         return {"x": torch.randn(3, 4)}
 
     def forward(self, x):
-        # Each branch uses both layers: of one that is not taken Python's gradients are 0, here there are none.
+        # Each branch uses both layers: Python's gradients of a branch not taken are 0; here there are none.
         x = torch.cond(x.sum() > -1000, lambda v: self.a(v).sin() + self.b(v), lambda v: self.b(v).cos() - self.a(v), (x,))
         x = torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
         with torch.autocast("cpu", torch.bfloat16):
@@ -866,7 +866,7 @@ PROGRAMS = {"transformer": Seq2Seq, "cross_attention": CrossAttention, "recurren
             "distributions": Distributions, "factors": Factors, "integers": Integers}
 
 
-# ---- what torch.export would change, and is refused for it -------------------------------------------
+# ---- models that torch.export would change, so they are refused --------------------------------------
 
 
 class Sign(torch.autograd.Function):

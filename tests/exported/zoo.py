@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # what is compared is small: threads of two ranks and of Python would wait
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are small: threads of two ranks and of Python would only wait
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
@@ -32,11 +32,12 @@ import export_model  # noqa: E402
 import programs  # noqa: E402
 
 STEPS = 3
-QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics")  # of `make interop`, which has no torchvision
+# of `make interop`, which has no torchvision
+QUICK = ("gpt2", "llama", "t5", "gru_bn", "lstm", "flow", "lengths", "physics")
 FORCES = {"physics", "molecule"}
 DROPPING = {"swin_t_dropping", "timm_vit_dropping", "convnextv2_dropping"}  # with their drop paths
-EVALUATED_OTHERWISE = DROPPING | {"norms"}  # whose eval() is refused
-KNOWN_TO_FAIL = set()  # docs/zoo.md says why
+EVALUATED_OTHERWISE = DROPPING | {"norms"}  # their eval() is refused
+KNOWN_TO_FAIL = set()  # reasons are in docs/zoo.md
 MODELS = {}
 
 
@@ -217,7 +218,8 @@ def vision(model_type, class_name="AutoModelForImageClassification", **settings)
 
 PATCHES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8)
 MODELS["vit"] = vision("vit", **PATCHES)
-MODELS["deit"] = vision("deit", "DeiTForImageClassification", **PATCHES)  # the automatic one has a teacher, and no loss
+# the automatic choice has a teacher, and no loss
+MODELS["deit"] = vision("deit", "DeiTForImageClassification", **PATCHES)
 MODELS["beit"] = vision("beit", **PATCHES)
 MODELS["vit_msn"] = vision("vit_msn", **PATCHES)
 PYRAMID = dict(num_encoder_blocks=2, depths=[1, 1], hidden_sizes=[8, 16], patch_sizes=[3, 3], strides=[2, 2])
@@ -685,7 +687,7 @@ for name, make in programs.PROGRAMS.items():
     MODELS[name] = program(make)
 
 
-# ---- comparing --------------------------------------------------------------------------------
+# ---- comparison --------------------------------------------------------------------------------
 
 
 def loss_of(outputs):
@@ -848,10 +850,10 @@ def check(name, program, folder):
                 compare(f"{key} of other sizes", got[key], others[key].to(got[key].dtype))
     expected = python_results(net, inputs)
     worst = 0.0
-    # libtorch's AdamW squares complex gradients, where Python's squares their parts.
+    # libtorch's AdamW squares complex gradients; Python's squares their parts.
     steps = 1 if any(parameter.is_complex() for parameter in net.parameters()) else STEPS
     expected = {key: tensor for key, tensor in expected.items() if key[:5] != "loss." or int(key[5:]) < steps}
-    # Numbers are drawn by each rank, in the order of its own.
+    # Each rank draws its own random numbers.
     modes = [[f"steps={steps}"], ["eval"], *([] if name in DROPPING else [["ranks=2", f"steps={steps}"]])]
     for settings in modes:
         results = folder / f"{name}-results.safetensors"
@@ -866,7 +868,8 @@ def check(name, program, folder):
             raise AssertionError("eval() is not refused")
         run_program(command)
         got = load_file(results)
-        # AdamW divides by the gradients' size: where they are rounding errors, parameters go either way.
+        # AdamW divides by the gradients' size, so gradients that are rounding errors move parameters in either
+        # direction.
         for key, tensor in expected.items():
             if settings == ["eval"]:
                 if not key.startswith("eval."):
