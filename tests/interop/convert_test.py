@@ -72,7 +72,7 @@ def on_ranks(work, *arguments, ranks=2):
 def one_rank(rank, ranks, port, queue, work, arguments):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of what will be deprecated
+    warnings.simplefilter("ignore")  # of deprecations
     dist.init_process_group("gloo")
     result = work(rank, *arguments)
     if rank == 0:
@@ -148,7 +148,7 @@ def run_fairscale_fsdp(rank, file, before, after):
     losses = steps(model, optimizer, before + after if file is None else before)
     if file is None:
         return losses
-    torch.Tensor.cpu = lambda self, *_: self.clone()  # it gathers into one buffer, and takes what cpu() gives for a copy
+    torch.Tensor.cpu = lambda self, *_: self.clone()  # it gathers into one buffer, and assumes that cpu() copies
     state, optimizer_state = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
     if rank == 0:
         torch.save({"model": state, "optimizer": optimizer_state}, file)
@@ -214,7 +214,7 @@ class Convert(Base):
         self.convert(self.path / "after", self.path / "back")
         self.assert_close(on_ranks(run_fsdp2, str(self.path / "back"), 3, None, 0), expected[6:])
         self.assertIn("is there already", self.convert(self.path / "after", self.path / "back", code=1))
-        # And once more to ours: nothing has changed on the way.
+        # Converts back once more: nothing changed on the way.
         self.convert(self.path / "back", self.path / "again")
         self.assertIn("the same", self.run_words(COMMAND, "diff", self.path / "after", self.path / "again", "--parameters"))
 
@@ -318,7 +318,7 @@ class Convert(Base):
         self.assertIn("has no 'none'", told("--model", "none"))
         self.assertIn("which unpickling would run as code", self.pickled())
         self.assertIn("is not there", self.convert(self.path / "nothing", self.path / "ours", code=1))
-        self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # and nothing is left
+        self.assertEqual([entry.name for entry in self.path.iterdir()], ["file.pt"])  # nothing else is left
         self.convert(self.path / "file.pt", self.path / "ours", "--model", "ema", "--optimizer-kind", "AdamW")
         self.run_words(COMMAND, "verify", self.path / "ours")
 
