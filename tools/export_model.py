@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 
 logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # it warns that there is no triton
 
-TASKS = {  # --task: transformers' class, and what it is given
+TASKS = {  # --task: transformers' class, and its inputs
     "causal-lm": ("AutoModelForCausalLM", ("input_ids", "attention_mask", "labels")),
     "masked-lm": ("AutoModelForMaskedLM", ("input_ids", "attention_mask", "labels")),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", ("input_ids", "attention_mask", "decoder_input_ids", "labels")),
@@ -65,10 +65,10 @@ def implementations(config, attention="sdpa"):
 
 def from_config(automatic, config, attention="sdpa"):
     options = implementations(config, attention)
-    config.architectures = config.architectures or []  # where there are several, it looks for one in this list
+    config.architectures = config.architectures or []  # it searches this list if there are several
     try:
         return automatic.from_config(copy.deepcopy(config), **options)
-    except ValueError as error:  # not every architecture has a choice of attention
+    except ValueError as error:  # some architectures have no choice of attention
         if "attn_implementation" not in str(error) and "attention implementation" not in str(error):
             raise
         del options["attn_implementation"]
@@ -178,7 +178,7 @@ def export(model, inputs, shapes, *, train=True, decompose=False, strict=False):
         except torch._dynamo.exc.UserError as error:
             if "Constraints violated" not in str(error):
                 raise
-            # It cannot prove something about all lengths (that 24 s <= 48 s, say): checked when the graph runs, instead.
+            # Some facts cannot be proved for all lengths (24 s <= 48 s, for example): checks them when the graph runs.
             program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=strict,
                                           prefer_deferred_runtime_asserts_over_guards=True)
         decompose = decompose or has_vmap(program)
@@ -234,7 +234,7 @@ def backward_of_its_own():
     found, register, before = set(), torch.Tensor.register_hook, sys.getprofile()
     function = torch.autograd.Function
 
-    # Function.apply() ends in C, wherever somebody has kept it: replacing it would not do.
+    # Function.apply() is implemented in C, and callers may keep a reference, so replacing it is not enough.
     def called(frame, event, callee):
         if event != "c_call" or callee.__name__ != "apply":
             return
@@ -340,7 +340,7 @@ def module_of(program):
     """The program as a module, as C++ runs it; its graphs are its own."""
     guarded = "check_guards" in inspect.signature(program.module).parameters  # since torch 2.9
     module = program.module(**({"check_guards": False} if guarded else {}))
-    for name, inner in list(module.named_modules()):  # which program.module() shares with the program
+    for name, inner in list(module.named_modules()):  # shared between program.module() and the program
         if name and isinstance(inner, torch.fx.GraphModule):
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, torch.fx.GraphModule(inner, copy.deepcopy(inner.graph)))
@@ -358,7 +358,7 @@ def graphs_of(module):
 
 def check_gradients(model, program, args, kwargs, found):
     expected = gradients_of(model, args, kwargs)
-    with without_hooks(model):  # whose parameters are the program's too
+    with without_hooks(model):  # the program shares its parameters
         got = gradients_of(module_of(program), args, kwargs)
     for name, gradient in expected.items():
         difference = (gradient - got[name]).abs().max().item()
@@ -392,7 +392,7 @@ def argument_of(function, args, kwargs, name):
 @contextlib.contextmanager
 def random_modules(model):
     """The set of modules that draw numbers while it lasts, not counting those that they call."""
-    found, calls, states = set(), [], []  # of the generator, since the model's own call began
+    found, calls, states = set(), [], []  # of the generator, since the start of the model's call
 
     def note(change):
         if torch.compiler.is_compiling():  # a branch of torch.cond
@@ -418,7 +418,7 @@ def module_path(node):
     return stack[-1][0].split("@")[0].removeprefix("L['self'].") if stack else ""
 
 
-SWITCHED = ("train", "training", "use_input_stats")  # arguments, as exported/graph/operators.cpp knows them
+SWITCHED = ("train", "training", "use_input_stats")  # arguments, as in exported/graph/operators.cpp
 
 
 def switched_arguments(node):

@@ -18,7 +18,7 @@ import xxhash
 from . import json_text
 
 BLOCK_BYTES = 1 << 20
-PIECE_BYTES = 32 << 20  # how much of a tensor is in memory where it can be had in pieces
+PIECE_BYTES = 32 << 20  # memory for a tensor that can be read in pieces
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -199,7 +199,7 @@ def write_tensor(file, entry):
         sums.add(data)
         file.write(data)
         have += piece.numel()
-        del piece, data  # before the next is there
+        del piece, data  # before the next is read
     if have != math.prod(entry.shape):
         raise ConvertError(f"'{entry.name}' has {have} elements; expected {math.prod(entry.shape)}")
     return sums.text()
@@ -255,10 +255,10 @@ class Reader:
         self.folder = pathlib.Path(folder)
         try:
             self.hold = open(self.folder / "tessera.json", "rb")
-            try:  # a shared lock on all of it, as FORMAT.md has it
+            try:  # a shared lock on the whole file, as in FORMAT.md
                 fcntl.fcntl(self.hold, fcntl.F_OFD_SETLK, struct.pack("@hhqqi0q", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
             except OSError:
-                pass  # there are no locks on this file system
+                pass  # no locks on this file system
             self.manifest = json.loads(self.hold.read().decode())
         except FileNotFoundError:
             raise ConvertError(f"{folder}: is not a checkpoint: it has no tessera.json") from None

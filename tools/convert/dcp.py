@@ -71,7 +71,7 @@ class Folder:
         metadata = self.reader.read_metadata()
         self.reader.set_up_storage_reader(metadata, True)
         self.entries = metadata.state_dict_metadata
-        # The keys that the state dict had, by the flat name: ("optim", "state", "0.weight", "exp_avg").
+        # The keys of the state dict, by flat name: ("optim", "state", "0.weight", "exp_avg").
         self.paths = {name: tuple(keys) for name, keys in (metadata.planner_data or {}).items() if name in self.entries}
         for name in self.entries:
             self.paths.setdefault(name, (name,))

@@ -11,7 +11,7 @@ OPTIONS = {
     "RMSprop": {"lr", "alpha", "eps", "weight_decay", "momentum", "centered"},
     "Adagrad": {"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"},
 }
-# How the loop is run, or what a schedule keeps; they change nothing in what is saved.
+# Options of the loop's execution or of a schedule; they do not change the saved state.
 HARMLESS = {"params", "param_names", "foreach", "capturable", "differentiable", "fused", "initial_lr", "decoupled_weight_decay",
             "bias_correction", "name", "param_group_id", "step", "swap_tensors"}
 

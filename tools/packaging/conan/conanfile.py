@@ -21,7 +21,7 @@ class TesseraConan(ConanFile):
     topics = ("libtorch", "distributed-training", "zero", "fsdp")
     package_type = "static-library"
     settings = "os", "arch", "compiler", "build_type"
-    # libtorch: its folder, with include/ and lib/. If empty, CMake searches by itself (CMAKE_PREFIX_PATH), since Conan's
+    # libtorch: its folder, with include/ and lib/. If empty, CMake searches for it (CMAKE_PREFIX_PATH), because Conan's
     # copy of the tree has no .deps/.
     options = {"libtorch": ["", "ANY"], "cuda": [True, False]}
     default_options = {"libtorch": "", "cuda": False}
