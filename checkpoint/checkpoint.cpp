@@ -29,7 +29,6 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// The objects to save or load: a TrainingState, or part of one.
 struct State {
   ModelShards& model;
   torch::optim::Optimizer* optimizer = nullptr;
@@ -65,7 +64,7 @@ bool counts_writes(const torch::optim::Optimizer& optimizer) {
          type == typeid(AdamW);
 }
 
-// Refuses values that a manifest cannot hold, on all ranks and by name, before anything is written.
+// Refuses values that a manifest cannot hold, before anything is written.
 void check_state_value(const std::string& name, const StateValue& value, const std::string& state_name) {
   const std::string where = " of the state '" + state_name + "'";
   if (!is_utf8(name)) throw std::invalid_argument("the name of a value" + where + " is not UTF-8");
@@ -109,8 +108,8 @@ PendingSave save_async(const fs::path& dir, const State& state, const json& extr
   return PendingSave(std::move(job));
 }
 
-// Returns whether another job replaced the checkpoint during this load; apparent damage then means that files of both
-// were read. The same on all ranks.
+// Returns whether another job replaced the checkpoint during this load, so that apparent damage is a mix of two
+// checkpoints. The same on all ranks.
 bool was_replaced(Communicator& comm, const fs::path& dir, const std::string& manifest_text) {
   std::string now;
   try {
@@ -134,8 +133,7 @@ json load(const fs::path& dir, const State& state, const LoadOptions& options) {
   require_agreement(comm, "which checkpoint to load", lines);
   SaveJob::await_save_before(state.model.comm());
   for (int replacements = 0;; ++replacements) {
-    // Only rank 0 reads the manifest, so that all ranks see the same one even if it is replaced now. It also holds the
-    // read lock for all ranks, which finish reading together.
+    // Rank 0 reads the manifest for all, in case it is replaced now, and holds the read lock until all ranks have read.
     std::optional<ReadLock> hold;
     const auto texts = gather_results(comm, attempt([&] {
                                         if (comm.rank() != 0) return std::string();
@@ -217,8 +215,8 @@ PendingSave save_checkpoint_async(const fs::path& dir, const TrainingState& stat
 }
 
 PendingSave::~PendingSave() {
-  // If all ranks threw, training can continue. If only this rank threw, its thread still has work in the save. If a
-  // rank is lost (perhaps the reason for the exception), its heartbeats have stopped.
+  // A rank may throw alone while its thread has work in the save, or because a rank is lost and its heartbeats have
+  // stopped.
   if (job_ && std::uncaught_exceptions() > 0) job_->hurry();
 }
 bool PendingSave::done() const { return !job_ || job_->done(); }

@@ -20,23 +20,22 @@ namespace tessera {
 // Saves and loads sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks can load
 // them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
 //
-// Unless stated otherwise, these functions are collective over the model's communicator. They must be called on the
-// thread that uses the communicator, outside forward and backward. If one rank fails, all ranks throw an error that
-// names that rank; group, model and optimizer are then unchanged, and training can continue.
+// Unless stated otherwise, these functions are collective over the model's communicator, and must be called on its
+// thread, outside forward and backward. If one rank fails, all throw an error that names it; group, model and optimizer
+// are then unchanged, and training can continue.
 //
-//   dir         the checkpoint itself ("out/step-000200"): the same path on all ranks, on a file system that all of
-//               them see. Creates its parents. Replaces an existing checkpoint.
+//   dir         the checkpoint itself ("out/step-000200"): the same path on all ranks, on a shared file system. Creates
+//               its parents, and replaces an existing checkpoint.
 //   model       any wrapper
 //   optimizer   any type known to optim/state/optimizer_state.h, over the wrapper's parameters; sharded or not
-//   extra       the caller's own values (step, position, ...): finite numbers, no binary data. Rank 0's is saved.
-//               {} if null.
+//   extra       the caller's own values (step, position, ...), finite numbers without binary data; rank 0's is saved
 //
-// Throws CheckpointError for files and CommError for a broken group. Throws std::invalid_argument for bad arguments,
-// and if the averages of a given Ema or optimizer are swapped in.
+// Throws CheckpointError for files, CommError for a broken group, std::invalid_argument for bad arguments and while the
+// averages of a given Ema or optimizer are swapped in.
 
-// Writes a checkpoint and blocks until it is complete and durable. If the process is killed earlier, the directory
-// keeps its old content. Saves rank 0's buffers. Waits first for the group's asynchronous save in flight, and throws
-// the error of one that failed and was never waited for.
+// Writes a checkpoint and blocks until it is complete and durable; until then, the directory keeps its old content.
+// Saves rank 0's buffers. Waits first for the group's asynchronous save in flight, and throws the error of one that
+// failed and was never waited for.
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
@@ -57,8 +56,7 @@ class [[nodiscard]] PendingSave {
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
   // Not collective. Blocks until the checkpoint is complete or has failed. An error becomes a warning (TORCH_WARN), and
-  // the group's next save throws it. During stack unwinding it blocks too, but waits for another rank only while that
-  // rank sends heartbeats.
+  // the group's next save throws it. During stack unwinding, waits for another rank only while it sends heartbeats.
   ~PendingSave();
 
   // Returns whether the save has ended, successfully or not, as far as this rank knows. Not collective; may be called
@@ -77,10 +75,10 @@ class [[nodiscard]] PendingSave {
   std::shared_ptr<SaveJob> job_;
 };
 
-// Saves in the background: copies this rank's shards to host memory (pinned, for a GPU) and returns; training can
-// continue at once. Costs the bytes of the shards in host memory, which the group reuses for its next asynchronous
-// save. The checkpoint appears when all ranks are done, even if wait() is never called. If a rank cannot write, or one
-// step of its save takes four times the group's timeout, all ranks get an error that names it.
+// Copies this rank's shards to host memory (pinned, for a GPU) and returns; training can continue while the save runs
+// in the background. The group reuses that memory for its next asynchronous save. The checkpoint appears even if wait()
+// is never called. If a rank cannot write, or one step of its save takes four times the group's timeout, all ranks get
+// an error that names it.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
                                   torch::optim::Optimizer& optimizer,
                                   const nlohmann::json& extra = nlohmann::json::object(),
@@ -95,10 +93,10 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, const Traini
                                   const SaveOptions& options = {});
 
 // Loads a checkpoint saved by any wrapper on any number of ranks; returns its `extra`. Each rank reads and verifies the
-// blocks that contain its shards. All ranks finish reading before any rank changes its state. Sets parameters, buffers,
-// optimizer state, hyper-parameters and random generators. Lists all mismatches in one error: missing, unexpected,
-// shape, dtype, optimizer. A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse.
-// Waits first for the group's asynchronous save in flight; does not throw that save's error.
+// blocks of its shards; no rank changes its state before all have read. Sets parameters, buffers, optimizer state,
+// hyper-parameters and random generators. One error lists all mismatches: missing, unexpected, shape, dtype, optimizer.
+// A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse. Waits first for the
+// group's asynchronous save in flight, without throwing its error.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
@@ -115,14 +113,13 @@ struct LoadedCheckpoint {
   std::vector<std::string> damaged;
 };
 
-// Loads the newest complete and undamaged checkpoint in a folder. Skips a damaged one for the next older, and reports
-// it in the result. A checkpoint whose manifest is damaged has no known age and is always skipped. Collective; waits
-// like load_checkpoint().
+// Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged ones; one with a damaged
+// manifest has no known age and is always skipped. Collective; waits like load_checkpoint().
 //
 // Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is
-// itself a checkpoint. Throws CheckpointMismatch like load_checkpoint(). Also throws errors that prove no damage,
-// because loading an older checkpoint would then lose progress: StorageUnavailable (no answer, no permission, too many
-// open files, a disk that cannot be read) and CheckpointError for lack of memory.
+// itself a checkpoint; CheckpointMismatch like load_checkpoint(). Errors that prove no damage are thrown, because an
+// older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open files, an
+// unreadable disk), and CheckpointError for lack of memory.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,

@@ -17,11 +17,10 @@ struct SaveOptions {
   // most 1 GiB.
   int64_t block_bytes = int64_t{1} << 20;
 
-  // For save_checkpoint_async() only: copies parameters and optimizer state to the host on a thread, while the next
-  // forward and backward run. PendingSave::copied() must return before they are modified, that is before
-  // optimizer.step(). An earlier write fails the save with an error that names the tensor. Buffers, Stateful objects
-  // and optimizers whose writes autograd does not count (torch's SGD, LBFGS, your own) are copied before the call
-  // returns.
+  // For save_checkpoint_async() only: a thread copies parameters and optimizer state to the host during the next
+  // forward and backward. PendingSave::copied() must return before optimizer.step() modifies them; an earlier write
+  // fails the save, with the tensor's name. Buffers, Stateful objects and optimizers whose writes autograd does not
+  // count (torch's SGD, LBFGS, your own) are copied before the call returns.
   bool copy_in_background = false;
 
   // Saves the random generators' states too. Ranks that are threads of one process share the CPU generator; each saves
@@ -38,9 +37,9 @@ struct LoadReport {
 
 // How a checkpoint is loaded. Must be the same on all ranks, except for the pointers.
 struct LoadOptions {
-  // true: model and checkpoint must have equal names. false: leaves a name that only one of them has unchanged, with
-  // its optimizer state, and lists it in `report`; so too all hyper-parameters, if the optimizers differ in the number
-  // of groups. Shapes must agree either way.
+  // true: model and checkpoint must have equal names. false: skips names that only one of them has, with their
+  // optimizer state, and all hyper-parameters if the optimizers differ in the number of groups; lists them in `report`.
+  // Shapes must agree either way.
   bool strict = true;
 
   // If not null, receives the skipped differences; empty if `strict`.

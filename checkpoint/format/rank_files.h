@@ -58,7 +58,6 @@ GeneratorStates generators_of(const Manifest& manifest, int64_t rank);
 SavedTensors with_every_slice(const SavedTensors& saved,
                               const std::function<void(const CheckpointError&)>& on_damage = {});
 
-// The fields written to each file of a rank.
 struct RankFileFields {
   int64_t rank = 0;
   uint64_t id = 0;  // the checkpoint's

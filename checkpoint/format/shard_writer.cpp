@@ -56,7 +56,6 @@ std::unique_ptr<OutputFile> create(const std::filesystem::path& path, const std:
   return storage_of(path).create(path, static_cast<int64_t>(header.size()), end_of(header, entries));
 }
 
-// Writes pieces of different names to one file, and syncs it.
 SavedTensors write_safetensors(const std::filesystem::path& path, const std::vector<const Piece*>& pieces,
                                int64_t block_bytes) {
   auto [entries, metadata] = entries_of(pieces);
@@ -97,8 +96,7 @@ void write_rank_file(const std::filesystem::path& path, const RankFileFields& fi
   file->finish(header);
 }
 
-// Assigns the largest piece of each name to the first file, the next to the second, and so on; keeps their order in a
-// file.
+// Assigns the largest piece of each name to the first file, the next to the second, and so on.
 std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece>& pieces) {
   std::map<std::string, std::vector<const Piece*>> by_name;
   for (const Piece& piece : pieces) by_name[piece.name].push_back(&piece);

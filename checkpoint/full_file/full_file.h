@@ -23,17 +23,15 @@ struct SaveFullOptions {
   int64_t max_file_bytes = 0;
 };
 
-// Writes `file` ("model.safetensors"). Collective: each rank writes its shards to their places in the file, without a
-// gather. The files appear, or replace older ones, by one rename when all ranks are done. Several files get new names;
-// the rename of their index commits them, and the files of the previous index are then removed. Errors as in
-// save_checkpoint().
+// Writes `file` ("model.safetensors"). Collective: each rank writes its shards in place, without a gather. The files
+// appear, or replace older ones, by one rename when all ranks are done. Several files get new names; the rename of
+// their index commits them, and the previous files are then removed. Errors as in save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
-// Loads such a file, an index, or a directory of safetensors files. Accepts the output of PyTorch's
-// HuggingFaceStorageWriter (whole tensors or slices of ranks) and the caches of model hubs, which consist of symbolic
-// links: a snapshot, or the root, whose refs/main names the snapshot. If an index exists ("<path>.index.json", or one
-// in the directory), reads only the files that it lists. Each rank reads only its part; the files have no checksums to
-// verify. Collective; otherwise as load_checkpoint().
+// Loads such a file, an index, or a directory of safetensors files, such as the output of PyTorch's
+// HuggingFaceStorageWriter, or a model hub's cache (a snapshot, or the root, whose refs/main names the snapshot). If an
+// index exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only
+// its part, without checksums. Collective; otherwise as load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // Lists the tensors of such a file, index or directory, and their places. Not collective. Throws CheckpointError.

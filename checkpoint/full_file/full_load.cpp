@@ -18,8 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Returns the offsets that PyTorch's distributed writer stores for a file's tensors: {"<name>": {"saved_offsets":
-// [...]}}.
+// Returns the offsets of a file's tensors from PyTorch's distributed writer: {"<name>": {"saved_offsets": [...]}}.
 std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& sharding, const std::string& where) {
   if (sharding.is_null()) return std::vector<int64_t>(entry.shape.size(), 0);
   if (!sharding.is_object() || !sharding.contains(entry.name))
@@ -32,7 +31,7 @@ std::vector<int64_t> offsets_of(const SafetensorsEntry& entry, const json& shard
   return offsets;
 }
 
-// Follows symbolic links, of which the caches of model hubs consist.
+// The caches of model hubs consist of symbolic links.
 fs::path followed(const fs::path& path) {
   std::error_code error;
   if (is_remote(path) || !fs::is_symlink(path, error)) return path;
@@ -107,8 +106,7 @@ fs::path index_of(const fs::path& directory) {
                         " indices; give the path of the one that is meant");
 }
 
-// If the path is the root of a hub's cache ("models--gpt2"), returns the snapshot that "main" names, or the only one;
-// otherwise the path.
+// Returns the snapshot of a hub's cache ("models--gpt2") that "main" names, or its only one; otherwise the path.
 fs::path snapshot_of(const fs::path& path) {
   const fs::path snapshots = path / "snapshots";
   std::error_code ignored;

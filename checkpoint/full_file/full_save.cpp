@@ -31,13 +31,13 @@ struct FullLayout {
   };
   struct Position {
     size_t file = 0;
-    int64_t begin = 0;  // first byte in the file
+    int64_t begin = 0;
   };
   std::vector<FullFile> files;  // the last one commits all: the only file, or the index
   std::map<std::string, Position> positions;
 };
 
-// Groups the tensors in order; starts a new group before the limit is exceeded.
+// Starts a new group before the limit is exceeded.
 std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
   std::vector<std::vector<const FullTensor*>> groups(1);
   int64_t bytes = 0;
@@ -136,7 +136,7 @@ std::string free_tag(const fs::path& file) {
   return "";
 }
 
-// The unpublished files of a layout; the destructor removes those that were not published.
+// The drafts of a layout; the destructor removes those that were not published.
 class Drafts {
  public:
   Drafts(const FullLayout& layout, const fs::path& file)
@@ -165,8 +165,8 @@ class Drafts {
     }
   }
 
-  // Publishes the files in one step. The files in the index have new names; one rename then puts the index, or the only
-  // file, in place. Old files are removed last.
+  // The files in the index have new names, so one rename of the index, or of the only file, commits them all. Old files
+  // are removed last.
   void publish() {
     const auto before = files_before(file_);
     for (const auto& file : layout_.files) open_file_to_write(draft_of(file.path)).sync();
@@ -186,7 +186,7 @@ class Drafts {
  private:
   const FullLayout& layout_;
   const fs::path file_, folder_;
-  size_t named_ = 0;  // number of files that have their final names
+  size_t named_ = 0;  // with their final names
   bool is_visible_ = false;
 };
 

@@ -18,7 +18,6 @@ namespace fs = std::filesystem;
 
 constexpr char kSequence[] = "\"sequence\": ";
 
-// Explains why a directory has no manifest.
 std::string explain_missing(const fs::path& directory) {
   std::error_code ignored;
   const std::string where = directory.string();
@@ -43,7 +42,6 @@ bool is_rank_file(const std::string& listed) {
          listed.find_first_not_of("0123456789-", kStart.size()) == listed.size() - kEnd.size();
 }
 
-// The files in a checkpoint's directory other than the manifest.
 struct Contents {
   int ranks = 0;   // rank files, or folders of saves
   int others = 0;  // written by no save

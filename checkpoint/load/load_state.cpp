@@ -23,7 +23,6 @@
 namespace tessera {
 namespace {
 
-// Throws one error with all mismatches by kind.
 using Misfits = std::map<std::string, std::vector<std::string>>;
 
 void throw_if_any(const Misfits& misfits) {
@@ -83,7 +82,6 @@ class Loader {
     if (optimizer != nullptr) optimizer_.emplace(shards_, *optimizer);
   }
 
-  // Modifies nothing.
   void read() {
     match_model();
     if (optimizer_) match_optimizer();
@@ -283,7 +281,6 @@ class Loader {
     return state == state_sizes(key, parameter);
   }
 
-  // Matches the saved state of each optimized parameter.
   void match_states(const std::set<std::string>& optimized) {
     for (const auto& [name, tensor] : saved_.tensors) {
       if (tensor.kind != TensorKind::kState) continue;
@@ -359,8 +356,8 @@ class Loader {
     bool transposed = false;
   };
 
-  // Returns the name in the checkpoint of a Stateful object's tensor. A tensor named after a parameter (an average)
-  // follows it: to the parameter's name in the checkpoint, or to none if that was skipped.
+  // Returns a Stateful tensor's name in the checkpoint. A tensor named after a parameter (an average) follows the
+  // parameter, and is skipped with it.
   SavedBeside saved_beside(const std::string& own) const {
     const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
     const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
@@ -386,8 +383,7 @@ class Loader {
           misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
   }
 
-  // Returns a host tensor for the shard's elements, shaped like shard.tensor, with the saved dtype. Filled by the next
-  // fetch.
+  // Returns a host tensor for the shard's elements, with the saved dtype; the next fetch fills it.
   at::Tensor want_shard(const std::string& name, const NamedShard& shard, bool transposed) {
     const auto [tensor, elements] = host_like(shard, saved_.tensors.at(name).dtype);
     const auto strides = transposed ? reversed(shard.strides) : shard.strides;
@@ -443,7 +439,7 @@ class Loader {
   };
 
   struct Expanded {
-    std::string own;  // the model's name
+    std::string own;
     at::Tensor value, once;
   };
 
@@ -520,8 +516,8 @@ class Loader {
   std::set<std::string> left_out_;                      // saved names that `rename` skips
   std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
   std::map<std::string, std::vector<std::string>> state_keys_;
-  std::set<std::string> saved_parameters_;  // in the saved optimizer
-  bool takes_options_ = false;              // loads hyper-parameters too
+  std::set<std::string> saved_parameters_;
+  bool takes_options_ = false;
   Misfits misfits_;
   LoadReport report_;
   // Values read, with their destinations.

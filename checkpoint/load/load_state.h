@@ -13,10 +13,9 @@
 
 namespace tessera {
 
-// Loads a checkpoint's state into the model, the optimizer (may be null) and the Stateful objects. Compares names,
-// shapes and dtypes, reads and verifies this rank's part into host memory, and copies it into place once all ranks have
-// read theirs. Changes nothing before. Collective. Throws CheckpointError on all ranks, starting with `what`, that
-// lists all mismatches or read errors.
+// Loads a checkpoint's state into the model, the optimizer (may be null) and the Stateful objects. Reads and verifies
+// this rank's part into host memory, and copies it into place once all ranks have; changes nothing before. Collective.
+// Throws CheckpointError on all ranks that starts with `what` and lists all mismatches or read errors.
 void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
                 const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
                 const std::string& what);

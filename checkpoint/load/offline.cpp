@@ -72,7 +72,6 @@ void compare_header(const InputFile& file, const SlicesByName& slices, std::vect
       problems.push_back(where + ": has no tensor '" + name + "', which the manifest says it has");
 }
 
-// Adds the differences in one block of two tensors.
 void compare_block(TensorDifference& difference, const at::Tensor& a, const at::Tensor& b, double tolerance) {
   // Compares bits, so that a NaN equals itself.
   auto bytes = [](const at::Tensor& tensor) { return tensor.reshape({-1, 1}).view(at::kByte); };

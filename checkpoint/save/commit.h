@@ -16,10 +16,10 @@ namespace tessera {
 // A checkpoint that is being written.
 class PartialCheckpoint {
  public:
-  // Creates the folder for the ranks' files, and removes leftovers of killed saves of this target. Calls `progress` for
-  // each removed file. On a local path: a temporary folder beside the target, whose parents are created. Throws if the
+  // Creates the folder for the ranks' files, and removes leftovers of killed saves of this target; calls `progress` for
+  // each removed file. On a local path, the folder is beside the target, whose parents are created; throws if the
   // target exists and is neither a checkpoint (damaged or not) nor an empty directory, or if this file system cannot
-  // replace it. On other storage: a folder in the target.
+  // replace it. On other storage, the folder is in the target.
   static std::unique_ptr<PartialCheckpoint> begin(
       const std::filesystem::path& target, const std::function<void()>& progress = [] {});
   // Removes the files if not committed, otherwise the replaced checkpoint; keeps a local one that is being read.

@@ -63,7 +63,6 @@ bool is_abandoned(const fs::path& directory, FileLock& lock) {
   return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
 }
 
-// Lists the files of saves in a checkpoint's directory, or the user's own.
 std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   std::vector<fs::path> entries;
   std::error_code ignored;
@@ -75,9 +74,8 @@ std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
   return entries;
 }
 
-// Moves the user's files from the hidden directory of a replaced or removed checkpoint back to its former path. If the
-// process is killed here, the next cleanup completes the move. Files that cannot be moved stay, with a warning: the
-// checkpoint is complete.
+// Moves the user's files from a hidden directory back to the checkpoint's path. If the process is killed here, the next
+// cleanup completes the move. Files that cannot be moved stay, with a warning.
 void bring_back_own(const fs::path& hidden) {
   const std::string name = hidden.filename().string();
   for (const fs::path& from : entries_in(hidden, /*of_saves=*/false)) {
@@ -99,8 +97,8 @@ void bring_back_own(const fs::path& hidden) {
 }
 
 // Removes the files of saves from a superseded hidden directory, then the directory; other processes may do so too.
-// Returns the reason if a file remains. Releases the lock on the manifest before removing it, because NFS renames an
-// open file instead, and the directory would stay.
+// Returns the reason if a file remains. Releases the lock on the manifest first, because NFS renames an open file
+// instead of removing it.
 std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
   std::error_code failure;
   auto remove = [&](const fs::path& path) {
@@ -117,8 +115,8 @@ std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::
   return is_gone(directory) ? "" : (failure ? failure : error).message();
 }
 
-// Removes the superseded temporary directories of one target, or of all with an empty prefix. Files that cannot be
-// removed stay; they are never taken for a checkpoint.
+// Removes the superseded temporary directories of one target, or of all with an empty prefix. Leftovers are never taken
+// for a checkpoint.
 void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {

@@ -60,10 +60,10 @@ void require_success(Communicator& comm, const Outcome& own, const std::string& 
 // Runs a part without a result; throws on all ranks if it fails on one.
 void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part);
 
-// As on_all_ranks(), for a part whose duration can differ between ranks by more than the group's timeout. Runs the
-// part, which must not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the others
-// throw CommError as soon as their own parts end. If a rank has no heartbeat for kMostTimeouts times the group's
-// timeout, all throw a CheckpointError that names it; that rank still waits for its own part.
+// As on_all_ranks(), for parts whose durations may differ by more than the group's timeout. Runs the part, which must
+// not be collective, on a thread while the ranks exchange heartbeats. If a rank is lost, the others throw CommError
+// when their own parts end. If a rank is silent for kMostTimeouts times the group's timeout, all throw a
+// CheckpointError that names it; that rank still waits for its part.
 void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
                          const std::function<void()>& part);
 

@@ -97,8 +97,8 @@ class RemotePartial : public PartialCheckpoint {
   }
 
  private:
-  // Lists the files to delete when the checkpoint at this path is replaced: its data folder, or its files if it was
-  // uploaded from a local folder. Never lists files that no save wrote.
+  // Lists the files to delete when this checkpoint is replaced: its data folder, or its files if it was uploaded from a
+  // local folder. Never lists files that no save wrote.
   void find_replaced() {
     const std::string named = named_folder(target_);
     if (!named.empty()) return replaced_.push_back(named + "/");

@@ -91,7 +91,6 @@ void SaveCoordinator::leave_outcome(const Outcome& outcome) {
   notes_.add("failed", 1);
 }
 
-// Waits for the subgroup's ranks, then merges their descriptions.
 void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge) {
   const std::string written = "written/" + std::to_string(subgroups_.leader());
   try {
@@ -108,7 +107,6 @@ void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<vo
   notes_.add("groups", 1);
 }
 
-// Waits for the leaders, then commits if all succeeded.
 Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
   return attempt([&] {
     await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",

@@ -23,7 +23,7 @@ namespace tessera {
 //
 // Three stages: each rank writes its files and a list of their content; the first rank of each subgroup of about
 // sqrt(size) merges the lists of its subgroup; rank 0 merges those into the manifest and commits. So no rank reads more
-// than sqrt(size) small files. The group's timeout ends no stage while a rank makes progress (Heartbeat).
+// than sqrt(size) small files. The group's timeout does not end a stage that makes progress (Heartbeat).
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   // Waits for the group's previous save, if any, and throws its error; then creates the temporary directory.

@@ -35,9 +35,9 @@ std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& h
   return room;
 }
 
-// Returns the view's current elements, protected from later writes by libtorch's copy-on-write: a writer gets new
-// memory while this tensor lives. Undefined for device memory and for memory not owned by a plain allocator. Use only
-// for tensors whose data pointers are not kept beyond a step.
+// Returns the view's current elements, protected by libtorch's copy-on-write: a later writer gets new memory. Undefined
+// for device memory, and if no plain allocator owns the memory. The tensor's data pointers must not be kept beyond a
+// step.
 at::Tensor frozen(const at::Tensor& view) {
   if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
   auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());

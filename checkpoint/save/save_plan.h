@@ -43,9 +43,9 @@ class HostCopies {
  public:
   explicit HostCopies(at::Tensor memory = {}) : memory_(std::move(memory)) {}
 
-  // Copies the pieces that cannot wait for end(): all except watched tensors, and optimizer state in host memory, which
-  // is frozen by copy-on-write. On a device (the model's), the copies are ordered after all earlier work of the current
-  // stream and before its later work.
+  // Copies pieces that cannot wait for end(): all except watched tensors, and except optimizer state in host memory,
+  // which copy-on-write freezes. Copies from a device (the model's) are ordered between earlier and later work of the
+  // current stream.
   void begin(SavePlan& plan, at::Device device);
   // Copies the rest and waits for all copies; may run on any thread. Throws std::invalid_argument if a watched tensor
   // was modified since begin(). Calls `progress` after each copy.

@@ -38,13 +38,11 @@ at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int
   return flat_view(in_strides(with_values_in_memory(tensor), strides));
 }
 
-// Returns whether a tensor of the shard's elements has the whole parameter's shape.
 bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
   return tensor.sizes() == at::IntArrayRef(shard.sizes) && shard.held.numel() == numel_of(shard.sizes);
 }
 
-// Returns a shard's elements in memory order: [held.numel()], a view unless `tensor` has other strides than the shard.
-// `tensor` has the shape of shard.tensor.
+// Returns a shard's elements in memory order, [held.numel()]: a view unless the strides differ from the shard's.
 at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
   require_strided("'" + shard.fqn + "'", tensor);
   if (DiskPager::of(tensor) != nullptr)
@@ -84,8 +82,8 @@ Piece piece_of(const LocalTensor& local, const Segment& segment) {
           [local, segment] { return as_box(elements_of(local, segment), local, segment); }};
 }
 
-// The part of a tensor that replica `index` writes: an equal number of slowest rows for each but the last, so that a
-// few runs describe all parts.
+// The part of a tensor that replica `index` writes: equal numbers of slowest rows, so that a few runs describe all
+// parts.
 Range part_of_replica(const LocalTensor& local, int index) {
   const auto order = memory_order(local.sizes, local.strides);
   const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];

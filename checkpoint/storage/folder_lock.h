@@ -6,8 +6,8 @@
 
 namespace tessera {
 
-// A lock that gives one job exclusive use of a folder, such as its output folder. The job's rank 0 holds it from start
-// to end. The lock is a file ".tessera.lock", which names its holder and is never removed. Not collective.
+// A lock that gives one job exclusive use of a folder, such as its output folder; the job's rank 0 holds it. The lock
+// is a file ".tessera.lock", which names its holder and is never removed. Not collective.
 class FolderLock {
  public:
   // Creates the folder if it is missing. Throws CheckpointError with process, host and file if another job holds the

@@ -26,9 +26,9 @@ class LocalInput : public InputFile {
   const File file_;
 };
 
-// Writes in a few large blocks and starts write-back of each at once, so that the disk works while the next block is
-// copied and its checksum computed. Allocates all blocks of a large file in advance: allocation during the writes takes
-// a third longer and reports a full disk late.
+// Writes large blocks and starts write-back of each at once, so that the disk works while the next is copied and
+// hashed. Allocates a large file's blocks first: allocating during the writes takes a third longer and reports a full
+// disk late.
 class LocalOutput : public OutputFile {
  public:
   LocalOutput(File file, int64_t start_bytes, int64_t bytes)

@@ -227,7 +227,6 @@ struct S3Client::Connection {
   curl_slist* headers = nullptr;
 };
 
-// Sets URL, body, signature and timeouts.
 void S3Client::set_request(Connection& own, const S3Request& request) const {
   CURL* const handle = own.handle;
   const std::string where = url(request);
