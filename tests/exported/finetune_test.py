@@ -1,5 +1,5 @@
-"""examples/finetune goes on from a checkpoint as if it had not stopped, trains adapters (peft) beside a base that stays as
-it is, and GPT-2 on padded examples as Python does: `make interop` runs this.
+"""Tests examples/finetune: it resumes from a checkpoint bit for bit, trains adapters (peft) beside a frozen base, and
+trains GPT-2 on padded examples as Python does. `make interop` runs this.
 
     tools/python.sh --with peft tests/exported/finetune_test.py build/release/examples/finetune
 """
@@ -39,7 +39,7 @@ class Finetune(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def train(self, out, *options):
-        """The losses by step, and the trained model's values."""
+        """Returns the losses by step, and the trained model's values."""
         done = subprocess.run(
             [PROGRAM, "--archive", self.folder / "model.pt2", "--out", self.folder / out, "--length", "16", "--sample", "16",
              "--log-every", "1", *(() if "--rows" in options else ("--ids", self.folder / "ids.safetensors")), *options],
@@ -107,7 +107,7 @@ class Finetune(unittest.TestCase):
         self.assertLess(float(again[1]), float(losses[1]))
 
     def tokenized(self):
-        """Examples of different lengths, by a tokenizer as one of the hub's."""
+        """Examples of different lengths, from a tokenizer like those of the hub."""
         from tokenizers import Tokenizer, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 

@@ -1,11 +1,11 @@
-"""Architectures that Python exports, compared with Python: `make zoo` runs all of them, `make interop` a few.
+"""Compares architectures that Python exports with Python: `make zoo` runs all of them, `make interop` a few.
 
     tools/python.sh tests/exported/zoo.py build/release/tests/exported/exported_program [--only gpt2 llama] [--quick]
 
-For each: the loss and every gradient against Python's eager, alone and under FSDP on 2 ranks, three steps of AdamW,
-eval() against Python's, and the outputs for inputs of other sizes where sizes are dynamic. Some with drop paths, whose
-eval() has to be refused, and with forces in their loss, under every wrapper. What torch.export would change without a
-word has to be refused. Prints a table; docs/zoo.md has the last one. Exits with 1 if a model fails that is not known to.
+For each: the loss and every gradient against eager Python, alone and under FSDP on 2 ranks; three steps of AdamW;
+eval(); and, if sizes are dynamic, outputs for other sizes. Some have drop paths, whose eval() must be refused; some
+have forces in their loss, under every wrapper. Models that torch.export changes silently must be refused. Prints a
+table; docs/zoo.md has the last one. Exits with 1 if a model fails unexpectedly.
 """
 
 import argparse
@@ -352,7 +352,7 @@ TEXT = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_atten
 
 
 def with_images(net, images, batch=2, **more):
-    """Of a model that reads `images` places of its text from an image."""
+    """A model that replaces `images` places of its text by an image."""
     export_model.without_cache(net)
     ids = torch.cat([torch.full((batch, images), 60), torch.randint(3, 59, (batch, 8))], 1)
     return net, {"input_ids": ids, "pixel_values": torch.randn(batch, 3, 32, 32), "attention_mask": torch.ones_like(ids),
@@ -665,7 +665,7 @@ def graph_network():
 @model("physics")
 def physics():
     class Net(nn.Module):
-        """A solution of a wave equation, whose residual needs derivatives through inputs: second order inside."""
+        """A wave equation, whose residual needs second derivatives through the inputs."""
 
         def __init__(self):
             super().__init__()
@@ -698,7 +698,7 @@ def loss_of(outputs):
 
 
 def without_dropout(net):
-    """Each rank draws numbers of its own, so that under FSDP dropout could not be compared."""
+    """Disables dropout: each FSDP rank draws its own numbers, so results could not be compared."""
     for module in net.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout1d, nn.Dropout2d)) or type(module).__name__ == "StochasticDepth":
             module.p = 0.0
@@ -721,7 +721,8 @@ def compare(name, got, expected, rtol=2e-4, atol=2e-5):
 
 
 def python_results(net, inputs):
-    """Of a step in training mode, the losses of STEPS steps, and eval()'s outputs of the values before."""
+    """Returns the results of a step in training mode, the losses of STEPS steps, and eval()'s outputs with the initial
+    values."""
     results = {}
     evaluated = copy.deepcopy(net).eval()
     with torch.no_grad():
@@ -750,7 +751,7 @@ def python_results(net, inputs):
 
 
 def resized(inputs, shapes):
-    """Inputs of other sizes, by rows that are there already; nothing if no size is dynamic."""
+    """Inputs of other sizes, made of existing rows; None if no size is dynamic."""
     named = [(name, place, dimension) for name, dims in (shapes or {}).items()
              if isinstance(dims, dict) and isinstance(inputs[name], torch.Tensor)
              for place, dimension in dims.items() if isinstance(dimension, torch.export.Dim)]
@@ -766,7 +767,7 @@ def resized(inputs, shapes):
 
 
 def check_forces(name, net, inputs, archive, program, folder):
-    """Second order: the gradient through an input is in the loss, which SGD then differentiates."""
+    """Second order: the loss includes the gradient through an input, and SGD differentiates it."""
     from safetensors.torch import load_file
 
     net, (through, value) = copy.deepcopy(net).train(), next(iter(inputs.items()))
@@ -799,7 +800,7 @@ def clones(inputs):
 
 
 def write_inputs(inputs, file):
-    """As exported_program reads them."""
+    """Writes inputs in the format of exported_program."""
     from safetensors.torch import save_file
 
     written = {}
@@ -825,7 +826,7 @@ def write_inputs(inputs, file):
 
 
 def check(name, program, folder):
-    """(nodes, largest relative difference of a gradient) or an exception."""
+    """Returns (nodes, largest relative difference of a gradient) or an exception."""
     from safetensors.torch import load_file
 
     torch.manual_seed(1)

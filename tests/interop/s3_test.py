@@ -1,7 +1,7 @@
-"""Checkpoints on S3, against a server that checks signatures, and through a proxy that breaks things: `make interop`
+"""Tests checkpoints on S3 with a server that checks signatures, through a proxy that injects faults: `make interop`
 runs this.
 
-    tools/python.sh --with s3 tests/interop/s3_test.py build/release/tests/interop/interop_program \\
+    tools/python.sh --with s3 tests/interop/s3_test.py build/release/tests/interop/interop_program \
       build/release/tools/tessera/tessera
 """
 
@@ -35,7 +35,7 @@ def free_port():
 
 
 class Faults(http.server.BaseHTTPRequestHandler):
-    """Hands each request on to the server as it is, unless the server object's `choose` names a fault for it."""
+    """Forwards each request to the server, unless the server object's `choose` names a fault for it."""
 
     protocol_version = "HTTP/1.1"
 
@@ -160,7 +160,7 @@ class S3(unittest.TestCase):
         return [float(line.rsplit(" ", 1)[1]) for line in told.splitlines()]
 
     def expected(self):
-        """The losses of a run that nothing interrupts."""
+        """The losses of an uninterrupted run."""
         if not self.uninterrupted:
             with tempfile.TemporaryDirectory() as folder:
                 self.uninterrupted.extend(self.losses(folder, 2, 5))

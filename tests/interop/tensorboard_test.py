@@ -1,4 +1,4 @@
-"""TensorBoard reads what train_gpt --tensorboard writes, with its own reader: `make interop` runs this.
+"""Reads the output of train_gpt --tensorboard with TensorBoard's own reader: `make interop` runs this.
 
     tools/python.sh --with tensorboard tests/interop/tensorboard_test.py build/release/examples/train_gpt
 """

@@ -1,5 +1,5 @@
-"""Tessera for Conan 2. The recipe uses no remote: libtorch, gloo's headers, libcurl, xxHash, Boost and nlohmann-json are the
-system's, as tools/setup.sh installs them.
+"""Tessera for Conan 2. Uses no remote: libtorch, gloo's headers, libcurl, xxHash, Boost and nlohmann-json are the
+system's, installed by tools/setup.sh.
 
     conan create tools/packaging/conan -o 'tessera/*:libtorch=/path/to/libtorch'
     conan export-pkg tools/packaging/conan -o ...     # packs the files of `make build`, without building again
