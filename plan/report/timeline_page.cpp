@@ -98,7 +98,7 @@ function html(parent, name, text) {
   if (text !== undefined) made.textContent = text;
   return parent.appendChild(made);
 }
-// A color, and what it stands for.
+// The legend: a color with its label.
 function explain(legend, color, text) {
   const entry = html(byId(legend), "span");
   html(entry, "i").style.background = color;
@@ -124,7 +124,7 @@ const highest = Math.max(data.peak.total, data.measured ? data.measured.peak : 0
 const top_ = data.memory && data.memory < 4 * highest ? Math.max(highest, data.memory) * 1.05 : highest * 1.08;
 const x = at => box.left + (box.right - box.left) * at / Math.max(1, data.operators - 1);
 const y = n => box.bottom - (box.bottom - box.top) * n / top_;
-// Scales, upon the steps.
+// Scales, above the steps.
 data.steps.forEach((part, index) => {
   if (index % 2) svg("rect", { x: x(part.begin), y: box.top, width: x(part.end) - x(part.begin),
     height: box.bottom - box.top, fill: "var(--card)" });
@@ -141,7 +141,7 @@ data.steps.forEach(part => {
   svg("line", { x1: x(part.begin), x2: x(part.begin), y1: box.top, y2: 540, stroke: "var(--line)" });
   if (x(part.end) - x(part.begin) > 40) svg("text", { x: x(part.begin) + 5, y: box.bottom + 17 }, part.name);
 });
-// Kinds, one upon the other.
+// Bytes by kind, stacked.
 const below = data.points.map(() => 0);
 data.kinds.forEach((kind, index) => {
   const lower = [], upper = [];
@@ -164,7 +164,7 @@ const peakX = x(data.peak.at);
 svg("circle", { cx: peakX, cy: y(data.peak.total), r: 4.5, fill: "var(--red)" });
 svg("text", { id: "peak", x: peakX + (peakX > 900 ? -9 : 9), y: y(data.peak.total) - 7,
   "text-anchor": peakX > 900 ? "end" : "start", style: "fill: var(--ink); font-weight: 600" }, bytes(data.peak.total));
-// A run with data: its bytes as a line, and red where they are not those of the prediction.
+// A run with data: its bytes as a line, red where they differ from the prediction.
 if (data.measured) {
   const measured = data.measured, differ = measured.differences, compared = byId("compared");
   svg("polyline", { id: "measured", points: measured.points.map(p => x(p.at).toFixed(1) + "," + y(p.bytes).toFixed(1)).join(" "),
@@ -194,7 +194,7 @@ for (const one of data.collectives) {
   svg("rect", { x: x(one.at) - 1, y: at + 16 - height, width: 2, height, fill: "var(--ink)", "fill-opacity": 0.65 });
 }
 byId("picture").setAttribute("viewBox", "0 0 1180 " + (box.lane + 24 * lanes.length + 24));
-// What is under the pointer.
+// Describes the operator under the pointer.
 const cursor = svg("line", { y1: box.top, y2: box.lane + 8 + 24 * lanes.length, stroke: "var(--ink)",
   "stroke-opacity": 0.45, visibility: "hidden" });
 function nearest(list, at) {
@@ -230,7 +230,7 @@ byId("picture").addEventListener("pointermove", event => {
 });
 function hide() { byId("told").style.display = "none"; cursor.setAttribute("visibility", "hidden"); }
 byId("picture").addEventListener("pointerleave", hide);
-// A step over milliseconds, a line for each lane; the browser tells what is under the pointer.
+// A step over milliseconds, a line for each lane; tooltips describe the intervals.
 const ms = n => n.toFixed(n === 0 ? 0 : n < 1 ? 4 : n < 100 ? 2 : 0) + " ms";
 const steps = [data.time, data.measured_time].filter(one => one);
 const ends = key => steps.flatMap(one => one.lanes.flatMap(lane => lane.intervals.map(each => each[key])));
