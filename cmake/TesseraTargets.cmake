@@ -36,8 +36,8 @@ endif()
 # torch's headers cost 10 to 40 s in each file, so all targets reuse precompiled ones. There are two sets, because GCC
 # instantiates a precompiled header's templates again in each file: 3 s for modules and autograd, which the libraries
 # use, 8 s for torch/torch.h. With TESSERA_UNITY a target is one file, which takes a third of the time. NO_PCH disables
-# the precompiled header, for files that include little of torch (loading one takes 3 s), and for a program that `make
-# demo` builds alone (creating one takes longer than compiling the program).
+# the precompiled header: loading one takes 3 s, too long for files that include little of torch. Creating one takes
+# longer than compiling the program that `make demo` builds alone.
 function(tessera_compile_fast target headers)
   cmake_parse_arguments(PARSE_ARGV 2 arg "NO_PCH" "" "")
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${TESSERA_UNITY} UNITY_BUILD_BATCH_SIZE 0)

@@ -55,8 +55,8 @@ struct Run {
   int64_t target_step = 1;
 };
 
-// Visits the runs that copy `part` from a row-major array of `source` to a target whose element at index i is at sum(i
-// * target_strides) - target_origin. Visits the fewest runs, in ascending source order.
+// Visits the fewest runs that copy `part` from a row-major array of `source`, in ascending source order. In the target,
+// the element at index i is at sum(i * target_strides) - target_origin.
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 

@@ -28,10 +28,10 @@ struct SaveFullOptions {
 // their index commits them, and the previous files are then removed. Errors as in save_checkpoint().
 void save_full(const std::filesystem::path& file, ModelShards& model, const SaveFullOptions& options = {});
 
-// Loads such a file, an index, or a directory of safetensors files, such as the output of PyTorch's
-// HuggingFaceStorageWriter, or a model hub's cache (a snapshot, or the root, whose refs/main names the snapshot). If an
-// index exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only
-// its part, without checksums. Collective; otherwise as load_checkpoint().
+// Loads such a file, an index, or a directory of safetensors files. The directory may be the output of PyTorch's
+// HuggingFaceStorageWriter, or a model hub's cache: a snapshot, or the root, whose refs/main names it. If an index
+// exists ("<path>.index.json", or one in the directory), reads only the files that it lists. Each rank reads only its
+// part, without checksums. Collective; otherwise as load_checkpoint().
 void load_full(const std::filesystem::path& path, ModelShards& model, const LoadOptions& options = {});
 
 // Lists the tensors of such a file, index or directory, and their places. Not collective. Throws CheckpointError.

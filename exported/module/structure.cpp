@@ -33,9 +33,8 @@ class StructureReader {
   }
 
  private:
-  // The context has the names: as a list for dictionaries and result classes, as a field for a default dictionary, and
-  // for a dataclass as the first of two lists (the second has the fields that are None). Other types' contexts are not
-  // needed.
+  // The context has the names: a list for dictionaries and result classes, a field for a default dictionary. For a
+  // dataclass it has two lists: names, and the fields that are None. Other types' contexts are not needed.
   std::vector<std::string> names_of(const std::string& type, const json& context) const {
     const json parsed =
         context.is_string() ? json::parse(context.get<std::string>(), nullptr, /*allow_exceptions=*/false) : context;

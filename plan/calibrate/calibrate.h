@@ -22,9 +22,9 @@ struct CalibrationOptions {
 // Measures kernels inside training steps of small decoders, and an operator's cost outside its kernel
 // (calibrate_operators.h). For other operators: matrix products in fp32 and bfloat16, convolutions and attention in
 // fp32, and additions of tensors (memory). For communication: all-gathers, reduce-scatters and all-reduces, the
-// slowdown of compute during an all-reduce, and exchanges between ranks that share no memory, but not links between
-// hosts. With one thread a rank, times are means of processor time, so other programs and ranks beyond the cores do not
-// count; otherwise medians of wall-clock time.
+// slowdown of compute during an all-reduce, and exchanges without shared memory. Does not measure links between hosts.
+// With one thread a rank, times are means of processor time, so other programs and ranks beyond the cores do not count;
+// otherwise medians of wall-clock time.
 //
 // Throws std::invalid_argument for fewer than 1 rank or thread, and the errors of run_ranks(). Sets the process's
 // number of intra-operator threads, and installs the recorder's allocator. Must not be called in a dry run.

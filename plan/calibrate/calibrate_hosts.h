@@ -9,9 +9,9 @@
 namespace tessera {
 
 // Measures the link between the ranks of `comm`, each of which must be alone on its host: MachineSpeed::between_hosts,
-// and the processor time of a byte in tcp. That is the time charged to the process, or the slowdown of concurrent
-// matrix products if that is larger, because the kernel's work on packets is charged to no process. `speed` is the
-// result of calibrate(); only rank 0's is used, and the result is equal on all ranks.
+// and the processor time of a byte in tcp. The latter is the larger of the process's time and the slowdown of
+// concurrent matrix products, because the kernel's work on packets is charged to no process. `speed` is the result of
+// calibrate(); only rank 0's is used, and the result is equal on all ranks.
 //
 // Collective; runs on the CPU for some 10 s. Throws std::invalid_argument for a group of one rank, a machine without
 // tcp, and options that calibrate() refuses; also CommError. Sets the process's number of intra-operator threads.

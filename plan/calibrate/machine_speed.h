@@ -99,9 +99,9 @@ struct CollectiveTime {
 
 // Returns the time of a collective. In one level a rank sends (n - 1) / n of the full tensor for an all-gather,
 // reduce-scatter, scatter or all-to-all; twice that for an all-reduce; all of it for a broadcast or reduce. The latency
-// counts ceil(log2(n)) times. With m ranks of the group on each of h hosts, adds the time within hosts (m ranks) and
-// between hosts (h ranks, 1 / m of the bytes for each of the m ranks, which send concurrently). Throws
-// std::invalid_argument for an unknown operation, and for a link of unknown speed.
+// counts ceil(log2(n)) times. With m ranks on each of h hosts, adds the times within hosts (m ranks) and between hosts
+// (h ranks, with 1 / m of the bytes, because m ranks send concurrently). Throws std::invalid_argument for an unknown
+// operation, and for a link of unknown speed.
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
 
 // Reads a JSON file. Throws std::invalid_argument that names the file and the missing or wrong field.

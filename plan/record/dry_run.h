@@ -97,8 +97,8 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 //
 // make_model(communicator) must return the object that step(model) trains, wrapped by Tessera with that communicator.
 // Wrappers, autograd and optimizer are real and create all their tensors. Operators that would compute with
-// floating-point values do not run, and collectives move nothing (CountingCommunicator), so all ranks are assumed to
-// have equal data and to use the same parameters.
+// floating-point values do not run, and collectives move nothing (CountingCommunicator). So all ranks are assumed to
+// have equal data and to use equal parameters.
 //
 // Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes, but a library may choose
 // other kernels there (attention, convolutions), which save other tensors for backward. The allocator's rounding and
@@ -106,8 +106,8 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 //
 // Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
 // computed reads as 0 (a loss's item(), a norm), and RunRecord::stand_ins lists it. Code that bypasses the dispatcher
-// reads zeros. Throws std::invalid_argument, naming the operator, if a result's shape depends on missing values, or if
-// libtorch has no C++ shapes for an operator too large to run. Also throws std::invalid_argument for fewer than 2
+// reads zeros. If a result's shape depends on missing values, or libtorch has no C++ shapes for an operator too large
+// to run, throws std::invalid_argument that names the operator. Also throws std::invalid_argument for fewer than 2
 // steps, and std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses
 // one thread; while the first dry run of a process starts, no other thread may create tensors.
 template <class MakeModel, class Step>

@@ -55,8 +55,8 @@ std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoi
 // The usable part of a GPU's memory; the rest is for its allocator, the kernels' scratch memory and the driver, which a
 // dry run does not count.
 inline constexpr double kUsable = 0.9;
-// Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory and, with
-// offload, the sum over a host's ranks at most that part of the host's memory, if known. Prefers, in this order: no
+// Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory. With
+// offload, a host's ranks must also fit in that share of the host's memory, if known. Prefers, in this order: no
 // offload, the shortest time if known, the least recomputation, the least exchange between hosts, the least exchange,
 // the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
