@@ -125,7 +125,6 @@ void read_zip64(const ZipReader& zip, std::string_view extra, CentralEntry& entr
   }
 }
 
-// Reads the entry at `at`; advances `at` to the next.
 CentralEntry read_entry(const ZipReader& zip, uint64_t& at) {
   if (zip.part(at, kCentralHeaderBytes).empty() || zip.number<uint32_t>(at) != kCentralHeader)
     zip.refuse("its directory is damaged");

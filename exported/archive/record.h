@@ -18,8 +18,8 @@ struct ExportedModes {
   std::map<std::string, std::string> fixed;  // modules ("": the root) that cannot be switched, with the reason
 };
 
-// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Archives of
-// other tools have none of them; those of older versions of the tool have some.
+// Facts about a model that tools/export_model.py stores (extra/tessera.json) and torch.export does not. Other tools'
+// archives have none, older ones have some.
 struct ExportRecord {
   // Groups of names of one tensor; nullopt if unknown.
   std::optional<std::vector<std::vector<std::string>>> ties;

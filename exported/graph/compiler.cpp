@@ -41,7 +41,6 @@ std::string line_of(const std::string& stack) {
   return text;
 }
 
-// Visits the graphs among a node's arguments.
 template <class Visit>
 void for_each_inner_graph(const json& node, Visit visit) {
   for (const json& input : list_field(node, "inputs")) {
@@ -83,7 +82,6 @@ void find_classes(const json& graph, std::map<std::string, std::string>& classes
 
 // ---- graphs -------------------------------------------------------------------------------------
 
-// The names of one graph.
 struct Compiler::Scope {
   std::map<std::string, int> slots;
   std::map<int, size_t> state;  // slots of state, of the callers' graphs too
@@ -288,7 +286,6 @@ void Compiler::bind_training_arguments() {
 
 // ---- higher-order operators ---------------------------------------------------------------------
 
-// The arguments of a higher-order operator, in sequence.
 class Compiler::HigherOrderArguments {
  public:
   explicit HigherOrderArguments(const json& node) {

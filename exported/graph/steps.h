@@ -78,7 +78,6 @@ class GraphStep : public Step {
       : Step(std::move(call.description), std::move(call.module), std::move(call.operands)),
         graphs_(std::move(call.graphs)) {}
 
-  // The number of results of the last graph.
   size_t result_count() const { return graphs_.back()->outputs.size(); }
   const std::vector<std::shared_ptr<const Graph>>& graphs() const { return graphs_; }
 

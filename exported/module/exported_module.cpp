@@ -96,7 +96,7 @@ class ExportedProgram {
   std::vector<FixedModule> fixed_modules;
   at::Device device = at::kCPU;
   std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
-  std::map<std::string, int> classes;  // number of modules by class
+  std::map<std::string, int> classes;
 
   ExportedValue run(const ExportedInputs& given) const;
   void move_hidden(at::Device to);
@@ -239,7 +239,6 @@ class ProgramBuilder {
     TORCH_WARN(archive_.where(), ": ", what);
   }
 
-  // Reads the archive's tensors, in the order of the graph's inputs.
   void read_state(const json& signature) {
     auto tensors = read_tensors(archive_, record_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
     tensors.merge(
@@ -579,10 +578,10 @@ class ProgramBuilder {
   std::unique_ptr<ExportedProgram> program_;
   std::string model_;
   bool is_user_input_ = false;
-  std::map<std::string, std::string> classes_;         // by FQN
-  std::map<std::string, torch::nn::Module*> modules_;  // by FQN
-  std::map<std::string, size_t> graph_names_;          // name of the state in the graph
-  std::vector<ExportedTensor> tensors_;                // of the state
+  std::map<std::string, std::string> classes_;
+  std::map<std::string, torch::nn::Module*> modules_;
+  std::map<std::string, size_t> graph_names_;  // name of the state in the graph
+  std::vector<ExportedTensor> tensors_;        // of the state
   std::optional<WeightFiles> files_;
   std::vector<std::string> absent_;
   std::vector<Compiler::TrainedModule> trained_;

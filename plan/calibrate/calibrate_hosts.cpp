@@ -21,7 +21,6 @@
 namespace tessera {
 namespace {
 
-// A collective in which every rank sends `sent_bytes`.
 struct Exchanged {
   std::function<Pending()> start;
   double sent_bytes;
@@ -85,7 +84,7 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   const at::Tensor small = at::zeros({ranks}), one = at::zeros({1});
   const double least_s = timer.seconds_of([&] { comm->all_gather(small, one).wait(); }) / std::ceil(std::log2(ranks));
 
-  constexpr double kMostSeconds = 0.1;  // of one collective
+  constexpr double kMostSeconds = 0.1;
   constexpr int64_t kProbeNumel = 1 << 18;
   const int64_t probe_part = std::max<int64_t>(kProbeNumel / ranks, 1);
   const at::Tensor probe = at::zeros({probe_part * ranks}), probe_shard = at::zeros({probe_part});

@@ -137,7 +137,6 @@ std::pair<double, double> add_kernels(const RunRecord& record, bool by_processor
   return {static_cast<double>(steps[2].size()), total_s};
 }
 
-// A training's busy time without recording, and the kernels and operators of its record.
 struct Explained {
   double busy_s, kernels_s, operators;
 };

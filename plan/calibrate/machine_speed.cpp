@@ -40,7 +40,6 @@ Layout layout_of(const RecordedCollective& collective, int ranks_per_host) {
   return layout;
 }
 
-// One level of `ranks` ranks on one link.
 double level_seconds(const std::string& operation, int ranks, double bytes, const LinkSpeed& link) {
   if (ranks < 2) return 0;
   const double latency_s = link.latency_s * std::bit_width(static_cast<unsigned>(ranks - 1));

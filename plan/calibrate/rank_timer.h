@@ -18,8 +18,8 @@ class RankTimer {
 
   const CalibrationOptions& options() const { return options_; }
 
-  // Returns whether seconds are the thread's processor time. That is not possible with several threads a rank, because
-  // one does not see the time of the others.
+  // Returns whether seconds are the thread's processor time: not with several threads a rank, because one does not see
+  // the time of the others.
   bool by_processor() const { return options_.threads == 1; }
 
   // Reports the next measurement to rank 0's caller.
@@ -43,7 +43,7 @@ class RankTimer {
 
   std::shared_ptr<Communicator> comm_;
   const CalibrationOptions& options_;
-  double budget_s_;  // for one measurement
+  double budget_s_;
 };
 
 }  // namespace tessera

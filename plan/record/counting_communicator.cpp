@@ -17,7 +17,6 @@ namespace {
 constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
                                            "reduce",     "scatter",        "all-reduce", "all-to-all"};
 
-// The address of an element.
 char* at_element(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
@@ -107,7 +106,6 @@ void CountingCommunicator::require_other_ranks(std::string_view what) const {
                               std::string(what));
 }
 
-// Counts the bytes that a real rank would send.
 void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {
   const at::Tensor& shard = collective.shard;
   const int64_t others = size() - 1;

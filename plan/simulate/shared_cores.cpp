@@ -43,7 +43,7 @@ struct Move {
     kSum,
     kWaited
   } kind;
-  size_t index;      // of an operator or a collective in the record
+  size_t index;
   int exchange = 0;  // of CollectiveFlow::exchanges
 };
 
@@ -85,7 +85,7 @@ Moves moves_of(const RunRecord& record, int step) {
 
 // An exchange of one group in flight.
 struct Exchange {
-  struct Side {  // one rank
+  struct Side {
     bool has_begun = false;
     bool receives = false;              // has announced it; messages to send are announced from the start
     bool is_done = false;               // has copied all announced messages
@@ -116,9 +116,9 @@ struct Rank {
   const RunRecord* record;
   const Moves* moves;
   std::mt19937 noise;
-  size_t next = 0;     // move
-  int repeat = -1;     // -1: before the repeated step
-  double began_s = 0;  // the operator or wait
+  size_t next = 0;
+  int repeat = -1;  // -1: before the repeated step
+  double began_s = 0;
   bool is_asleep = false;
   std::vector<double> repeats_s;  // the start of each, and the end
 };

@@ -12,7 +12,6 @@
 namespace tessera {
 namespace {
 
-// Advances the time of every lane by the rank's actions.
 class Simulation {
  public:
   Simulation(const RunRecord& record, const MachineSpeed& speed, int step)
