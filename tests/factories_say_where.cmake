@@ -1,5 +1,5 @@
-# Fails if a library's file creates a tensor without a device. It would be on the CPU, and only a GPU would show that
-# another device was intended.
+# Fails if a file of a library's folder makes a tensor without saying on which device. It would be on the CPU, where one
+# that was meant for the rank's device is found on a GPU only.
 #
 #   cmake -DSOURCE_DIR=<tree> -DFOLDERS=<folder>,... -P factories_say_where.cmake
 cmake_minimum_required(VERSION 3.25)
@@ -7,7 +7,7 @@ string(REPLACE "," ";" folders "${FOLDERS}")
 set(wrong)
 set(count 0)
 set(inner "[^()]*(\\([^()]*\\)[^()]*)*")
-set(one "[^()|]*(\\(${inner}\\)[^()|]*)*")  # arguments with nested calls, two deep
+set(one "[^()|]*(\\(${inner}\\)[^()|]*)*")  # arguments, with calls in them, two deep
 set(factory "at::(empty|empty_strided|zeros|ones|full|arange|tensor|scalar_tensor|rand|randn|randint|randperm|eye|linspace)")
 foreach(folder ${folders})
   file(GLOB_RECURSE files "${SOURCE_DIR}/${folder}/*.h" "${SOURCE_DIR}/${folder}/*.cpp")

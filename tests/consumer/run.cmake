@@ -1,9 +1,9 @@
-# Builds the consumer project with Tessera as a subdirectory, and runs it:
+# Builds the consumer project with Tessera as its subdirectory, and runs it:
 #
 #   cmake -DTESSERA_SOURCE_DIR=... -DTESSERA_BINARY_DIR=... -DWORK_DIR=... -DGENERATOR=... -DCXX_COMPILER=...
 #         -DTORCH_DIR=... [-DLAUNCHER=...] -P run.cmake
 #
-# Keeps WORK_DIR, so that the next run compiles only changes.
+# WORK_DIR is kept, so that a second run compiles only what has changed.
 cmake_minimum_required(VERSION 3.25)
 
 function(run)
@@ -11,23 +11,24 @@ function(run)
 endfunction()
 
 set(build "${WORK_DIR}/add_subdirectory")
-# Sets no build type and no flags, like a first-time user: the library must add its own.
+# Neither a build type nor flags, as a first-time user has it; the library's own need must get through.
 set(arguments -G "${GENERATOR}" "-DCMAKE_CXX_COMPILER=${CXX_COMPILER}" --log-level=WARNING --no-warn-unused-cli)
-if(LAUNCHER)  # ccache, if installed; clones share its results
+if(LAUNCHER) # ccache, if there is one; what another clone has compiled serves here
   list(APPEND arguments "-DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}")
   set(ENV{CCACHE_BASEDIR} "${TESSERA_SOURCE_DIR}")
   set(ENV{CCACHE_NOHASHDIR} 1)
 endif()
 
 list(APPEND arguments "-DTESSERA_SOURCE_DIR=${TESSERA_SOURCE_DIR}" "-DCMAKE_PREFIX_PATH=${TORCH_DIR}"
-  # Without a precompiled header, which would cost more than it saves, and hides missing includes.
+  # Nor a precompiled header: it would cost more than it saves here, and without it a library has to include
+  # what it uses.
   -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON
-  # Dependencies of Tessera's own tests, benchmarks and examples must not be required.
+  # What only Tessera's own tests, benchmarks and examples need must not be asked for.
   -DCMAKE_DISABLE_FIND_PACKAGE_GTest=ON -DCMAKE_DISABLE_FIND_PACKAGE_benchmark=ON
   -DCMAKE_DISABLE_FIND_PACKAGE_Boost=ON)
 
-# Building all libraries again would take minutes. Configures every target, and builds one library and a program that
-# links it alone. Compiles the program that uses all libraries, and links it below with the existing ones.
+# All libraries once more would take minutes: every target of theirs is configured, one is built, and a program that
+# takes it alone. The program that takes all is compiled, and linked below with the libraries that are there.
 run(${CMAKE_COMMAND} -S "${CMAKE_CURRENT_LIST_DIR}" -B "${build}" ${arguments})
 run(${CMAKE_COMMAND} --build "${build}" --parallel 2 --target peak)
 run("${build}/peak")

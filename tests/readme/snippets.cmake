@@ -1,5 +1,5 @@
-# Writes the C++ snippets of the documentation into one file that compiles: each becomes the body of a function or, if
-# it begins with a type, a template or a function, a namespace. names.h declares the names that they use.
+# Makes one file of the C++ snippets in the documentation, so that all are compiled: each is the body of a function, or,
+# if it begins with a type, a template or a function, a namespace. What they use and do not declare is in names.h.
 #
 #   cmake -DSOURCE_DIR=<tree> -DPAGES=<page>,<page>... -DOUTPUT=<file> -P snippets.cmake
 cmake_minimum_required(VERSION 3.25)
@@ -20,7 +20,7 @@ foreach(page ${pages})
     string(FIND "${text}" "```" end)
     string(SUBSTRING "${text}" 0 ${end} snippet)
     string(SUBSTRING "${text}" ${end} -1 text)
-    string(REGEX REPLACE "#include [^\n]*" "" snippet "${snippet}")  # names.h includes them
+    string(REGEX REPLACE "#include [^\n]*" "" snippet "${snippet}") # names.h has them
     string(REGEX REPLACE "[^\n]" "" lines "${before}")
     string(LENGTH "${lines}" passed)
     math(EXPR line "${line} + ${passed}")
