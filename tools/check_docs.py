@@ -18,8 +18,8 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LEAST = 8  # characters that one piece of a quoted error must have, or it says nothing
-MOST_TEXTS, LEAST_OF_TEXT = 3, 6  # texts of the sources in one piece, characters of each
+LEAST = 8  # minimum characters of a piece of a quoted error
+MOST_TEXTS, LEAST_OF_TEXT = 3, 6  # maximum texts of the sources in one piece, minimum characters of each
 
 
 def tracked(*patterns):
@@ -86,7 +86,7 @@ def check_errors(pages, problems):
     return count
 
 
-# What throws, or ends in such a function of the file's own; its first texts are the error.
+# Expressions that throw, or call a function of the file that throws; their first texts are the error.
 THROWS = re.compile(r"\b(?:throw\s+[\w:]+\s*|(?:refuse|fail|refuse_argument|fail_at|refuse_trace|refuse_value))\(")
 
 
