@@ -64,7 +64,7 @@ class ScanStep : public GraphStep {
   const size_t carried_, scanned_;
 };
 
-// A graph whose activations are recomputed in backward (offload/activations/checkpointed.h).
+// A graph whose activations are recomputed in backward (include/tessera/checkpointed.h).
 class CheckpointStep : public GraphStep {
  public:
   using GraphStep::GraphStep;

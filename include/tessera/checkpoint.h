@@ -42,7 +42,7 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
 // Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). The list accepts any
-// Stateful (core/model/stateful.h), with or without tensors.
+// Stateful (include/tessera/stateful.h), with or without tensors.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 

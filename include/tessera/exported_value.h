@@ -15,7 +15,7 @@ namespace tessera {
 
 // A value that Python passes to or gets from a module: a tensor, a number, a text, None, or a structure of these. Lists
 // and tuples are sequences; dictionaries, named tuples and result classes (transformers' ModelOutput) have named
-// elements. Supports core/layout/visit_tensors.h, so every wrapper and checkpointed() accept it. Accessors throw
+// elements. Supports include/tessera/visit_tensors.h, so every wrapper and checkpointed() accept it. Accessors throw
 // std::invalid_argument, naming the actual kind, if the value has another.
 class ExportedValue {
  public:
