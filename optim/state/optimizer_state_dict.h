@@ -11,8 +11,8 @@
 
 namespace tessera {
 
-// An optimizer's state, as Python's optimizer.state_dict(): parameters are known by their place in
-// the groups, counted through all of them.
+// An optimizer's state, like Python's optimizer.state_dict(). The key of a parameter is its index, counted through all
+// groups.
 struct OptimizerStateDict {
   struct Group {
     OptionList options;
@@ -20,17 +20,17 @@ struct OptimizerStateDict {
   };
   std::string kind;  // "Adam"; see optimizer_kind()
   std::vector<Group> groups;
-  std::map<int64_t, ParameterState> state;  // of the parameters that have any; whole, in their shapes
+  std::map<int64_t, ParameterState> state;  // of parameters with a state; whole tensors
 
-  // Parameters of all groups.
+  // Returns the number of parameters in all groups.
   int64_t parameter_count() const;
 };
 
-// The dictionary without states: groups and options as they are now.
+// Returns the dictionary without states: current groups and options.
 OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
 
-// Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.
-// Throws std::invalid_argument that lists everything that does not.
+// Checks that the dictionary fits the optimizer: kind, groups, their lengths, shapes of states. Throws
+// std::invalid_argument that lists every mismatch.
 void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer);
 
 }  // namespace tessera
