@@ -12,18 +12,18 @@ namespace tessera {
 
 static constexpr size_t kMaxLeaving = 2;
 
-// A list in the order of forward, which backward walks from its end.
+// Kept tensors form a list in forward order; backward walks it from the end.
 struct ActivationOffload::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat
-  at::Tensor device;  // flat: before it has left, and from when it is fetched
+  at::Tensor device;  // flat: until copied to the host, and again once fetched
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
   std::weak_ptr<Kept> before;
 };
 
-// After the copy's end, behind which the current stream is; the memory need not be that stream's.
+// Frees the device tensor after the copy, on which the current stream waits. The memory may belong to another stream.
 static void let_go(at::Tensor& device, at::Device home) {
   if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
   device.reset();
@@ -68,14 +68,14 @@ std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
     Kept& oldest = *leaving_.front();
     if (!std::exchange(oldest.is_leaving, false)) continue;
     oldest.copy.wait_on_device();
-    oldest.copy = Copy();  // which holds the device's memory
+    oldest.copy = Copy();  // the handle holds device memory
     let_go(oldest.device, oldest.home);
   }
   return std::make_unique<OffloadedInput>(*this, std::move(kept));
 }
 
 void ActivationOffload::start_fetch(Kept& kept) {
-  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // it has not gone yet, and is here
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // still on the device
   if (kept.device.defined() || !kept.host.defined()) return;
   kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
   kept.copy = copies_->to_device(kept.device, kept.host);
@@ -86,14 +86,14 @@ at::Tensor ActivationOffload::fetch(Kept& kept) {
   at::NoGradGuard no_grad;
   start_fetch(kept);
   kept.copy.wait_on_device();
-  kept.copy = Copy();  // the handle would keep the device's memory
-  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it was made on another, perhaps
+  kept.copy = Copy();                                                             // the handle would hold device memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // maybe allocated on another stream
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;
 }
 
-// Its graph is gone, or backward has been through it. Those after it went before, in the order of backward.
+// The graph is freed, or backward has passed this tensor. Backward has freed the later ones before.
 void ActivationOffload::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();
