@@ -59,7 +59,7 @@ void require_same(const std::vector<at::Tensor>& before, const std::vector<at::T
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
-// Gradients flow to the tensors among the inputs (all types supported by core/layout/visit_tensors.h) and to the
+// Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
 // parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda: pass those as inputs.
 // Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
 // compute equal results when called again. For that call, autocast and random numbers are restored: the default
