@@ -12,7 +12,7 @@
 #include "core/layout/as_wrapped.h"
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The parameters of a wrapped module, and the autograd nodes that carry the wrapper's hooks. Finds changes that the
 // user made to the parameters since they were wrapped. Used by one thread at a time.
@@ -71,4 +71,4 @@ class Binding {
   std::vector<int64_t> versions_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

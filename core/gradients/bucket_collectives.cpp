@@ -10,7 +10,7 @@
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/reduce_scatter_pieces.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Collectives take complex numbers as pairs.
@@ -129,4 +129,4 @@ void BucketCollectives::start_over_copies(PendingReduction& reduction, const Gra
   reduction.pending = mesh_.replicas->all_reduce(travelling(reduction.target()), op(), plan.name);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/gradient_bucket.h"
@@ -12,7 +12,7 @@
 #include "core/layout/mesh.h"
 #include "core/runtime/copy_engine.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The reduction of a bucket's content, which is in flight.
 struct PendingReduction {
@@ -63,4 +63,4 @@ class BucketCollectives {
   std::optional<double> divisor_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/layout/unit_plan.h"
 #include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The gradients of one bucket in a pass. Its owner allocates the memory.
 struct BucketContent {
@@ -69,4 +69,4 @@ struct BucketContent {
   at::Tensor place_of(const GradientBucket& bucket, size_t member) const;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

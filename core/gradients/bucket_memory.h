@@ -7,7 +7,7 @@
 
 #include "core/memory/counted_buffers.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Allocates buffers for buckets, and counts them together with the gradients that are sent without a copy. Used by one
 // thread at a time.
@@ -39,4 +39,4 @@ class BucketMemory {
   int64_t peak_bytes_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "core/comm/reduce_scatter_pieces.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void GradientBucket::derive_route(const Mesh& mesh, int64_t zero_copy_bytes) {
   using Cut = FlatLayout::Cut;
@@ -31,4 +31,4 @@ void GradientBucket::derive_route(const Mesh& mesh, int64_t zero_copy_bytes) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

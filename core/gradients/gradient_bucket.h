@@ -13,7 +13,7 @@
 #include "core/layout/int8_blocks.h"
 #include "core/layout/mesh.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Gradients that share one buffer and one collective. The layout says how the buffer is cut: evenly (a reduce-scatter:
 // FSDP), by owner (one owner, a reduce: SDP), or whole (an all-reduce: DDP).
@@ -41,4 +41,4 @@ struct GradientBucket {
   void derive_route(const Mesh& mesh, int64_t zero_copy_bytes);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

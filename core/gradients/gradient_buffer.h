@@ -9,7 +9,7 @@
 
 #include "core/layout/geometry.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Memory for the gradients of several leaf tensors, which are views of it. A reduced value becomes `.grad` if there is
 // none, and is added to one that is there. A gradient that the user still holds is never overwritten.
@@ -79,4 +79,4 @@ class GradientBuffer {
   std::vector<at::Tensor> views_;  // of the buffer, by member
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Whether the caller has the only reference to a gradient and its memory. A view, such as the transposed product that
@@ -213,4 +213,4 @@ void GradientCollector::forget_all() {
   used_.assign(used_.size(), false);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/gradients/pass_reports.h"
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Places the gradients of a pass in buckets, and knows which buckets are full. Without ranks: ReductionQueue reduces
 // the contents. Used by one thread at a time, under no autograd.
@@ -90,4 +90,4 @@ class GradientCollector {
   std::vector<size_t> arrivals_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

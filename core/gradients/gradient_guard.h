@@ -12,7 +12,7 @@
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A placeholder in a tensor's .grad, for a gradient that is elsewhere or that a step must not use.
 //
@@ -59,4 +59,4 @@ class GradientGuard : public Pager, public std::enable_shared_from_this<Gradient
   std::vector<Slot> slots_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,10 +3,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 #include "core/gradients/finite_check.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, OrderLog& log,
                                  ReducerOptions options)
@@ -123,4 +123,4 @@ void GradientReducer::report(MemoryReport& report) const {
   report.peak_bucket_bytes = memory_.peak_bytes();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include <tessera/memory_report.h>
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/gradients/gradient_collector.h"
@@ -15,9 +16,8 @@
 #include "core/gradients/reduction_queue.h"
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
-#include "core/model/memory_report.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Averages gradients over ranks, bucket by bucket, while backward runs. Every wrapper uses this class:
 //
@@ -98,4 +98,4 @@ class GradientReducer {
   std::vector<bool> used_;  // by parameter: on any rank, in the last pass that reduced
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,7 +13,7 @@
 
 #include "core/comm/fingerprint.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The collectives of one rank since the last backward, for a comparison with the other ranks: a rolling fingerprint,
 // and for errors the text of each.
@@ -93,4 +93,4 @@ class OrderLog {
   at::Tensor alike_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include "core/memory/counted_buffers.h"
 #include "core/runtime/copy_engine.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The settings of GradientReducer that depend on the wrapper.
 struct ReducerOptions {
@@ -24,4 +24,4 @@ struct ReducerOptions {
   CountedBuffers* staging = nullptr;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

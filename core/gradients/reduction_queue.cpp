@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr const char* kOperations[] = {"reduce-scatter", "reduce", "all-reduce"};  // by FlatLayout::Cut
@@ -142,4 +142,4 @@ void ReductionQueue::accept(const PendingReduction& reduction, const std::vector
   if (const std::vector<at::Tensor> leaves = result.leaves(used); !leaves.empty()) observer_(leaves);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -18,7 +18,7 @@
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A bucket in a pass.
 enum class BucketState : uint8_t {
@@ -101,4 +101,4 @@ class ReductionQueue {
   std::array<std::deque<PendingReduction>, kStages> stages_;  // oldest first
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/gradients/grad_norm.h"
+#include <tessera/communicator.h>
+#include <tessera/grad_norm.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Throws std::invalid_argument unless max_norm >= 0 and norm_type > 0. Infinity is valid.
 void require_clip_arguments(double max_norm, double norm_type);
@@ -34,4 +34,4 @@ bool clips_gradients(double norm, double max_norm);
 // parts on all ranks. `comm` is null if the tensors are whole.
 std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 #include "core/layout/geometry.h"
 
 // Checks that a parameter still has the properties that it had when it was wrapped. Used by every wrapper.
-namespace tessera {
+namespace tessera::internal {
 
 // The type of a tensor, without its values and its place in memory.
 struct WrappedKind {
@@ -41,4 +41,4 @@ inline bool is_view_at(const at::Tensor& parameter, const ParameterGeometry& geo
   return is_view_at(parameter, geometry.sizes, geometry.strides, offset);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 
 #include "core/layout/flat_layout.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A part of a bucket's buffer that is a separate tensor.
 struct BucketPiece {
@@ -18,4 +18,4 @@ struct BucketPiece {
 // these, padding included, are one. Pieces are in order and not empty. The same on all ranks.
 std::vector<BucketPiece> cut_into_pieces(const FlatLayout& layout, int64_t element_bytes, int64_t least_bytes);
 
-}  // namespace tessera
+}  // namespace tessera::internal

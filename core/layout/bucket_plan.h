@@ -6,7 +6,7 @@
 #include <limits>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A parameter, as plan_buckets() needs it.
 struct BucketItem {
@@ -34,4 +34,4 @@ struct BucketLimits {
 std::vector<std::vector<size_t>> plan_buckets(const std::vector<BucketItem>& items, const std::vector<size_t>& order,
                                               const BucketLimits& limits);
 
-}  // namespace tessera
+}  // namespace tessera::internal

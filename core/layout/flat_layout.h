@@ -1,16 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
-namespace tessera {
+#include <tessera/range.h>
 
-// Elements in [begin, end).
-struct Range {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t numel() const { return end - begin; }
-};
+namespace tessera::internal {
 
 // The offsets of parameters that share a flat buffer, and the part of the buffer that each rank gets. Pure integers, so
 // that it is tested without tensors or ranks.
@@ -76,4 +72,4 @@ class FlatLayout {
   std::vector<int64_t> begins_;  // kByOwner: by rank, and the end
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,13 +6,7 @@
 
 #include "core/layout/wire_codec.h"
 
-namespace tessera {
-
-// In what form parameters or gradients travel between ranks.
-enum class WireFormat : uint8_t {
-  kDtype,       // as numbers of their dtype: exact
-  kInt8Blocks,  // see below
-};
+namespace tessera::internal {
 
 // Floating-point numbers in 8 bits (ZeRO++, Wang et al., 2023). Every block of consecutive elements has an fp32 scale,
 // its largest absolute value / 127. An element is encoded as the nearest of -127, ..., 127 times the scale, so that the
@@ -43,4 +37,4 @@ class Int8Blocks final : public WireCodec {
   int64_t block_numel_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

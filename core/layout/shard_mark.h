@@ -9,7 +9,7 @@
 
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A 16-bit copy of a shard, which is sent in its place. It is up to date while the shard's page counts `writes` writes.
 struct LowPrecisionCopy {
@@ -39,4 +39,4 @@ const std::string& shard_label(const at::Tensor& tensor);
 // Returns null if the tensor has no 16-bit copy.
 const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "core/layout/int8_blocks.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Numbers of one dtype.
@@ -36,4 +36,4 @@ std::shared_ptr<const WireCodec> make_wire_codec(WireFormat format, at::ScalarTy
   return std::make_shared<CastCodec>(dtype, cast_to.value_or(dtype));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

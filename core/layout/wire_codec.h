@@ -6,9 +6,9 @@
 #include <memory>
 #include <optional>
 
-namespace tessera {
+#include <tessera/wire_format.h>
 
-enum class WireFormat : uint8_t;
+namespace tessera::internal {
 
 // Encodes the values that ranks send each other. Gathers and reductions use the same codecs. Thread-safe.
 //
@@ -37,4 +37,4 @@ class WireCodec {
 std::shared_ptr<const WireCodec> make_wire_codec(WireFormat format, at::ScalarType dtype,
                                                  std::optional<at::ScalarType> cast_to = {});
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 
 // The tensors among an operator's boxed arguments and results: single tensors, lists, and lists of optional tensors
 // (indices).
-namespace tessera {
+namespace tessera::internal {
 
 // Whether the operator writes to the tensors of an argument.
 inline bool is_written_to(const c10::Argument& argument) {
@@ -49,4 +49,4 @@ void replace_boxed_tensors(c10::IValue& value, Of&& of) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Makes a tensor of the dtype of `like` on `storage`. Its operators are dispatched to `key`, beside the keys of `like`.
 inline at::Tensor keyed_view(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like, int64_t storage_offset,
@@ -17,4 +17,4 @@ inline at::Tensor keyed_view(c10::Storage storage, c10::DispatchKey key, const a
   return view;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

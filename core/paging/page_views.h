@@ -11,7 +11,7 @@ class OperatorHandle;
 }
 
 // Declarations that the files of paging share.
-namespace tessera {
+namespace tessera::internal {
 
 // The dispatch key of views. libtorch reserves it for wrappers with a boxed fallback and does not use it. No other file
 // names it.
@@ -29,4 +29,4 @@ inline int64_t current_stream_on(at::Device device) {
 // Calls an operator with the values of stand-ins in their place.
 void call_with_stand_ins(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include "core/runtime/thread_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // While an object of this class exists, this thread runs the first forward of a checkpointed() call. Autograd does not
 // record it; backward recomputes it and then needs the gradients of its parameters.
@@ -15,4 +15,4 @@ class RecomputesLater {
   const ThreadScope<bool> scope_{in_effect_, true};
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

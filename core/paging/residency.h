@@ -7,7 +7,7 @@
 
 #include "core/paging/page.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Fills pages. Called by the fallback, on the thread that runs the operator.
 class Pager {
@@ -49,4 +49,4 @@ bool has_lost_its_pager(const at::Tensor& tensor);
 // The page of a view; null for other tensors. Also returns a page whose pager is destroyed.
 Page* page_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

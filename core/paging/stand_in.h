@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Computes the values of a tensor without data, anew for each operator that uses it.
 class StandIn {
@@ -33,4 +33,4 @@ at::Tensor stand_in_view(std::shared_ptr<StandIn> stand_in, const std::string& n
 // The stand-in of the tensor, or null.
 std::shared_ptr<StandIn> stand_in_of(const at::Tensor& tensor);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,6 +5,7 @@
 #include <random>
 
 namespace tessera::bucket_pieces_test {
+using namespace internal;
 namespace {
 
 constexpr int64_t kLeastBytes = int64_t{256} << 10;

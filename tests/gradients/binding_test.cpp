@@ -11,6 +11,7 @@
 #include "tests/gradients/errors.h"
 
 namespace tessera::binding_test {
+using namespace internal;
 namespace {
 
 using gradients_test::error_of;

@@ -7,6 +7,7 @@
 #include <vector>
 
 namespace tessera::gradient_buffer_test {
+using namespace internal;
 namespace {
 
 GradientBuffer::Member member(const at::Tensor& leaf, int64_t offset) { return {leaf, geometry_of(leaf), offset}; }

@@ -13,11 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/errors.h"
-#include "core/launch/launch.h"
+#include <tessera/errors.h>
+#include <tessera/launch.h>
 #include "tests/gradients/errors.h"
 
 namespace tessera::gradient_reducer_test {
+using namespace internal;
 namespace {
 
 using gradients_test::error_of;

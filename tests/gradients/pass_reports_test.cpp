@@ -10,10 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
 #include "tests/gradients/errors.h"
 
 namespace tessera::pass_reports_test {
+using namespace internal;
 namespace {
 
 using gradients_test::error_of;

@@ -8,9 +8,10 @@
 #include <memory>
 #include <vector>
 
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
 
 namespace tessera::shard_norm_test {
+using namespace internal;
 namespace {
 
 // Rows of 3 elements: a shard of 7 has two, and a rest of 1.

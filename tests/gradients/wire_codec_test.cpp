@@ -11,6 +11,7 @@
 #include "core/layout/int8_blocks.h"
 
 namespace tessera::wire_codec_test {
+using namespace internal;
 namespace {
 
 using Codec = std::shared_ptr<const WireCodec>;

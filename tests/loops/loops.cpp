@@ -16,12 +16,13 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include "optim/state/partial_step.h"
+#include <tessera/detail/partial_step.h>
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 // Models are small. Their gradients are reduced without a copy, as large ones are, and OSS steps in turns.
