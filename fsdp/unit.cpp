@@ -22,7 +22,8 @@ std::string traits_of(const PlannedParameter& parameter) {
 }  // namespace
 
 Unit::Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-           CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source, SecondaryCopy secondary)
+           CountedBuffers& buffers, CollectiveLog& log, bool sync_module_states, ShardSource source,
+           SecondaryCopy secondary)
     : index_(index),
       name_(label_of(plan)),
       plan_name_(plan.name),

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/memory/counted_buffers.h"
 #include "core/paging/residency.h"
 #include "core/runtime/copy_engine.h"
@@ -43,7 +43,7 @@ class Unit {
   // Takes the values of the planned parameters and turns the module's own into views of pages.
   // Collective if `sync_module_states`.
   Unit(int index, const PlannedUnit& plan, Communicator& comm, const FlatParameterOptions& options,
-       CountedBuffers& buffers, OrderLog& log, bool sync_module_states, ShardSource source = {},
+       CountedBuffers& buffers, CollectiveLog& log, bool sync_module_states, ShardSource source = {},
        SecondaryCopy secondary = {});
   ~Unit();
   Unit(const Unit&) = delete;
@@ -128,7 +128,7 @@ class Unit {
   const std::string plan_name_;
   Communicator& comm_;
   CountedBuffers& memory_;
-  OrderLog& log_;
+  CollectiveLog& log_;
   const ShardSource source_;
   const SecondaryCopy secondary_;
   bool keeps_secondary_ = false;

@@ -203,7 +203,7 @@ void ParameterBuckets::finish(Flight& flight) {
     if (owners_[index] != comm_.rank()) parameters_[index].unsafeGetTensorImpl()->bump_version();
 }
 
-std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(OrderLog& log, const StepOwned& step_owned) {
+std::vector<ParameterBuckets::Flight> ParameterBuckets::publish(CollectiveLog& log, const StepOwned& step_owned) {
   at::NoGradGuard no_grad;
   std::vector<Flight> flights;
   note_trained();

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include "core/gradients/order_log.h"
+#include "core/gradients/collective_log.h"
 #include "core/layout/as_wrapped.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
@@ -55,7 +55,7 @@ class ParameterBuckets {
   // travel as soon as they have been stepped, while it steps the next: in all it gets all that the rank owns, once.
   struct Flight;
   using StepOwned = std::function<void(const std::vector<at::Tensor>& parameters)>;
-  std::vector<Flight> publish(OrderLog& log, const StepOwned& step_owned = nullptr);
+  std::vector<Flight> publish(CollectiveLog& log, const StepOwned& step_owned = nullptr);
   void finish(std::vector<Flight>& flights);
 
  private:

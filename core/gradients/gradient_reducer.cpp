@@ -8,7 +8,7 @@
 
 namespace tessera::internal {
 
-GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, OrderLog& log,
+GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, CollectiveLog& log,
                                  ReducerOptions options)
     : mesh_(mesh),
       log_(log),

@@ -8,9 +8,9 @@
 
 #include <tessera/memory_report.h>
 #include "core/gradients/bucket_memory.h"
+#include "core/gradients/collective_log.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/gradients/gradient_collector.h"
-#include "core/gradients/order_log.h"
 #include "core/gradients/pass_reports.h"
 #include "core/gradients/reducer_options.h"
 #include "core/gradients/reduction_queue.h"
@@ -32,7 +32,7 @@ namespace tessera::internal {
 class GradientReducer {
  public:
   // The list, the mesh and the log must outlive the reducer.
-  GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, OrderLog& log,
+  GradientReducer(const std::vector<PlannedParameter>& parameters, const Mesh& mesh, CollectiveLog& log,
                   ReducerOptions options);
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -88,7 +88,7 @@ class GradientReducer {
   void clear_pass();
 
   const Mesh& mesh_;
-  OrderLog& log_;
+  CollectiveLog& log_;
   const ReducerOptions options_;
   std::vector<GradientBucket> buckets_;
   BucketMemory memory_;

@@ -47,7 +47,7 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
 
 // Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.
 void PassReports::require_same_work(ReducedReport& report) const {
-  const OrderLog::Doubtful& own = log_.doubtful();
+  const CollectiveLog::Doubtful& own = log_.doubtful();
   std::ostringstream text;
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
   bool is_alike = true;
@@ -77,7 +77,7 @@ void PassReports::require_same_gradients(const std::vector<std::string>& of_rank
       return std::ranges::find_if(of_ranks, [&](const std::string& text) { return text[i] == kept; }) -
              of_ranks.begin();
     };
-    const auto with = rank_with(OrderLog::kKept), without = rank_with(OrderLog::kNotKept);
+    const auto with = rank_with(CollectiveLog::kKept), without = rank_with(CollectiveLog::kNotKept);
     if (std::max(with, without) == std::ssize(of_ranks)) continue;
     throw std::invalid_argument(c10::str("the ranks disagree about ", kSubject, ": parameter '",
                                          parameters_[i % parameters_.size()].fqn, "' has a gradient to add to on rank ",
@@ -86,8 +86,8 @@ void PassReports::require_same_gradients(const std::vector<std::string>& of_rank
   }
 }
 
-// Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed gradients
-// and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
+// Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed
+// gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
 std::vector<int64_t> PassReports::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/comm/reduced_report.h"
+#include "core/gradients/collective_log.h"
 #include "core/gradients/gradient_bucket.h"
-#include "core/gradients/order_log.h"
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
 
@@ -15,7 +15,7 @@ namespace tessera::internal {
 
 // The use of parameters and buckets in a pass, on this rank or on any.
 struct PassUse {
-  std::vector<bool> used;  // by parameter: had a gradient
+  std::vector<bool> used;        // by parameter: had a gradient
   std::vector<bool> recomputed;  // by bucket: had gradients after its reduction began
 };
 
@@ -34,7 +34,7 @@ class PassReports {
   };
   // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
   PassReports(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
-              const Mesh& mesh, const OrderLog& log, Options options)
+              const Mesh& mesh, const CollectiveLog& log, Options options)
       : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), options_(options) {}
 
   void forget_first_pass() { first_ = {}; }
@@ -55,7 +55,7 @@ class PassReports {
   const std::vector<PlannedParameter>& parameters_;
   const std::vector<GradientBucket>& buckets_;
   const Mesh& mesh_;
-  const OrderLog& log_;
+  const CollectiveLog& log_;
   const Options options_;
   LateReports late_reports_;  // of earlier passes, on a device
   PassUse first_;             // of the first pass, with a static graph

@@ -12,8 +12,8 @@
 #include "core/gradients/bucket_collectives.h"
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/bucket_memory.h"
+#include "core/gradients/collective_log.h"
 #include "core/gradients/gradient_bucket.h"
-#include "core/gradients/order_log.h"
 #include "core/gradients/reducer_options.h"
 #include "core/layout/mesh.h"
 #include "core/layout/unit_plan.h"
@@ -38,7 +38,7 @@ class ReductionQueue {
  public:
   // All of these must outlive the queue.
   ReductionQueue(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
-                 const Mesh& mesh, OrderLog& log, BucketMemory& memory, const ReducerOptions& options)
+                 const Mesh& mesh, CollectiveLog& log, BucketMemory& memory, const ReducerOptions& options)
       : parameters_(parameters),
         buckets_(buckets),
         mesh_(mesh),
@@ -91,7 +91,7 @@ class ReductionQueue {
   const std::vector<PlannedParameter>& parameters_;
   const std::vector<GradientBucket>& buckets_;
   const Mesh& mesh_;
-  OrderLog& log_;
+  CollectiveLog& log_;
   BucketMemory& memory_;
   const ReducerOptions& options_;
   BucketCollectives collectives_;

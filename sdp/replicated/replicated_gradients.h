@@ -105,7 +105,7 @@ class ReplicatedGradients : public BackwardPass {
   const ReplicatedOptions options_;
   Binding binding_;
   TakenParameters taken_;
-  OrderLog log_;
+  CollectiveLog log_;
   GradientReducer reducer_;
   CopyWatch copies_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;

@@ -97,7 +97,7 @@ class Rig {
 
   const Config config;
   const Mesh mesh;
-  OrderLog log;
+  CollectiveLog log;
   const std::vector<PlannedParameter> parameters;
   std::vector<at::Tensor> leaves;  // by parameter: this rank's part of it
   std::optional<GradientReducer> reducer;

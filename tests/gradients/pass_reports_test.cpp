@@ -44,7 +44,7 @@ struct Side {
       {"unit 'u'", {0, 1}, {}, FlatLayout::whole({2, 3}, mesh_size(), 1), 0, at::kFloat}};
   const std::string unit = "unit 'u'";
   Mesh mesh;
-  OrderLog log;
+  CollectiveLog log;
   PassReports reports;
   int asked = 0;
 

@@ -17,7 +17,7 @@ namespace tessera::internal {
 
 // The collectives of one rank since the last backward, for a comparison with the other ranks: a rolling fingerprint,
 // and for errors the text of each.
-class OrderLog {
+class CollectiveLog {
  public:
   // `operation` must be a literal; `unit` must outlive the log. `divisor`: of the sums, if it is not the world size.
   void add(const char* operation, const std::string& unit, int64_t numel, std::optional<double> divisor = {}) {
@@ -66,7 +66,7 @@ class OrderLog {
                       (entry.divisor == 0 ? "" : " divided by " + std::to_string(entry.divisor)));
     return lines;
   }
-  void clear() { *this = OrderLog(); }
+  void clear() { *this = CollectiveLog(); }
 
  private:
   struct Entry {
