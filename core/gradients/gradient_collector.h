@@ -5,10 +5,10 @@
 #include <functional>
 #include <vector>
 
+#include "core/gradients/backward_consistency_check.h"
 #include "core/gradients/bucket_content.h"
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/gradient_bucket.h"
-#include "core/gradients/pass_reports.h"
 #include "core/layout/unit_plan.h"
 
 namespace tessera::internal {

@@ -17,7 +17,7 @@ GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters
       collector_(parameters, buckets_, memory_, [this](size_t bucket) { return queue_.is_busy(bucket); },
                  {mesh.world->rank(), /*may_fill_result=*/options.to_host == nullptr}),
       queue_(parameters, buckets_, mesh, log, memory_, options_),
-      reports_(parameters, buckets_, mesh, log, {options.refuse_uneven_use, options.is_static}),
+      consistency_check_(parameters, buckets_, mesh, log, {options.refuse_uneven_use, options.is_static}),
       used_(parameters.size(), false) {}
 
 void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
@@ -25,7 +25,7 @@ void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   for (GradientBucket& bucket : buckets_) bucket.derive_route(mesh_, options_.zero_copy_bytes);
   collector_.rebuild();
   queue_.clear();
-  reports_.forget_first_pass();
+  consistency_check_.forget_first_pass();
   used_.assign(used_.size(), false);
 }
 
@@ -78,7 +78,7 @@ void GradientReducer::finish() {
 // Exchanges the ranks' use while the last reductions are in flight.
 PassUse GradientReducer::exchange_use() {
   try {
-    return reports_.exchange(collector_.use(), [this] {
+    return consistency_check_.exchange(collector_.use(), [this] {
       queue_.drain();
       return queue_.has_waiting();
     });

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include <tessera/memory_report.h>
+#include "core/gradients/backward_consistency_check.h"
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/collective_log.h"
 #include "core/gradients/gradient_bucket.h"
 #include "core/gradients/gradient_collector.h"
-#include "core/gradients/pass_reports.h"
 #include "core/gradients/reducer_options.h"
 #include "core/gradients/reduction_queue.h"
 #include "core/layout/mesh.h"
@@ -24,9 +24,9 @@ namespace tessera::internal {
 //   gradients -> GradientCollector -> full buckets -> ReductionQueue -> GradientBuffer -> .grad
 //
 // A full bucket waits for the buckets before it in the pass's order. At the end of backward, gradients that this rank
-// does not have count as zero. Then the ranks exchange, in one small all-reduce (PassReports), which parameters had a
-// gradient on any rank, since the others keep their `.grad`. They also exchange which buckets got gradients after their
-// reduction began, of a part of the model that is recomputed: those are reduced at the end.
+// does not have count as zero. Then the ranks exchange, in one small all-reduce (BackwardConsistencyCheck), which
+// parameters had a gradient on any rank, since the others keep their `.grad`. They also exchange which buckets got
+// gradients after their reduction began, of a part of the model that is recomputed: those are reduced at the end.
 //
 // Under no_sync() buckets keep their sums for a later pass. Used by one thread at a time, under no autograd.
 class GradientReducer {
@@ -94,7 +94,7 @@ class GradientReducer {
   BucketMemory memory_;
   GradientCollector collector_;
   ReductionQueue queue_;
-  PassReports reports_;
+  BackwardConsistencyCheck consistency_check_;
   std::vector<bool> used_;  // by parameter: on any rank, in the last pass that reduced
 };
 

@@ -26,15 +26,15 @@ struct PassUse {
 // On a device the host blocks only for results that it needs now. A rank without a gradient for some parameter waits
 // for the marks of the other ranks. A rank with all gradients reads the marks in a later pass. All ranks must then
 // have recomputed gradients for the same buckets. Used by one thread at a time.
-class PassReports {
+class BackwardConsistencyCheck {
  public:
   struct Options {
     bool refuse_uneven_use = false;  // see FsdpOptions
     bool is_static = false;          // see ReducerOptions
   };
   // All references must outlive the check. After the buckets change, forget_first_pass() must be called.
-  PassReports(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
-              const Mesh& mesh, const CollectiveLog& log, Options options)
+  BackwardConsistencyCheck(const std::vector<PlannedParameter>& parameters, const std::vector<GradientBucket>& buckets,
+                           const Mesh& mesh, const CollectiveLog& log, Options options)
       : parameters_(parameters), buckets_(buckets), mesh_(mesh), log_(log), options_(options) {}
 
   void forget_first_pass() { first_ = {}; }

@@ -1,4 +1,4 @@
-#include "core/gradients/pass_reports.h"
+#include "core/gradients/backward_consistency_check.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -18,7 +18,7 @@ constexpr const char* kSubject = "what was gathered and reduced since the last b
 
 }  // namespace
 
-PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhile) {
+PassUse BackwardConsistencyCheck::exchange(PassUse own, const std::function<bool()>& meanwhile) {
   if (!first_.used.empty()) {
     require_first_use(own);
     meanwhile();
@@ -46,7 +46,7 @@ PassUse PassReports::exchange(PassUse own, const std::function<bool()>& meanwhil
 }
 
 // Called when fingerprints differ. Returns if only the doubtful entries differ in a way that is allowed. Collective.
-void PassReports::require_same_work(ReducedReport& report) const {
+void BackwardConsistencyCheck::require_same_work(ReducedReport& report) const {
   const CollectiveLog::Doubtful& own = log_.doubtful();
   std::ostringstream text;
   text << log_.certain() << ' ' << own.forwards << ' ' << own.failed_forwards << ' ' << own.kept;
@@ -71,7 +71,7 @@ void PassReports::require_same_work(ReducedReport& report) const {
 }
 
 // Compares each rank's kept gradients, pass by pass.
-void PassReports::require_same_gradients(const std::vector<std::string>& of_ranks) const {
+void BackwardConsistencyCheck::require_same_gradients(const std::vector<std::string>& of_ranks) const {
   for (size_t i = 0; i < of_ranks[0].size(); ++i) {
     const auto rank_with = [&](char kept) {
       return std::ranges::find_if(of_ranks, [&](const std::string& text) { return text[i] == kept; }) -
@@ -88,7 +88,7 @@ void PassReports::require_same_gradients(const std::vector<std::string>& of_rank
 
 // Numbers of which the ranks exchange the largest: whether a parameter was used, whether a bucket had recomputed
 // gradients and, if uneven use is refused, the lowest rank that has not used a parameter (size - rank; 0 for a user).
-std::vector<int64_t> PassReports::encoded(const PassUse& own) const {
+std::vector<int64_t> BackwardConsistencyCheck::encoded(const PassUse& own) const {
   std::vector<int64_t> numbers(own.used.begin(), own.used.end());
   numbers.insert(numbers.end(), own.recomputed.begin(), own.recomputed.end());
   if (options_.refuse_uneven_use)
@@ -96,7 +96,7 @@ std::vector<int64_t> PassReports::encoded(const PassUse& own) const {
   return numbers;
 }
 
-PassUse PassReports::read(ReducedReport& report) const {
+PassUse BackwardConsistencyCheck::read(ReducedReport& report) const {
   const int64_t* used = report.largest();
   const int64_t* recomputed = used + parameters_.size();
   const int64_t* missing_by = recomputed + buckets_.size();
@@ -105,7 +105,7 @@ PassUse PassReports::read(ReducedReport& report) const {
   return use;
 }
 
-void PassReports::check_even_use(const int64_t* missing_by, const PassUse& use) const {
+void BackwardConsistencyCheck::check_even_use(const int64_t* missing_by, const PassUse& use) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     for (const size_t i : buckets_[bucket].members)
       if (use.used[i] && missing_by[i] > 0)
@@ -115,7 +115,7 @@ void PassReports::check_even_use(const int64_t* missing_by, const PassUse& use) 
 }
 
 // With a static graph each rank checks its own use.
-void PassReports::require_first_use(const PassUse& own) const {
+void BackwardConsistencyCheck::require_first_use(const PassUse& own) const {
   for (size_t bucket = 0; bucket < buckets_.size(); ++bucket)
     if (own.recomputed[bucket] && !first_.recomputed[bucket])
       throw std::logic_error(buckets_[bucket].name + " on rank " + std::to_string(mesh_.world->rank()) +

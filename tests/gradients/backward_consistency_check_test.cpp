@@ -1,5 +1,5 @@
 // The exchange of ranks at the end of a backward, and the differences that it refuses.
-#include "core/gradients/pass_reports.h"
+#include "core/gradients/backward_consistency_check.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,7 +13,7 @@
 #include <tessera/launch.h>
 #include "tests/gradients/errors.h"
 
-namespace tessera::pass_reports_test {
+namespace tessera::backward_consistency_check_test {
 using namespace internal;
 namespace {
 
@@ -22,7 +22,7 @@ using gradients_test::expect_contains;
 
 // One rank's part of a check of two parameters in one bucket.
 struct Side {
-  explicit Side(std::shared_ptr<Communicator> comm, PassReports::Options options = {})
+  explicit Side(std::shared_ptr<Communicator> comm, BackwardConsistencyCheck::Options options = {})
       : mesh{comm, comm, nullptr, nullptr}, reports(parameters, buckets, mesh, log, options) {}
   PassUse exchange(std::vector<bool> used, bool recomputed = false) {
     PassUse use = reports.exchange({std::move(used), {recomputed}}, [this] {
@@ -45,21 +45,21 @@ struct Side {
   const std::string unit = "unit 'u'";
   Mesh mesh;
   CollectiveLog log;
-  PassReports reports;
+  BackwardConsistencyCheck reports;
   int asked = 0;
 
  private:
   static int mesh_size() { return 2; }
 };
 
-void on_two_ranks(const std::function<void(Side&)>& body, PassReports::Options options = {}) {
+void on_two_ranks(const std::function<void(Side&)>& body, BackwardConsistencyCheck::Options options = {}) {
   run_ranks(2, [&](std::shared_ptr<Communicator> comm) {
     Side side(std::move(comm), options);
     body(side);
   });
 }
 
-TEST(PassReports, ShareEachRanksUse) {
+TEST(BackwardConsistencyCheck, ShareEachRanksUse) {
   on_two_ranks([](Side& side) {
     const PassUse use = side.exchange({side.rank() == 0, false}, /*recomputed=*/side.rank() == 1);
     EXPECT_EQ(use.used, (std::vector<bool>{true, false}));
@@ -68,7 +68,7 @@ TEST(PassReports, ShareEachRanksUse) {
   });
 }
 
-TEST(PassReports, NameAnOperationOfOneRankAlone) {
+TEST(BackwardConsistencyCheck, NameAnOperationOfOneRankAlone) {
   on_two_ranks([](Side& side) {
     side.log.add("all-gather", side.unit, 5);
     if (side.rank() == 1) side.log.add("reduce-scatter", side.unit, 5);
@@ -78,7 +78,7 @@ TEST(PassReports, NameAnOperationOfOneRankAlone) {
   });
 }
 
-TEST(PassReports, NoticeAnotherOrderAndAnotherDivisor) {
+TEST(BackwardConsistencyCheck, NoticeAnotherOrderAndAnotherDivisor) {
   on_two_ranks([](Side& side) {
     const std::string other = "unit 'v'";
     const bool is_first = side.rank() == 0;
@@ -92,7 +92,7 @@ TEST(PassReports, NoticeAnotherOrderAndAnotherDivisor) {
   });
 }
 
-TEST(PassReports, NameTheParameterWhoseGradientOneRankCleared) {
+TEST(BackwardConsistencyCheck, NameTheParameterWhoseGradientOneRankCleared) {
   on_two_ranks([](Side& side) {
     side.log.add_kept(true, /*is_empty=*/false);
     side.log.add_kept(side.rank() == 0, /*is_empty=*/false);
@@ -100,7 +100,7 @@ TEST(PassReports, NameTheParameterWhoseGradientOneRankCleared) {
   });
 }
 
-TEST(PassReports, IgnoreGradientsOfEmptyShards) {
+TEST(BackwardConsistencyCheck, IgnoreGradientsOfEmptyShards) {
   on_two_ranks([](Side& side) {
     const bool is_empty = side.rank() == 0;
     side.log.add_kept(is_empty, is_empty);  // not cleared: an optimizer may skip an empty shard
@@ -108,7 +108,7 @@ TEST(PassReports, IgnoreGradientsOfEmptyShards) {
   });
 }
 
-TEST(PassReports, CountForwardsButNotFailedOnes) {
+TEST(BackwardConsistencyCheck, CountForwardsButNotFailedOnes) {
   on_two_ranks([](Side& side) {
     side.log.add_forward();
     if (side.rank() == 0) side.log.add_forward();
@@ -120,7 +120,7 @@ TEST(PassReports, CountForwardsButNotFailedOnes) {
   });
 }
 
-TEST(PassReports, RefuseUnevenUseIfAsked) {
+TEST(BackwardConsistencyCheck, RefuseUnevenUseIfAsked) {
   const auto body = [](Side& side) {
     EXPECT_EQ(side.refusal({true, false}), "");  // unused on all ranks
     expect_contains(side.refusal({true, side.rank() == 0}),
@@ -129,7 +129,7 @@ TEST(PassReports, RefuseUnevenUseIfAsked) {
   on_two_ranks(body, {.refuse_uneven_use = true});
 }
 
-TEST(PassReports, OfAStaticGraphAreSentOnce) {
+TEST(BackwardConsistencyCheck, OfAStaticGraphAreSentOnce) {
   const auto body = [](Side& side) {
     side.exchange({true, false});
     const int64_t sent = side.mesh.world->traffic().sent_bytes;
@@ -145,4 +145,4 @@ TEST(PassReports, OfAStaticGraphAreSentOnce) {
 }
 
 }  // namespace
-}  // namespace tessera::pass_reports_test
+}  // namespace tessera::backward_consistency_check_test
