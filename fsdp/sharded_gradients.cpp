@@ -87,7 +87,7 @@ void ShardedGradients::make_buckets() {
 }
 
 void ShardedGradients::make_guards() {
-  elsewhere_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+  elsewhere_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t parameter) {
         return "the gradient of " + binding_.label(parameter) +
                " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
@@ -108,17 +108,17 @@ void ShardedGradients::make_guards() {
         if (grad.defined()) grad.zero_();
       }});
   not_ready_ =
-      std::make_shared<GradientGuard>(GradientGuard::Events{[this](size_t parameter) { return reason(parameter); },
-                                                            [this](size_t parameter) {
-                                                              std::lock_guard lock(mutex_);
-                                                              forget(parameter);
-                                                            },
-                                                            [this](size_t parameter) {
-                                                              std::lock_guard lock(mutex_);
-                                                              clear(parameter);
-                                                              states_[parameter].shard.mutable_grad() =
-                                                                  at::zeros_like(states_[parameter].shard.detach());
-                                                            }});
+      std::make_shared<GradPlaceholder>(GradPlaceholder::Events{[this](size_t parameter) { return reason(parameter); },
+                                                                [this](size_t parameter) {
+                                                                  std::lock_guard lock(mutex_);
+                                                                  forget(parameter);
+                                                                },
+                                                                [this](size_t parameter) {
+                                                                  std::lock_guard lock(mutex_);
+                                                                  clear(parameter);
+                                                                  states_[parameter].shard.mutable_grad() =
+                                                                      at::zeros_like(states_[parameter].shard.detach());
+                                                                }});
 }
 
 // Guards that outlive it tell nobody.
@@ -131,7 +131,7 @@ ShardedGradients::~ShardedGradients() {
 
 std::string ShardedGradients::reason(size_t parameter) const {
   if (states_[parameter].is_by_hand) return by_hand(parameter);
-  if (states_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
+  if (states_[parameter].is_lost) return GradPlaceholder::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
          "it with zero_grad()";

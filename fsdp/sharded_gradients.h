@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/gradients/binding.h"
-#include "core/gradients/gradient_guard.h"
+#include "core/gradients/grad_placeholder.h"
 #include "core/gradients/gradient_reducer.h"
 #include "fsdp/sharded_model.h"
 
@@ -113,13 +113,13 @@ class ShardedGradients {
   std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
-  std::vector<bool> trained_;                 // by parameter: required a gradient in the last pass
-  std::vector<bool> has_gradient_;            // by parameter: its shards have, since the last pass that reduced
-  bool gradients_changed_ = false;            // which ones have
-  std::optional<bool> all_ranks_train_;       // as these say
-  std::optional<uint64_t> writes_;            // to all shards, when the last pass that reduced ended
-  std::shared_ptr<GradientGuard> elsewhere_;  // in the module's own parameters
-  std::shared_ptr<GradientGuard> not_ready_;  // in shards
+  std::vector<bool> trained_;                   // by parameter: required a gradient in the last pass
+  std::vector<bool> has_gradient_;              // by parameter: its shards have, since the last pass that reduced
+  bool gradients_changed_ = false;              // which ones have
+  std::optional<bool> all_ranks_train_;         // as these say
+  std::optional<uint64_t> writes_;              // to all shards, when the last pass that reduced ended
+  std::shared_ptr<GradPlaceholder> elsewhere_;  // in the module's own parameters
+  std::shared_ptr<GradPlaceholder> not_ready_;  // in shards
 };
 
 }  // namespace tessera::internal

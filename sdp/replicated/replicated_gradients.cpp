@@ -53,7 +53,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
-      self, [](auto& owner, size_t parameter) { return GradientGuard::lost(owner.binding_.label(parameter)); },
+      self, [](auto& owner, size_t parameter) { return GradPlaceholder::lost(owner.binding_.label(parameter)); },
       [](size_t) { return std::string("a gradient of a wrapper that no longer exists"); });
   const auto take_zeros = while_alive(
       self,
@@ -62,11 +62,12 @@ void ReplicatedGradients::install() {
         leaf.mutable_grad() = at::zeros_like(leaf.detach());
       },
       [](size_t) {});
-  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{lost, [](size_t) {}, take_zeros});
+  guard_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{lost, [](size_t) {}, take_zeros});
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  keeper_.emplace(while_alive(self, [](auto& owner, StepEvent event) { owner.hear(event); }, [](StepEvent) {}));
+  keeper_.emplace(while_alive(
+      self, [](auto& owner, StepEvent event) { owner.hear(event); }, [](StepEvent) {}));
   refresh_trainable();
 }
 
@@ -152,7 +153,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
   Quiet quiet;
-  if (guard_->is_in(parameter, tensor)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
+  if (guard_->is_in(parameter, tensor)) throw std::logic_error(GradPlaceholder::lost(binding_.label(parameter)));
   if (!states_[parameter].trainable)
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
@@ -399,7 +400,7 @@ void ReplicatedGradients::require_averages() const {
     const at::Tensor& tensor = binding_.tensor(i);
     if (guard_->is_in(i, tensor))
       throw std::logic_error("a step on rank " + rank +
-                             " after a backward pass that failed: " + GradientGuard::lost(binding_.label(i)));
+                             " after a backward pass that failed: " + GradPlaceholder::lost(binding_.label(i)));
     if (states_[i].holds == Holds::kOwnSum && tensor.grad().defined())
       throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "

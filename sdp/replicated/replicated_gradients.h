@@ -10,8 +10,8 @@
 #include <tessera/memory_report.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
+#include "core/gradients/grad_placeholder.h"
 #include "core/gradients/gradient_buffer.h"
-#include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_keeper.h"
 #include "core/gradients/gradient_reducer.h"
 #include "core/layout/bucket_plan.h"
@@ -110,7 +110,7 @@ class ReplicatedGradients : public BackwardPass {
   CopyWatch copies_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;
-  std::shared_ptr<GradientGuard> guard_;
+  std::shared_ptr<GradPlaceholder> guard_;
   std::optional<GradientKeeper> keeper_;
   ValueSamples seen_;  // when the last pass ended
   bool order_agreed_ = false;

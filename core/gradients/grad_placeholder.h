@@ -22,15 +22,15 @@ namespace tessera::internal {
 // zero_grad() does the same as on ordinary tensors.
 //
 // Events are called on the thread that clears the gradient.
-class GradientGuard : public Pager, public std::enable_shared_from_this<GradientGuard> {
+class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
  public:
   struct Events {
     std::function<std::string(size_t index)> reason;  // the text of the error
     std::function<void(size_t index)> cleared;        // .grad was dropped; must not throw
     std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
   };
-  explicit GradientGuard(Events events) : events_(std::move(events)) {}
-  ~GradientGuard() override;
+  explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
+  ~GradPlaceholder() override;
 
   // The reason for a gradient that a failed backward has lost. `label`: see Binding::label().
   static std::string lost(const std::string& label);
