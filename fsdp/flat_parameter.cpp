@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 #include "core/memory/memory_kind_scope.h"
 
 namespace tessera::internal {
@@ -44,8 +44,8 @@ FlatParameter::FlatParameter(std::string name, std::vector<PlannedParameter> par
                                  FlatLayout::alignment_numel(std::min(bytes(1, dtype_), bytes(1, gather_dtype_))))),
       rank_(comm.rank()),
       is_on_host_(options.shard_memory != nullptr),
-      codec_(make_wire_codec(
-          parameters_[0].full_precision || comm.size() == 1 ? WireFormat::kDtype : options.wire, dtype_)),
+      codec_(make_wire_codec(parameters_[0].full_precision || comm.size() == 1 ? WireFormat::kDtype : options.wire,
+                             dtype_)),
       encoded_bytes_(codec_->is_identity() ? 0 : codec_->encoded_bytes(layout_.shard_numel())) {
   at::NoGradGuard no_grad;
   make_shard(comm, sync_module_states, options);

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 
 namespace tessera::internal {
 namespace {
@@ -55,8 +55,8 @@ bool PagedFlatParameter::is_at_home(size_t index) const {
 bool PagedFlatParameter::can_take(size_t index) const {
   const at::Tensor& given = flat.parameters()[index].tensor;
   const auto& sizes = flat.geometry(index).sizes;
-  return page_of(given) == nullptr &&
-         (WrappedKind{flat.dtype(), sizes}.is_of(given) || WrappedKind{flat.gather_dtype(), sizes}.is_of(given));
+  return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
+                                       TensorSignature{flat.gather_dtype(), sizes}.is_of(given));
 }
 
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
@@ -91,7 +91,7 @@ void PagedFlatParameter::bring_shard_home(size_t index, bool is_pinned, bool may
         label + " was given the data of another parameter of " + unit +
         ", or another shape (by set_data(), a swap, on fsdp.parameters()): copy values with copy_()");
   const int64_t numel = flat.layout().owned(static_cast<int64_t>(index), rank).numel();
-  const bool fits = WrappedKind{flat.dtype(), {numel}, flat.shard().device()}.is_of(given);
+  const bool fits = TensorSignature{flat.dtype(), {numel}, flat.shard().device()}.is_of(given);
   if (!fits || !may_change || is_pinned)
     throw std::logic_error(label + " was replaced after wrapping (by set_data() on fsdp.parameters())" +
                            (!fits       ? ", by what is no shard of it"

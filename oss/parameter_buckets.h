@@ -9,9 +9,9 @@
 
 #include <tessera/communicator.h>
 #include "core/gradients/collective_log.h"
-#include "core/layout/as_wrapped.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
+#include "core/layout/tensor_signature.h"
 #include "core/memory/counted_buffers.h"
 
 namespace tessera::internal {
@@ -64,7 +64,7 @@ class ParameterBuckets {
     std::vector<size_t> members;  // indices of parameters, by owner
     std::vector<ParameterGeometry> geometries;
     FlatLayout layout;
-    std::vector<WrappedKind> kinds;
+    std::vector<TensorSignature> kinds;
     at::Tensor flat;          // undefined: the only member's own memory
     std::vector<bool> stays;  // by member: it is no view of `flat`, and will be none
     // A member has required a gradient, at construction or in a step: it is published. Also where it is frozen now,

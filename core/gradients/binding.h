@@ -9,7 +9,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "core/layout/as_wrapped.h"
+#include "core/layout/tensor_signature.h"
 #include "core/layout/unit_plan.h"
 
 namespace tessera::internal {
@@ -64,7 +64,7 @@ class Binding {
   const std::vector<PlannedParameter> parameters_;
   const std::string who_;
   const int rank_;
-  std::vector<WrappedKind> kinds_;
+  std::vector<TensorSignature> kinds_;
   std::unordered_set<const c10::TensorImpl*> known_;
   Take take_;
   std::vector<Accumulator> accumulators_;  // autograd itself holds them only weakly

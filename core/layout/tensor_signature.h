@@ -13,12 +13,12 @@
 namespace tessera::internal {
 
 // The type of a tensor, without its values and its place in memory.
-struct WrappedKind {
+struct TensorSignature {
   at::ScalarType dtype;
   std::vector<int64_t> sizes;
   std::optional<at::Device> device = {};  // empty: any
 
-  static WrappedKind of(const at::Tensor& parameter) {
+  static TensorSignature of(const at::Tensor& parameter) {
     return {parameter.scalar_type(), parameter.sizes().vec(), parameter.device()};
   }
   bool is_of(const at::Tensor& parameter) const {
