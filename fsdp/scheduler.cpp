@@ -8,7 +8,7 @@
 
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -38,7 +38,7 @@ Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> co
 void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   resident_.computing_ends();
   const std::vector<Unit*> needed = model_.units_of(pages);
   if (summoned_elsewhere_)
@@ -85,7 +85,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
                            ": gradients of sharded parameters cannot be differentiated again");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
@@ -104,7 +104,7 @@ Scope Scheduler::begin_forward() {
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   inspect_all();
   gradients_.begin_forward();
@@ -201,7 +201,7 @@ void Scheduler::summon(const SummonOptions& options) {
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   inspect_all();
   resident_.release_all();
@@ -220,7 +220,7 @@ void Scheduler::summon(const SummonOptions& options) {
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units())
     if (unit->is_pinned()) unit->unpin(writeback);
   summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
@@ -231,7 +231,7 @@ void Scheduler::dismiss(bool writeback) {
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return;  // what the pass computes with
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
@@ -261,7 +261,7 @@ void Scheduler::before_write(int index, int64_t storage_offset) {
   Writes& writes = writes_[static_cast<size_t>(index)];
   const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
   if (!writes.is_open || !begins) return;
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   gradients_.require_none_by_hand(unit);
   bring_home(unit, writes);
   writes.first = storage_offset;
@@ -281,7 +281,7 @@ void Scheduler::before_read(int index) {
 
 void Scheduler::bring_home(Unit& unit, Writes& writes) {
   writes.is_open = false;  // bringing home reads and writes, too
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   unit.bring_home(/*may_change=*/true);
   writes.is_open = true;
   writes.holders = unit.holders();
@@ -291,7 +291,7 @@ void Scheduler::bring_home(Unit& unit, Writes& writes) {
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
@@ -299,7 +299,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   require_use("full_state_dict");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);

@@ -20,7 +20,7 @@
 #include "core/layout/geometry.h"
 #include "core/layout/partition.h"
 #include "core/layout/shardable.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
 #include "optim/host/host_step.h"
 #include "optim/state/optimizer_state.h"
@@ -130,7 +130,8 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
 }
 
 void ShardedOptimizer::adopt_groups_from(size_t first_group) {
-  const Quiet quiet;  // small parameters move: to no inference tensors, where this is constructed in InferenceMode
+  const NoGradNoInferenceGuard
+      quiet;  // small parameters move: to no inference tensors, where this is constructed in InferenceMode
   std::unordered_map<const c10::TensorImpl*, size_t> group_of;
   for (size_t group = 0; group < param_groups_.size(); ++group)
     for (const at::Tensor& parameter : param_groups_[group].params())

@@ -13,7 +13,7 @@
 
 #include <tessera/errors.h>
 #include "core/layout/shard_mark.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -96,7 +96,7 @@ void BackwardPass::enter() {
     token->is_over = true;
     if (const auto pass = token->pass.lock()) pass->ended();
   });
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   begin();
 }
@@ -112,7 +112,7 @@ void BackwardPass::ended() {
 
 void BackwardPass::finish_pass() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   token_.reset();
   try {
     end();
@@ -127,7 +127,7 @@ void BackwardPass::finish_pass() {
 
 void BackwardPass::failed() {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   failed_ = true;
   failed_reducing_ = reduces_;
   fail();

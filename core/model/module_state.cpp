@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "core/runtime/lazy_values.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 namespace {
@@ -41,7 +41,7 @@ void require_strided(const std::string& label, const at::Tensor& tensor) {
 
 void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
   if (comm.size() == 1) return;
-  const Quiet quiet;
+  const NoGradNoInferenceGuard quiet;
   std::map<at::ScalarType, std::vector<at::Tensor>> small;
   std::vector<Pending> pending;
   for (const at::Tensor& given : tensors) {

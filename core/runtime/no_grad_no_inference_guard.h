@@ -10,7 +10,7 @@ namespace tessera::internal {
 
 // Hooks and fallbacks may run under InferenceMode or in a recorded forward; while it lives, what the manager does to
 // its own tensors makes no inference tensors and is not recorded.
-struct Quiet {
+struct NoGradNoInferenceGuard {
   c10::InferenceMode ordinary{false};
   at::NoGradGuard no_grad;
 };
