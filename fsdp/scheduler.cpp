@@ -96,9 +96,9 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   return {};                                              // nothing is left for the module's own parameter
 }
 
-Scope Scheduler::begin_forward() {
+ScopeExit Scheduler::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
+  if (inside_backward()) return ScopeExit(nullptr);  // a checkpointed part is computed again
   require_use("forward()");
   if (summoned_to_host_)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
@@ -109,8 +109,8 @@ Scope Scheduler::begin_forward() {
   inspect_all();
   gradients_.begin_forward();
   resident_.begin_forward();
-  if (!trains) return Scope(nullptr);
-  return Scope([this, exceptions = std::uncaught_exceptions()] {
+  if (!trains) return ScopeExit(nullptr);
+  return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }

@@ -148,7 +148,7 @@ void ShardedOptimizer::adopt_groups_from(size_t first_group) {
     local_ = make_(std::move(owned));
     state_ = std::exchange(local_->state(), {});  // Adagrad has one from the start
   } else {
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     for (size_t i = first_group; i < param_groups_.size(); ++i) local_->add_param_group(owned_part(param_groups_[i]));
   }
   std::vector<at::Tensor> parameters;
@@ -276,9 +276,9 @@ void ShardedOptimizer::copy_options(Optimizer& to) const {
     to.param_groups()[i].set_options(param_groups_[i].options().clone());
 }
 
-Scope ShardedOptimizer::lend_state() {
+ScopeExit ShardedOptimizer::lend_state() {
   state_.swap(local_->state());
-  return Scope([this] { state_.swap(local_->state()); });
+  return ScopeExit([this] { state_.swap(local_->state()); });
 }
 
 // Those that the base class's method has added, which is not virtual. Collective.
@@ -332,14 +332,14 @@ void ShardedOptimizer::step_owned() {
     chosen->require_steppable();
     publish([&](const std::vector<at::Tensor>& parameters) {
       const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       chosen->step_parameters(parameters);
     });
     return;
   }
   {
     const TraceSpan span(SpanKind::kOptimizer, "this rank's part of the optimizer");
-    const Scope lent = lend_state();
+    const ScopeExit lent = lend_state();
     host_ ? host_->step(*local_) : static_cast<void>(local_->step());
   }
   if (comm_->size() > 1) publish();
@@ -353,7 +353,7 @@ at::Tensor ShardedOptimizer::search(Lbfgs& lbfgs, const LossClosure& closure) {
   for (const at::Tensor& parameter : all_parameters())
     if (parameter.requires_grad()) owners.trained.push_back(parameter);
   copy_options(*local_);
-  const Scope lent = lend_state();
+  const ScopeExit lent = lend_state();
   return lbfgs.step_among(owners, closure);
 }
 
@@ -388,18 +388,18 @@ bool ShardedOptimizer::are_swapped_in() const {
 }
 
 // Owners swap, and send what they have then, as after a step.
-Scope ShardedOptimizer::swap_in_averages() {
+ScopeExit ShardedOptimizer::swap_in_averages() {
   auto* averages = dynamic_cast<Averages*>(local_.get());
   if (averages == nullptr) throw std::logic_error("OSS::swap_in_averages(): the optimizer keeps no averages");
-  std::shared_ptr<Scope> own;
+  std::shared_ptr<ScopeExit> own;
   {
-    const Scope lent = lend_state();
-    own = std::make_shared<Scope>(averages->swap_in_averages());
+    const ScopeExit lent = lend_state();
+    own = std::make_shared<ScopeExit>(averages->swap_in_averages());
   }
   if (comm_->size() > 1) publish();
-  return Scope([this, own] {
+  return ScopeExit([this, own] {
     {
-      const Scope lent = lend_state();
+      const ScopeExit lent = lend_state();
       own->leave();
     }
     if (comm_->size() > 1) publish();

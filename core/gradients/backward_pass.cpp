@@ -137,10 +137,10 @@ void BackwardPass::recover() {
   if (std::exchange(failed_, false)) abandon();
 }
 
-Scope BackwardPass::no_sync() {
+ScopeExit BackwardPass::no_sync() {
   const bool before = reduces_;
   set_reduces(false);
-  return Scope([self = shared_from_this(), before] { self->set_reduces(before); });
+  return ScopeExit([self = shared_from_this(), before] { self->set_reduces(before); });
 }
 
 void BackwardPass::set_reduces(bool reduces) {

@@ -4,7 +4,7 @@
 #include <mutex>
 #include <utility>
 
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera::internal {
 
@@ -38,7 +38,7 @@ class BackwardPass : public std::enable_shared_from_this<BackwardPass> {
   virtual ~BackwardPass() = default;
 
   // While the scope exists, passes do not reduce. Opening or closing it in a backward throws std::logic_error.
-  Scope no_sync();
+  ScopeExit no_sync();
   bool reduces() const { return reduces_; }
   // Sets the divisor of sums over ranks, from the next pass on.
   virtual void set_divisor(double divisor) = 0;

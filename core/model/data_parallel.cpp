@@ -18,7 +18,7 @@ torch::OrderedDict<std::string, at::Tensor> defined_buffers(const torch::nn::Mod
   return buffers;
 }
 
-Scope DataParallel::no_sync() { return backward_pass().no_sync(); }
+ScopeExit DataParallel::no_sync() { return backward_pass().no_sync(); }
 
 void DataParallel::set_gradient_divide_factor(double factor) {
   if (!(factor > 0))

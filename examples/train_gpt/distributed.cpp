@@ -34,7 +34,7 @@ at::Tensor DistributedModel<Optimizer, Options>::forward(const at::Tensor& token
 
 template <class Optimizer, class Options>
 at::Tensor DistributedModel<Optimizer, Options>::add_gradients(const Batch& batch, double scale, bool last_of_step) {
-  std::optional<tessera::Scope> without_reduction;
+  std::optional<tessera::ScopeExit> without_reduction;
   if (!last_of_step) without_reduction.emplace(zero_.no_sync());
   const auto loss = language_model_loss(zero_(batch.inputs), batch.targets);
   (loss * scale).backward();
@@ -67,10 +67,11 @@ MemoryUse DistributedModel<Optimizer, Options>::memory() const {
 }
 
 template <class Optimizer, class Options>
-std::optional<tessera::Scope> DistributedModel<Optimizer, Options>::averaged() {
+std::optional<tessera::ScopeExit> DistributedModel<Optimizer, Options>::averaged() {
   auto* averages = dynamic_cast<tessera::Averages*>(&zero_.optimizer());
-  return averages != nullptr && averages->keeps_averages() ? std::optional<tessera::Scope>(averages->swap_in_averages())
-                                                           : std::nullopt;
+  return averages != nullptr && averages->keeps_averages()
+             ? std::optional<tessera::ScopeExit>(averages->swap_in_averages())
+             : std::nullopt;
 }
 
 template <class Optimizer, class Options>

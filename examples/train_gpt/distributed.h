@@ -23,7 +23,7 @@ class DistributedModel final : public Trainable {
   void zero_grad() override;
   torch::optim::Optimizer& optimizer() override { return zero_.optimizer(); }
   tessera::ModelShards& shards() override { return zero_; }
-  std::optional<tessera::Scope> averaged() override;
+  std::optional<tessera::ScopeExit> averaged() override;
   NamedTensors full_state() override { return zero_.full_state_dict(); }
   MemoryUse memory() const override;
   std::string describe() const override;

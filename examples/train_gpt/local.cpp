@@ -47,9 +47,9 @@ MemoryUse LocalModel::memory() const {
   return memory;
 }
 
-std::optional<tessera::Scope> LocalModel::averaged() {
+std::optional<tessera::ScopeExit> LocalModel::averaged() {
   auto* averages = dynamic_cast<tessera::Averages*>(optimizer_.get());
-  return averages != nullptr ? std::optional<tessera::Scope>(averages->swap_in_averages()) : std::nullopt;
+  return averages != nullptr ? std::optional<tessera::ScopeExit>(averages->swap_in_averages()) : std::nullopt;
 }
 
 std::string LocalModel::describe() const { return "one process, nothing sharded"; }

@@ -37,7 +37,7 @@ class LocalModel final : public Trainable {
   void zero_grad() override;
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   tessera::ModelShards& shards() override { return shards_; }
-  std::optional<tessera::Scope> averaged() override;
+  std::optional<tessera::ScopeExit> averaged() override;
   NamedTensors full_state() override { return model_->named_parameters(); }
   MemoryUse memory() const override;
   std::string describe() const override;

@@ -7,7 +7,7 @@
 #include <string>
 
 #include <tessera/model_shards.h>
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 #include "batch.h"
 
 namespace train_gpt {
@@ -45,7 +45,7 @@ class Trainable {
   virtual void zero_grad() = 0;
 
   // While the scope lives, the model has the weights that are evaluated: averages, where it keeps any.
-  virtual std::optional<tessera::Scope> averaged() { return std::nullopt; }
+  virtual std::optional<tessera::ScopeExit> averaged() { return std::nullopt; }
 
   virtual torch::optim::Optimizer& optimizer() = 0;
   virtual tessera::ModelShards& shards() = 0;                      // for checkpoints

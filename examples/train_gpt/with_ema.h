@@ -24,7 +24,7 @@ class WithEma final : public Trainable {
     ema_.update();
   }
   void zero_grad() override { model_->zero_grad(); }
-  std::optional<tessera::Scope> averaged() override { return ema_.swap_in(); }
+  std::optional<tessera::ScopeExit> averaged() override { return ema_.swap_in(); }
   torch::optim::Optimizer& optimizer() override { return model_->optimizer(); }
   tessera::ModelShards& shards() override { return ema_.with_model(); }
   tessera::ModelShards& own_shards() override { return model_->shards(); }

@@ -8,7 +8,7 @@
 #include <tessera/grad_norm.h>
 #include <tessera/memory_report.h>
 #include <tessera/model_shards.h>
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera {
 
@@ -25,7 +25,7 @@ class DataParallel : public ModelShards {
   // While the scope lives, backward adds up this rank's own gradients, of all parameters, in full, which takes their
   // memory; the next backward outside it reduces the sum. (Without it, each backward reduces, and the averages add
   // up.) Open, or not, in forward and backward alike, on all ranks. Throws std::logic_error inside a backward pass.
-  Scope no_sync();
+  ScopeExit no_sync();
 
   // From the next backward on, sums of gradients over ranks are divided by this instead of the number of ranks (FSDP2's
   // set_gradient_divide_factor): the number of tokens of all ranks, say, where losses are sums over tokens. The same on

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include <tessera/grad_norm.h>
-#include <tessera/scope.h>
+#include <tessera/scope_exit.h>
 
 namespace tessera {
 
@@ -24,7 +24,7 @@ class GradientSource {
   using Arrived = std::function<void(const std::vector<at::Tensor>& parameters)>;
   using Failed = std::function<void()>;
   // See Arrived.
-  virtual Scope on_gradients(Arrived arrived, Failed failed) = 0;
+  virtual ScopeExit on_gradients(Arrived arrived, Failed failed) = 0;
 
   // Its parameters that have a .grad, whichever backward has given it.
   virtual std::vector<at::Tensor> parameters_with_gradients() const = 0;
@@ -32,7 +32,7 @@ class GradientSource {
   // While the scope lives, what uses the parameters' values outside backward throws std::logic_error with `reason`: an
   // operator of forward(), summon_full_params(), full_state_dict(). Not known: who reads the shards themselves. Any
   // thread; not collective.
-  virtual Scope refuse_use(std::string reason) = 0;
+  virtual ScopeExit refuse_use(std::string reason) = 0;
 
   // Scales the gradients so that their norm over all parameters and ranks is at most max_norm; returns the norm
   // before. Collective; between backward and step.

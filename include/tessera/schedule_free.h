@@ -76,7 +76,7 @@ class ScheduleFreeAdamW : public ListedOptimizer<ScheduleFreeOptions, ScheduleFr
   // in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  Scope swap_in_averages() override;  // not collective
+  ScopeExit swap_in_averages() override;  // not collective
   bool are_swapped_in() const override { return is_swapped_in_; }
 
  private:

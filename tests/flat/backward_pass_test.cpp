@@ -170,10 +170,10 @@ TEST_F(BackwardPasses, InsideOneAreThatOne) {
 TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
   EXPECT_TRUE(pass->reduces());
   {
-    const Scope outer = pass->no_sync();
+    const ScopeExit outer = pass->no_sync();
     EXPECT_FALSE(pass->reduces());
     {
-      const Scope inner = pass->no_sync();
+      const ScopeExit inner = pass->no_sync();
       EXPECT_FALSE(pass->reduces());
     }
     EXPECT_FALSE(pass->reduces());
@@ -181,7 +181,7 @@ TEST_F(BackwardPasses, ReduceUnlessAScopeSaysOtherwise) {
   EXPECT_TRUE(pass->reduces());
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { pass->no_sync().leave(); })),
             "no_sync inside a backward pass");
-  Scope scope = pass->no_sync();
+  ScopeExit scope = pass->no_sync();
   EXPECT_EQ(error_of<std::logic_error>(chain(nullptr, [&] { scope.leave(); })), "no_sync inside a backward pass");
 }
 

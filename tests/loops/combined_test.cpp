@@ -35,7 +35,7 @@ TEST_P(Combined, LayersThawOneAfterAnotherWhileGradientsAccumulate) {
       if (step == 1) set_frozen(*net.fc2, false);
       if (step == 3) set_frozen(*net.fc1, false);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         (run.loss(2 * step) / 2).backward();
       }
       step_with(run, run.loss(2 * step + 1) / 2);
@@ -50,7 +50,7 @@ TEST_P(Combined, ALayerThawsBetweenTwoParts) {
     for (int step = 0; step < 4; ++step) {
       set_frozen(*net.fc2, step % 2 == 0);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(2 * step).backward();
       }
       set_frozen(*net.fc2, step % 2 == 1);
@@ -93,7 +93,7 @@ TEST_P(Combined, ALayerIsFrozenAndWhatNoSyncGatheredIsCleared) {
     train_with_a_frozen_layer(run, [&](Mlp& net) {
       run.optimizer().zero_grad();
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(1).backward();
       }
       set_frozen(*net.fc2, true);
@@ -108,7 +108,7 @@ TEST_P(Combined, ALayerIsFrozenForAValidationBetweenTwoParts) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         run.loss(3 * step).backward();
       }
       set_frozen(*net.fc2, true);
@@ -133,8 +133,8 @@ TEST_P(Combined, PartsOfOtherNumbersAndAShortLastBatch) {
       const int64_t rows = step == 3 ? 5 : kRows;
       run.divide_gradients_by_sum(parts * own_rows(run, run.x(0), rows).size(0));
       for (int part = 0; part < parts; ++part) {
-        std::unique_ptr<Scope> alone;
-        if (part + 1 < parts) alone = std::make_unique<Scope>(run.no_sync());
+        std::unique_ptr<ScopeExit> alone;
+        if (part + 1 < parts) alone = std::make_unique<ScopeExit>(run.no_sync());
         const at::Tensor x = own_rows(run, run.x(3 * step + part), rows);
         (run(x) - own_rows(run, run.y(3 * step + part), rows)).square().sum().backward();
       }
@@ -239,7 +239,7 @@ TEST_P(Combined, OneOfTwoModelsWaitsForTheOther) {
     auto decoder = run.another(another_mlp());
     for (int step = 0; step < 3; ++step) {
       {
-        const Scope alone = decoder->no_sync();
+        const ScopeExit alone = decoder->no_sync();
         const at::Tensor loss = torch::mse_loss((*decoder)(run(run.x(2 * step))), run.y(2 * step));
         run.note(loss.detach());
         loss.backward();
@@ -303,7 +303,7 @@ TEST_P(Combined, ACriticThatWaitsWhileTheActorLearnsThroughIt) {
       }
       step_with(*critic, torch::mse_loss((*critic)(run.x(step)), wanted));
       {
-        const Scope alone = critic->no_sync();
+        const ScopeExit alone = critic->no_sync();
         step_with(run, (*critic)(run(run.x(step))).mean());
       }
       critic->optimizer().zero_grad();
@@ -355,7 +355,7 @@ TEST_P(Combined, AnExceptionLeavesNoSync) {
     run.train(0);
     run.optimizer().zero_grad();
     expect_users_error([&] {
-      const Scope alone = run.no_sync();
+      const ScopeExit alone = run.no_sync();
       run.loss(1).backward();
       const at::Tensor loss = run.loss(2);
       throw std::runtime_error("the user's hook");
@@ -474,7 +474,7 @@ TEST_P(Combined, ACheckpointedFrozenBaseWithAdapters) {
     for (int step = 0; step < 4; ++step) {
       if (step == 3) set_frozen(*dynamic_cast<LowRank&>(*run.model).base, false);
       {
-        const Scope alone = run.no_sync();
+        const ScopeExit alone = run.no_sync();
         const at::Tensor x = run.x(2 * step).requires_grad_();
         torch::mse_loss(run(x), run.y(2 * step)).backward();
       }
@@ -606,7 +606,7 @@ TEST(CombinedOfTwoKinds, OneLossThroughTwoWrappers) {
         torch::mse_loss(fsdp(ddp(rows(2 * step, *comm)).tanh()), rows(2 * step + 1, *comm)).backward();
         optimizer.step();
       }
-      const Scope scope = fsdp.summon_full_params();
+      const ScopeExit scope = fsdp.summon_full_params();
       expect_close(parts.values(), expected);
     });
   }
@@ -646,7 +646,7 @@ TEST(CombinedOfTwoKinds, OneWrapperAfterAnother) {
     for (size_t i = 0; i < momenta.size(); ++i)
       momenta[i] = momenta[i].flatten().slice(0, shards[i].held.begin, shards[i].held.end).clone();
     train(fsdp, 4);
-    const Scope scope = fsdp.summon_full_params();
+    const ScopeExit scope = fsdp.summon_full_params();
     expect_close(parts.values(), expected);
   });
 }

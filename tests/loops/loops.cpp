@@ -81,8 +81,8 @@ class OneProcess final : public Trainer {
   std::vector<at::Tensor> parameters() override { return unique_parameters(*model); }
   torch::optim::Optimizer& optimizer() override { return *optimizer_; }
   void zero_grad(bool set_to_none) override { model->zero_grad(set_to_none); }
-  Scope no_sync() override {
-    return Scope([] {});
+  ScopeExit no_sync() override {
+    return ScopeExit([] {});
   }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     return clip_by(*optimizer_, parameters(), max_norm, norm_type);
@@ -137,7 +137,7 @@ class Rank final : public Trainer {
     }
   }
   void zero_grad(bool set_to_none) override { wrapper_->zero_grad(set_to_none); }
-  Scope no_sync() override { return wrapper_->no_sync(); }
+  ScopeExit no_sync() override { return wrapper_->no_sync(); }
   double clip_grad_norm_(double max_norm, double norm_type) override {
     if (auto* sharded = dynamic_cast<ShardedOptimizer*>(optimizer_.get()))
       return sharded->clip_grad_norm_(max_norm, norm_type);

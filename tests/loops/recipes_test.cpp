@@ -229,9 +229,9 @@ TEST_P(Recipes, OtherNumbersOfMicroBatches) {
     for (int step = 0; step < 4; ++step) {
       const int parts = 1 + step % 3;
       for (int part = 0; part < parts; ++part) {
-        std::unique_ptr<Scope> outer, inner;
-        if (part + 1 < parts) outer = std::make_unique<Scope>(run.no_sync());
-        if (part == 0 && outer) inner = std::make_unique<Scope>(run.no_sync());
+        std::unique_ptr<ScopeExit> outer, inner;
+        if (part + 1 < parts) outer = std::make_unique<ScopeExit>(run.no_sync());
+        if (part == 0 && outer) inner = std::make_unique<ScopeExit>(run.no_sync());
         (run.loss(step + part) / parts).backward();
         inner.reset();
       }
@@ -245,7 +245,7 @@ TEST_P(Recipes, AFullStateBetweenMicroBatches) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       {
-        const Scope scope = run.no_sync();
+        const ScopeExit scope = run.no_sync();
         run.loss(step).backward();
       }
       run.note_state(run);
