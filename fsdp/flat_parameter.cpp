@@ -91,7 +91,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   if (is_paged(shard_)) return page_of(shard_)->tell_of_writes(*chosen.pager, chosen.page_id);
   shard_page_ = std::make_unique<Page>(chosen.pager, chosen.page_id, "the shard of " + name_, shard_.device());
   shard_page_->set_writable(true);
-  shard_page_->give_away(shard_);
+  shard_page_->attach_permanently(shard_);
   shard_ = shard_page_->view(dtype_, {layout_.shard_numel()}, {1}, 0);
 }
 

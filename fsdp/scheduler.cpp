@@ -61,7 +61,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit, backward);
   resident_.use(needed, mode, backward);
-  for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
+  for (const Page* page : pages) model_.units()[page->id()]->require_attached(*page, model_.rank_text());
 }
 
 // Before the whole module is looked at, for a forward or for who reads its values.

@@ -62,7 +62,7 @@ class Unit {
                      const std::string& rank) const;
   // Throws std::logic_error for a page of a resident unit that is not what its parameters are views of: someone has
   // kept a view from when it was. `rank` is for errors.
-  void require_lent(const Page& page, const std::string& rank) const;
+  void require_attached(const Page& page, const std::string& rank) const;
   int64_t full_bytes() const;
 
   void read_ahead();                // starts reading what lies on a disk; not collective

@@ -22,7 +22,7 @@ struct GradPlaceholder::Notice : c10::BackendMeta {
 
 GradPlaceholder::~GradPlaceholder() {
   for (Slot& slot : slots_)
-    if (slot.page) slot.page->detach();
+    if (slot.page) slot.page->detach_pager();
 }
 
 std::string GradPlaceholder::lost(const std::string& label) {

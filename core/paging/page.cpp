@@ -31,8 +31,8 @@ Page::Page(Pager* pager, int id, std::string name, at::Device device) : id_(id),
 }
 
 Page::~Page() {
-  if (is_lent() && !state_->is_always_there()) take_back();
-  detach();
+  if (is_attached() && !state_->is_always_there()) detach();
+  detach_pager();
 }
 
 bool Page::holds(const at::Tensor& view) const {
@@ -55,18 +55,18 @@ at::Tensor Page::view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayR
   return keyed_view(c10::Storage(storage_), kPagedKey, at::empty({0}, options), storage_offset, sizes, strides);
 }
 
-void Page::give_away(at::Tensor buffer) {
-  lend(buffer);
+void Page::attach_permanently(at::Tensor buffer) {
+  attach(buffer);
   tell_of_writes(*pager(), id_);
-  state_->given_away = std::move(buffer);
+  state_->permanent = std::move(buffer);
 }
 
-void Page::lend(at::Tensor buffer) {
+void Page::attach(at::Tensor buffer) {
   set_data(buffer.mutable_data_ptr(), buffer.nbytes());
   buffer_ = std::move(buffer);
 }
 
-at::Tensor Page::take_back() {
+at::Tensor Page::detach() {
   set_current(GradMode::kNone);
   set_data(nullptr, 0);
   return std::exchange(buffer_, at::Tensor());

@@ -16,12 +16,12 @@ class StandIn;
 // A storage that can be emptied and filled again, and the tensors that are views of it.
 //
 // While its unit is sharded, the storage object has 0 bytes, so that module members and saved tensors stay valid.
-// lend() fills it in place for all views. Each view carries an additional dispatch key, which views of views and saved
-// tensors inherit, but results of operators do not. A boxed fallback for that key runs above autograd, before every
-// operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
+// attach() fills it in place for all views. Each view carries an additional dispatch key, which views of views and
+// saved tensors inherit, but results of operators do not. A boxed fallback for that key runs above autograd, before
+// every operator that gets such a view, and calls the Pager. Operators without such tensors are not affected.
 class Page {
  public:
-  // `pager` must outlive the page's detach(). `id` identifies the page to the pager; `name` is for errors: "unit
+  // `pager` must outlive the page's detach_pager(). `id` identifies the page to the pager; `name` is for errors: "unit
   // 'blocks.3'".
   Page(Pager* pager, int id, std::string name, at::Device device);
   ~Page();
@@ -37,21 +37,21 @@ class Page {
   // Returns a view of the storage, which may have no data now. Not part of autograd.
   at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t storage_offset) const;
 
-  // Fills the storage with the buffer's memory. The page owns the buffer until take_back().
-  void lend(at::Tensor buffer);
+  // Fills the storage with the buffer's memory. The page owns the buffer until detach().
+  void attach(at::Tensor buffer);
   // Empties the storage, and returns the buffer.
-  at::Tensor take_back();
-  bool is_lent() const { return buffer_.defined(); }
+  at::Tensor detach();
+  bool is_attached() const { return buffer_.defined(); }
   const at::Tensor& buffer() const { return buffer_; }
 
   // Every later use of a view throws std::logic_error. Must be called before the pager is destroyed.
-  void detach() { state_->pager = nullptr; }
+  void detach_pager() { state_->pager = nullptr; }
 
   // Whether operators may write to the views. If not, they throw std::logic_error.
   void set_writable(bool writable) { state_->writable = writable; }
   bool is_writable() const { return state_->writable; }
   // `pager` is told of later writes before they happen, with an id of its own: Pager::before_write(). It must outlive
-  // the page's detach().
+  // the page's detach_pager().
   void tell_of_writes(Pager& pager, int id) { state_->told_of_writes = &pager, state_->id_told = id; }
 
   // The number of writes by operators, and by pointer as told by note_write().
@@ -69,7 +69,7 @@ class Page {
   void convert_activations(at::ScalarType from) { state_->activations = from; }
 
   // Fills the storage for good, also for views that outlive the page. The pager is told of writes, but not of uses.
-  void give_away(at::Tensor buffer);
+  void attach_permanently(at::Tensor buffer);
 
   // Uses are reported again after the next write to `source`, of which this page holds a copy. Version counters would
   // miss writes through .data(), which torch's SGD uses.
@@ -89,8 +89,8 @@ class Page {
     std::atomic<int64_t> current_stream = 0;  // of the current mode
     at::Device device = at::kCPU;
     bool writable = false;
-    at::Tensor given_away;
-    bool is_always_there() const { return given_away.defined(); }
+    at::Tensor permanent;
+    bool is_always_there() const { return permanent.defined(); }
     Pager* told_of_writes = nullptr;
     int id_told = 0;
     std::atomic<uint32_t> writes = 0;

@@ -211,7 +211,7 @@ void require_residency() {
     watch_pickling();
     Probe probe;
     Page page(&probe, 0, "a probe", at::kCPU);
-    page.lend(at::zeros({1}, at::kCPU));
+    page.attach(at::zeros({1}, at::kCPU));
     at::AutoDispatchBelowADInplaceOrView quiet;
     at::neg(page.view(at::kFloat, {1}, {1}, 0));
     return probe.used;
