@@ -51,16 +51,16 @@ void BucketCollectives::start(PendingReduction& reduction, const GradientBucket&
 
 Pending BucketCollectives::all_reduce(PendingReduction& reduction, const GradientBucket& plan) const {
   reduction.reduced = reduction.content.parts[0].values;
-  const at::Tensor wire = encoded(reduction, *plan.codec);
+  const at::Tensor wire = encoded(reduction, *plan.route.codec);
   if (options_.backend_all_reduce) return backend_all_reduce(*mesh_.shard, wire, plan.name);
   return mesh_.shard->all_reduce(wire, op(), plan.name);
 }
 
 Pending BucketCollectives::reduce_to_owner(PendingReduction& reduction, const GradientBucket& plan, bool is_busy) {
-  if (plan.reduces_apart) return reduce_apart(reduction, plan, is_busy);
+  if (plan.route.reduces_apart) return reduce_apart(reduction, plan, is_busy);
   if (plan.owner == mesh_.shard->rank()) reduction.reduced = reduction.content.parts[0].values;
-  if (!plan.codec->sum_dtype()) return exchange_encoded(reduction, plan);
-  return mesh_.shard->reduce(encoded(reduction, *plan.codec), plan.owner, op(), plan.name);
+  if (!plan.route.codec->sum_dtype()) return exchange_encoded(reduction, plan);
+  return mesh_.shard->reduce(encoded(reduction, *plan.route.codec), plan.owner, op(), plan.name);
 }
 
 // A reduce-scatter of which the owner gets all.
@@ -77,9 +77,9 @@ Pending BucketCollectives::reduce_scatter(PendingReduction& reduction, const Gra
   reduction.reduced = room_for(reduction, plan, is_busy);
   if (options_.to_host != nullptr)
     reduction.staging = options_.staging->take(reduction.reduced.numel(), reduction.reduced.scalar_type());
-  if (!plan.codec->sum_dtype()) return exchange_encoded(reduction, plan);
-  std::vector<at::Tensor> pieces{encoded(reduction, *plan.codec)};
-  for (size_t piece = 1; piece < plan.pieces.size(); ++piece)
+  if (!plan.route.codec->sum_dtype()) return exchange_encoded(reduction, plan);
+  std::vector<at::Tensor> pieces{encoded(reduction, *plan.route.codec)};
+  for (size_t piece = 1; piece < plan.route.pieces.size(); ++piece)
     pieces.push_back(travelling(reduction.content.parts[piece].values));
   return reduce_scatter_pieces(*mesh_.shard, travelling(reduction.target()), std::move(pieces), op(), plan.name);
 }
@@ -90,24 +90,24 @@ Pending BucketCollectives::exchange_encoded(PendingReduction& reduction, const G
   const bool is_even = plan.layout.cut() == FlatLayout::Cut::kEvenly;
   const at::Tensor& full = reduction.content.parts[0].values;
   const int64_t part_numel = is_even ? plan.layout.shard_numel() : full.numel();
-  const int64_t part_bytes = plan.codec->encoded_bytes(part_numel);
+  const int64_t part_bytes = plan.route.codec->encoded_bytes(part_numel);
   std::vector<int64_t> send_counts(world, is_even ? part_bytes : 0), receive_counts(world, 0);
   send_counts[is_even ? rank : plan.owner] = part_bytes;
   if (is_even || plan.owner == rank) receive_counts.assign(world, part_bytes);
   reduction.wire = memory_.take(is_even ? world * part_bytes : part_bytes, at::kByte);
   for (int part = 0; part * part_bytes < reduction.wire.numel(); ++part)
-    plan.codec->encode(full.narrow(0, part * part_numel, part_numel),
-                       reduction.wire.narrow(0, part * part_bytes, part_bytes));
+    plan.route.codec->encode(full.narrow(0, part * part_numel, part_numel),
+                             reduction.wire.narrow(0, part * part_bytes, part_bytes));
   reduction.received = memory_.take(receive_counts[rank] * world, at::kByte);
   return mesh_.shard->all_to_all(reduction.received, reduction.wire, std::move(receive_counts), std::move(send_counts),
                                  plan.name);
 }
 
 void BucketCollectives::decode(PendingReduction& reduction, const GradientBucket& plan) const {
-  if (!plan.codec->sum_dtype())
-    add_encoded(reduction, *plan.codec);
-  else if (!plan.codec->is_identity())
-    plan.codec->decode(reduction.wire, reduction.reduced);
+  if (!plan.route.codec->sum_dtype())
+    add_encoded(reduction, *plan.route.codec);
+  else if (!plan.route.codec->is_identity())
+    plan.route.codec->decode(reduction.wire, reduction.reduced);
   reduction.wire.reset();
   reduction.received.reset();
   reduction.content.parts.clear();

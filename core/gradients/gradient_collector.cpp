@@ -18,12 +18,12 @@ bool is_held_once(const at::Tensor& gradient) {
 // Whether a gradient can be sent from its own memory. A gradient with other references must be copied: its holder, a
 // hook say, may write to it through data(), which does not change its version. Autograd copies such gradients too.
 bool can_borrow_in_place(const GradientBucket& plan, size_t member, const at::Tensor& gradient) {
-  if (plan.pieces[plan.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
+  if (plan.route.pieces[plan.route.piece_of[member]].member != member || gradient.scalar_type() != plan.dtype ||
       gradient.layout() != at::kStrided || gradient.is_inference() || !is_held_once(gradient) ||
       gradient.strides() != at::IntArrayRef(plan.geometries[member].strides))
     return false;
   // An adopted gradient would keep the rest of its storage alive.
-  return !plan.adopts || gradient.storage().nbytes() == gradient.nbytes();
+  return !plan.route.adopts || gradient.storage().nbytes() == gradient.nbytes();
 }
 
 }  // namespace
@@ -101,10 +101,10 @@ void GradientCollector::place(size_t parameter, const at::Tensor& gradient, bool
 
 void GradientCollector::collect(BucketContent& content, size_t bucket, size_t member, const at::Tensor& gradient) {
   const GradientBucket& plan = buckets_[bucket];
-  const size_t piece = plan.piece_of[member];
+  const size_t piece = plan.route.piece_of[member];
   const bool is_first = !content.filled[member];
   content.filled[member] = true;
-  content.parts.resize(plan.pieces.size());
+  content.parts.resize(plan.route.pieces.size());
   if (!content.parts[piece].values.defined()) {
     if (can_borrow_in_place(plan, member, gradient)) {
       content.borrow(piece, gradient.as_strided({gradient.numel()}, {1}, gradient.storage_offset()));
@@ -121,8 +121,8 @@ void GradientCollector::collect(BucketContent& content, size_t bucket, size_t me
 // If this rank gets the whole bucket, its gradients are placed in the result's memory.
 void GradientCollector::make_room(BucketContent& content, size_t bucket, size_t piece) {
   const GradientBucket& plan = buckets_[bucket];
-  const int64_t numel = plan.pieces[piece].range.numel();
-  const bool fills_result = plan.pieces.size() == 1 && plan.result != nullptr && options_.may_fill_result &&
+  const int64_t numel = plan.route.pieces[piece].range.numel();
+  const bool fills_result = plan.route.pieces.size() == 1 && plan.result != nullptr && options_.may_fill_result &&
                             plan.result->numel() == numel && plan.result->dtype() == plan.dtype &&
                             plan.result->is_free() && !is_busy_(bucket);
   BucketContent::Part& part = content.parts[piece];
@@ -157,15 +157,15 @@ BucketContent GradientCollector::take_recomputed(size_t bucket) {
 
 BucketContent GradientCollector::sealed(BucketContent content, size_t bucket) {
   const GradientBucket& plan = buckets_[bucket];
-  content.parts.resize(plan.pieces.size());
-  for (size_t piece = 0; piece < plan.pieces.size(); ++piece)
+  content.parts.resize(plan.route.pieces.size());
+  for (size_t piece = 0; piece < plan.route.pieces.size(); ++piece)
     if (!content.parts[piece].values.defined()) make_room(content, bucket, piece);
   copy_waiting(content, bucket);
   content.uses.join();
   // Padding must be zero in a shard's gradient, whose norm includes it, and in encoded blocks, whose scale depends on
   // every element.
-  content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.codec->sum_dtype());
-  if (plan.adopts) adopt(content, bucket);
+  content.fill_gaps(plan, plan.layout.cut() == FlatLayout::Cut::kEvenly || !plan.route.codec->sum_dtype());
+  if (plan.route.adopts) adopt(content, bucket);
   return content;
 }
 

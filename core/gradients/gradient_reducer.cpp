@@ -22,7 +22,7 @@ GradientReducer::GradientReducer(const std::vector<PlannedParameter>& parameters
 
 void GradientReducer::set_buckets(std::vector<GradientBucket> buckets) {
   buckets_ = std::move(buckets);
-  for (GradientBucket& bucket : buckets_) bucket.derive_route(mesh_, options_.zero_copy_bytes);
+  for (GradientBucket& bucket : buckets_) bucket.route = route_of(bucket, mesh_, options_.zero_copy_bytes);
   collector_.rebuild();
   queue_.clear();
   consistency_check_.forget_first_pass();
