@@ -13,6 +13,7 @@
 #include "core/comm/reduced_report.h"
 #include "core/gradients/grad_norm.h"
 #include "core/model/model_shards.h"
+#include "core/model/replica_comparison.h"
 #include "core/layout/partition.h"
 #include "optim/averages.h"
 #include "optim/state/optimizer_state_dict.h"
@@ -132,6 +133,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public OptimizerShards,
   const OssOptions options_;
   const Factory make_;
   const StepCost step_cost_;
+  ReplicaComparison comparison_;
   std::unordered_map<const c10::TensorImpl*, Ownership> ownership_;
   Partition partition_;
   std::vector<int64_t> owned_costs_;                // by rank, of step_cost_

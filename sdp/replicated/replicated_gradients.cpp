@@ -43,10 +43,9 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       owner_of_(std::move(owner_of)),
       options_(options),
       binding_(std::move(module), std::move(parameters), std::move(who), comm->rank()),
-      taken_(binding_, owner_of_ != nullptr),
       reducer_(binding_.parameters(), mesh_, log_, options.reducer),
-      copies_(binding_, options.copies_are_equal),
-      states_(binding_.parameters().size()) {}
+      states_(binding_.parameters().size()),
+      comparison_(options.compare_replicas_every) {}
 
 // What refers to the shared object.
 void ReplicatedGradients::install() {
@@ -65,7 +64,7 @@ void ReplicatedGradients::install() {
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  keeper_.emplace(while_alive(self, [](auto& owner, StepEvent event) { owner.hear(event); }, [](StepEvent) {}));
+  step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
   refresh_trainable();
 }
 
@@ -170,7 +169,6 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].holds = Holds::kOwnSum;
-    states_[parameter].divisor_of_average.reset();
     has_own_sums_ = true;
     return;
   }
@@ -185,18 +183,14 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
-  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.divisor_of_average.reset();
+  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.has_average = false;
   if (tensor.grad().defined() && state.holds == Holds::kAverage) {
     const double ranks = mesh_.world->size();
-    const double divisor = reducer_.divisor().value_or(ranks);
-    const double factor = divisor / (owner_of_ ? 1 : ranks);
-    state.divisor_of_average = divisor;
-    state.has_average = reducer_.divisor() ? tensor.grad().detach().any() : at::Tensor();  // cleared to zeros, maybe
+    state.has_average = true;
+    const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
-  if (!adds) return;
-  state.holds = Holds::kOwnSum;
-  if (mesh_.world->size() > 1) copies_.note_once(CopyWatch::Since::kOwnSums);
+  if (adds) state.holds = Holds::kOwnSum;
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -208,12 +202,11 @@ void ReplicatedGradients::begin_forward() {
   Quiet quiet;
   recover();
   binding_.require_nothing_new();
-  if (trains && !passes_through()) taken_.require_alone();
   for (size_t i = 0; i < states_.size(); ++i) {
     binding_.require_same_kind(i);
-    keeper_->keep(binding_.tensor(i));
+    step_check_->attach(binding_.tensor(i));
   }
-  if (trains) copies_.require_alike(*mesh_.world);
+  if (trains && reduces() && options_.copies_are_equal) comparison_.count_step(binding_.parameters(), *mesh_.world);
   note_failed_forward();
   is_forward_open_ = trains && reduces();
   if (options_.must_use_all && any_backward_) require_all_used();
@@ -266,35 +259,14 @@ void ReplicatedGradients::note_failed_forward() {
 // What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
 // gradients.
 void ReplicatedGradients::note_what_came_before() {
-  if (!seen_.empty()) {
-    const ValueSamples now = ValueSamples::of(binding_.parameters());
-    if (now.is_on_device())
-      log_.set_alike(now.any_differs_from(seen_));  // whether there was a step
-    else if (now != seen_)
-      log_.add("a step");
-  }
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const bool has_average = states_[i].holds == Holds::kAverage || states_[i].divisor_of_average;
+    const bool has_average = states_[i].holds == Holds::kAverage || states_[i].has_average;
     log_.add_kept(has_average && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
   }
 }
 
-// Whether the caller of the pass that begins may get a parameter's gradient of this rank's rows:
-// torch::autograd::grad() gives what it was asked for, and keeps it from the parameter. Inputs alone are none.
-bool ReplicatedGradients::hands_out_gradients() const {
-  const auto* asked_for = torch::autograd::get_current_graph_task_exec_info();
-  if (asked_for == nullptr || asked_for->empty()) return true;  // backward(), maybe within such a pass
-  for (const PlannedParameter& parameter : binding_.parameters()) {
-    const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter.tensor);
-    const auto found = asked_for->find(node.get());
-    if (found != asked_for->end() && found->second.captures_ != nullptr) return true;
-  }
-  return false;
-}
-
 void ReplicatedGradients::begin() {
-  hands_out_gradients_ = hands_out_gradients();
   note_failed_forward();
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
@@ -318,13 +290,6 @@ void ReplicatedGradients::end() {
     if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
   }
   any_backward_ = any_backward_ || any_used;  // torch::autograd::grad() for inputs is none that has to use all
-  if (mesh_.world->size() > 1) {
-    if (any_used)
-      owner_of_ ? copies_.note(CopyWatch::Since::kOwnersAverage) : copies_.forget();
-    else if (hands_out_gradients_)
-      copies_.note(CopyWatch::Since::kNoGradient);
-  }
-  if (options_.copies_are_equal && mesh_.world->size() > 1) seen_ = ValueSamples::of(binding_.parameters());
   if (!order_agreed_ && any_used) agree_on_order();
   if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
@@ -362,31 +327,7 @@ void ReplicatedGradients::agree_on_order() {
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);
-  for (size_t i = 0; i < states_.size(); ++i) {
-    const ParameterState& state = states_[i];
-    if (state.holds != Holds::kOwnSum || !state.divisor_of_average || *state.divisor_of_average == divisor ||
-        !binding_.tensor(i).grad().defined() || (state.has_average.defined() && !state.has_average.item<bool>()))
-      continue;
-    throw std::logic_error("what gradients are divided by would become " + std::to_string(divisor) + ", but was " +
-                           std::to_string(*state.divisor_of_average) + " when backward under no_sync() added to the " +
-                           "average that is the gradient of " + binding_.label(i) +
-                           ": set it before that backward, or clear the gradients");
-  }
   reducer_.set_divisor(divisor);
-}
-
-void ReplicatedGradients::hear(StepEvent event) {
-  switch (event) {
-    case StepEvent::kWantsNorm:
-      return require_averages_to_clip();
-    case StepEvent::kBegins:
-      require_averages();
-      copies_.step_begins();
-      seen_ = {};  // such an optimizer compares steps itself, and owners may have other bits than copies
-      return;
-    case StepEvent::kEnds:  // on a device each forward would have to ask
-      if (mesh_.world->device().is_cpu()) copies_.step_ends();
-  }
 }
 
 void ReplicatedGradients::require_averages() const {
@@ -404,13 +345,6 @@ void ReplicatedGradients::require_averages() const {
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "
                              "outside it");
   }
-  copies_.require_no_gradient_by_hand();
-}
-
-void ReplicatedGradients::require_averages_to_clip() {
-  require_averages();
-  std::lock_guard lock(mutex_);
-  copies_.gradients_are_scaled();
 }
 
 void ReplicatedGradients::report(MemoryReport& report) const {
