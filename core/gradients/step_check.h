@@ -21,7 +21,7 @@ class StepCheck {
  private:
   friend void check_before_step(const std::vector<at::Tensor>& parameters);
   struct Mark;
-  const c10::intrusive_ptr<Mark> mark_;
+  const c10::intrusive_ptr<c10::BackendMeta> mark_;  // a Mark
 };
 
 // Calls the checks that are attached to these parameters, each once. Throws what they throw.
