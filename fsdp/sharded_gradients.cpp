@@ -1,14 +1,10 @@
 #include "fsdp/sharded_gradients.h"
 
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <mutex>
 #include <stdexcept>
-#include <string_view>
-#include <typeinfo>
 #include <utility>
 
 namespace tessera {
@@ -31,18 +27,6 @@ bool has_hooks(const at::Tensor& leaf) {
   return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);
 }
 
-// By its type: of a torch::autograd::Function, or of a class outside of libtorch.
-bool is_users(const torch::autograd::Node& node) {
-  const std::string_view type = typeid(node).name();
-  return !type.starts_with("N5torch8autograd") || type.starts_with("N5torch8autograd7CppNodeI");
-}
-
-// Must not throw, where a guard's end is told: only what can be counted, so no other guard.
-bool are_zeros(const at::Tensor& gradient) {
-  return gradient.defined() && !is_paged(gradient) && gradient.layout() == at::kStrided && !gradient.is_meta() &&
-         gradient.count_nonzero().item<int64_t>() == 0;
-}
-
 }  // namespace
 
 ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mutex)
@@ -51,7 +35,6 @@ ShardedGradients::ShardedGradients(ShardedModel& model, std::recursive_mutex& mu
       binding_(model.module(), model.parameters(), "FullyShardedDataParallel", model.mesh().world->rank()),
       reducer_(binding_.parameters(), model.mesh(), model.log(), reducer_options(model)),
       is_expected_(model.units().size(), false),
-      versions_(model.units().size()),
       shown_versions_(model.units().size()),
       incomplete_(model.units().size(), 0) {
   make_buckets();
@@ -96,10 +79,6 @@ void ShardedGradients::make_guards() {
         std::lock_guard lock(mutex_);
         clear(parameter);
         states_[parameter].is_cleared = true;
-        // What has been put in the guard's place is there already.
-        if (take_zeros_by_hand(parameter) || !has_gradient_by_hand(parameter)) return;
-        states_[parameter].is_by_hand = true;
-        not_ready_->put(parameter, binding_.label(parameter), states_[parameter].shard);
       },
       [this](size_t parameter) {
         std::lock_guard lock(mutex_);
@@ -129,7 +108,6 @@ ShardedGradients::~ShardedGradients() {
 }
 
 std::string ShardedGradients::reason(size_t parameter) const {
-  if (states_[parameter].is_by_hand) return by_hand(parameter);
   if (states_[parameter].is_lost) return GradientGuard::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
@@ -142,23 +120,8 @@ std::string ShardedGradients::by_hand(size_t parameter) const {
          "gradients are in fsdp.parameters(), by backward(), as averages over the ranks";
 }
 
-bool ShardedGradients::has_gradient_by_hand(size_t parameter) const {
-  const at::Tensor& tensor = binding_.tensor(parameter);
-  return tensor.grad().defined() && !elsewhere_->is_in(parameter, tensor);
-}
-
-void ShardedGradients::require_none_by_hand(const Unit& unit) const {
-  for (const auto& paged : unit.flat_parameters())
-    for (size_t i = paged->first_parameter; i < paged->first_parameter + paged->flat.parameters().size(); ++i)
-      if (has_gradient_by_hand(i) && !are_zeros(binding_.tensor(i).grad())) throw std::logic_error(by_hand(i));
-}
-
-void ShardedGradients::require_none_by_hand() const {
-  for (const auto& unit : model_.units()) require_none_by_hand(*unit);
-}
-
 void ShardedGradients::forget(size_t parameter) {
-  states_[parameter].is_lost = states_[parameter].is_by_hand = false;
+  states_[parameter].is_lost = false;
   states_[parameter].kept.reset();
   reducer_.forget(parameter);
 }
@@ -169,8 +132,8 @@ void ShardedGradients::clear(size_t parameter) {
   states_[parameter].shard.mutable_grad().reset();
 }
 
-// Where shards have changed, graphs that saved the parameters before must find them changed: what require_unchanged()
-// cannot tell, where a forward or a backward has come since.
+// Where shards have changed, graphs that saved the parameters before must find them changed: autograd then refuses their
+// backward, as it does without a wrapper.
 void ShardedGradients::show_version(const Unit& unit) {
   const uint32_t version = unit.version();
   if (std::exchange(shown_versions_[unit.index()], version) == version) return;
@@ -184,28 +147,11 @@ void ShardedGradients::begin_forward() {
   for (const auto& unit : model_.units()) show_version(*unit);
 }
 
-// Autograd would find that a saved parameter was changed in place; here it is the shards that were.
-void ShardedGradients::require_unchanged(const Unit& unit) const {
-  const auto& seen = versions_[unit.index()];
-  if (seen && *seen != unit.version())
-    throw std::logic_error("the shards of " + unit.name() + " on rank " + model_.rank_text() +
-                           " were modified by an inplace operation (optimizer.step(), say) between a forward and its "
-                           "backward, which needs the values that forward used: step after backward");
-}
+// Before a use outside backward, recorded or not: a function with a backward of its own computes without autograd, and
+// saves afterwards what it was given.
+void ShardedGradients::begin_use(const Unit& unit) { show_version(unit); }
 
-void ShardedGradients::forget_versions() { std::fill(versions_.begin(), versions_.end(), std::nullopt); }
-
-// Before its first use outside backward, recorded or not: a function with a backward of its own computes without
-// autograd, and saves afterwards what it was given.
-void ShardedGradients::begin_use(const Unit& unit) {
-  if (!versions_[unit.index()]) show_version(unit);
-}
-
-void ShardedGradients::expect(const Unit& unit, bool backward) {
-  if (!backward) {
-    show_version(unit);
-    versions_[unit.index()] = shown_versions_[unit.index()];
-  }
+void ShardedGradients::expect(const Unit& unit) {
   if (is_expected_[unit.index()]) return;
   is_expected_[unit.index()] = true;
   first_uses_.push_back(unit.index());
@@ -232,41 +178,18 @@ void ShardedGradients::inspect(const Unit& unit) {
       at::Tensor parameter = binding_.tensor(i);
       ParameterState& state = states_[i];
       follow_freezing(i);
-      if (state.shard_requires_grad) {
-        const c10::AutoGradMode recording(true);
-        state.accumulator = torch::autograd::impl::grad_accumulator(state.shard);
-      }
       if (has_hooks(state.shard))
         throw std::logic_error(binding_.label(i) +
                                ": a hook on its shard, one of fsdp.parameters(), would never be called, since autograd "
                                "makes no gradient for it: register it on the module's own parameter");
-      take_gradient_by_hand(i);
       if (!elsewhere_->is_in(i, parameter)) {
-        // Not told of: the user still holds the guard that was there. Or what was put there by hand is there no more.
-        if (!std::exchange(state.is_cleared, false) || state.is_by_hand) clear(i);
+        if (parameter.grad().defined()) throw std::logic_error(by_hand(i));
+        if (!std::exchange(state.is_cleared, false)) clear(i);  // the user still holds the guard that was there
         elsewhere_->put(i, binding_.label(i), parameter);
       }
       binding_.hook(i);
     }
   }
-}
-
-// Zeros in the guard's place are a zero_grad(): a step from now on takes them. False where there are none.
-bool ShardedGradients::take_zeros_by_hand(size_t i) {
-  if (!are_zeros(binding_.tensor(i).grad())) return false;
-  clear(i);
-  ParameterState& state = states_[i];
-  if (state.shard.requires_grad()) state.shard.mutable_grad() = at::zeros_like(state.shard.detach());
-  return true;
-}
-
-// What the user has put in the guard's place. Other values than zero would do nothing, unlike for an optimizer of one
-// process.
-void ShardedGradients::take_gradient_by_hand(size_t i) {
-  if (!has_gradient_by_hand(i)) return;
-  if (!take_zeros_by_hand(i)) throw std::logic_error(by_hand(i));
-  states_[i].is_cleared = false;
-  elsewhere_->put(i, binding_.label(i), binding_.tensor(i));
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -326,43 +249,16 @@ std::optional<uint64_t> ShardedGradients::writes_if_between() const {
   return reducer_.has_observer() ? std::nullopt : std::optional(writes());
 }
 
-// A parameter of a unit that others of the unit are used without: a rank that waited for its gradient until the end of
-// backward would reduce the unit after its next gathers, where a rank that has one reduces it before. Not known where
-// the graph has nodes of the user's, which may compute more, as checkpointing does.
-void ShardedGradients::expect_what_the_graph_has() {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr) return;
-  std::vector<size_t> absent;
-  for (const GradientBucket& bucket : reducer_.buckets()) {
-    const size_t absent_before = absent.size();
-    bool is_used = false;
-    for (const size_t parameter : bucket.members) {
-      const at::Tensor& tensor = binding_.tensor(parameter);
-      if (!tensor.requires_grad()) continue;
-      const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
-      const bool is_in_graph = accumulator != nullptr && nodes->contains(accumulator.get());
-      if (!is_in_graph) absent.push_back(parameter);
-      is_used = is_used || is_in_graph;
-    }
-    if (!is_used) absent.resize(absent_before);  // the unit of a part that is computed again, maybe
-  }
-  if (absent.empty() || std::ranges::any_of(*nodes, [](const auto* node) { return is_users(*node); })) return;
-  for (const size_t parameter : absent) reducer_.expect_none(parameter);
-}
-
 void ShardedGradients::begin() {
-  for (const auto& unit : model_.units())
-    if (!versions_[unit->index()]) show_version(*unit);  // of the others require_unchanged() says more than autograd
+  for (const auto& unit : model_.units()) show_version(*unit);
   for (size_t i = 0; i < states_.size(); ++i) {
     ParameterState& state = states_[i];
     // A shard that the user has frozen since the forward gets no gradient, as a leaf would get none.
     if (state.shard_requires_grad && !state.shard.requires_grad())
       binding_.tensor(i).set_requires_grad(state.shard_requires_grad = false);
-    take_gradient_by_hand(i);
     if (!elsewhere_->is_in(i, binding_.tensor(i)) && !std::exchange(state.is_cleared, false)) clear(i);
     if (not_ready_->is_in(i, state.shard)) {
       if (state.is_lost) continue;  // refused when a gradient for it comes
-      state.is_by_hand = false;     // and is there no more
       not_ready_->take_out(i, state.shard);
       state.shard.mutable_grad() = std::exchange(state.kept, at::Tensor());
     } else if (reducer_.keeps(i)) {
@@ -378,7 +274,6 @@ void ShardedGradients::begin() {
   for (auto index = last_uses_.rbegin(); index != last_uses_.rend(); ++index)
     for (size_t bucket = buckets_of_[*index]; bucket < buckets_of_[*index + 1]; ++bucket) order.push_back(bucket);
   reducer_.begin(order);
-  expect_what_the_graph_has();
   std::fill(bucket_done_.begin(), bucket_done_.end(), false);
   for (size_t unit = 0; unit < incomplete_.size(); ++unit) {
     incomplete_[unit] = 0;
@@ -449,7 +344,6 @@ void ShardedGradients::abandon() {
 }
 
 std::vector<at::Tensor> ShardedGradients::ready() const {
-  require_none_by_hand();
   for (size_t i = 0; i < states_.size(); ++i)
     if (not_ready_->is_in(i, states_[i].shard)) throw std::logic_error(reason(i));
   std::vector<at::Tensor> gradients;

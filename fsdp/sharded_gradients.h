@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/csrc/autograd/variable.h>
-
 #include <functional>
 #include <memory>
 #include <optional>
@@ -37,22 +35,15 @@ class ShardedGradients {
   const GradientReducer& reducer() const { return reducer_; }
 
   void begin_use(const Unit& unit);
-  // A forward, or a part of one that `backward` computes again, used this unit with autograd recording: gradients for
-  // it will come.
-  void expect(const Unit& unit, bool backward);
-  // Throws std::logic_error if the unit's shards have changed since a forward that backward belongs to.
-  void require_unchanged(const Unit& unit) const;
-  void forget_versions();
+  // A forward, or a part of one that backward computes again, used this unit with autograd recording: gradients for it
+  // will come.
+  void expect(const Unit& unit);
   // Looks for what has happened to the parameters of a unit, outside of a backward: hooks them anew, has requires_grad
-  // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call.
+  // of shard and parameter follow each other. Throws std::logic_error for hooks on shards, which nobody would call, and
+  // for a gradient that the user has put into a parameter's .grad, which no step would take.
   void inspect(const Unit& unit);
   // The last of these alone, of all parameters: for who is given the shards now.
   void follow_freezing();
-
-  // Throws std::logic_error, naming it, for a parameter of the unit, or of all, into whose .grad the user has put
-  // something, which a step would not take.
-  void require_none_by_hand(const Unit& unit) const;
-  void require_none_by_hand() const;
 
   void begin_forward();
   void begin();
@@ -76,20 +67,14 @@ class ShardedGradients {
     bool shard_requires_grad;  // as it was at the last look
     bool is_lost = false;      // its gradient, by a backward that failed
     bool is_cleared = false;   // by way of the parameter's, since the last look
-    bool is_by_hand = false;   // a guard stands for what the user has put into the parameter's
     at::Tensor kept = {};      // the shard's gradient of before, while a guard stands for what buckets keep
-    // The shard's, which autograd holds only weakly: by it autograd knows a shard that it is asked for (AskedEngine).
-    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>())) accumulator = {};
   };
   void place_guards();  // where they belong, after a pass
   void follow_freezing(size_t parameter);
   void show_version(const Unit& unit);
   std::string reason(size_t parameter) const;
   std::string by_hand(size_t parameter) const;
-  bool has_gradient_by_hand(size_t parameter) const;
   void forget(size_t parameter);
-  bool take_zeros_by_hand(size_t parameter);
-  void take_gradient_by_hand(size_t parameter);
   void clear(size_t parameter);
   void make_buckets();
   void make_guards();
@@ -98,7 +83,6 @@ class ShardedGradients {
   Range ranks_with(size_t parameter) const;
   bool all_ranks_train() const;
   void note_what_came_before();
-  void expect_what_the_graph_has();
 
   ShardedModel& model_;
   std::recursive_mutex& mutex_;
@@ -109,7 +93,6 @@ class ShardedGradients {
   std::vector<int> first_uses_;                    // units in order of their first use since the last backward
   std::vector<int> last_uses_;                     // or in the backward before, where there was none
   std::vector<bool> is_expected_;                  // by unit
-  std::vector<std::optional<uint32_t>> versions_;  // by unit: of its shards when forward recorded their use
   std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd
   std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
