@@ -16,8 +16,8 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include "core/layout/bucket_pieces.h"
 #include "core/gradients/shard_norm.h"
+#include "core/layout/bucket_pieces.h"
 #include "optim/state/partial_step.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"

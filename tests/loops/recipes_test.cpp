@@ -167,25 +167,6 @@ TEST_P(Recipes, TwoOptimizersForTwoHalves) {
   });
 }
 
-// What was loaded is what the other half steps on from, though it has not stepped yet.
-TEST_P(Recipes, ALoadBetweenTheStepsOfTwoHalves) {
-  play(GetParam(), {.expect = by_hand(GetParam())}, [](Trainer& run) {
-    const auto [front, back] = halves(run.parameters());
-    torch::optim::SGD first(front, torch::optim::SGDOptions(0.1).momentum(0.9));
-    torch::optim::Adam second(back, 0.01);
-    for (int step = 0; step < 3; ++step) {
-      run.zero_grad();
-      run.loss(step).backward();
-      first.step();
-      std::stringstream file;
-      torch::save(another_mlp(), file);
-      Model target = run.model;
-      torch::load(target, file);
-      second.step();
-    }
-  });
-}
-
 // ---- batches
 
 TEST_P(Recipes, BatchesOfOtherSizes) {
