@@ -9,7 +9,7 @@
 #include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void PagedFlatParameter::point_parameters(const Page& to, at::ScalarType dtype) const {
   for (size_t i = 0; i < flat.parameters().size(); ++i) {
@@ -67,8 +67,9 @@ void PagedFlatParameter::bring_home(size_t index, bool is_pinned, int rank) {
 
 void PagedFlatParameter::require_shard_at_home(size_t index, int rank) const {
   if (flat.is_shard_home(index)) return;
-  throw std::logic_error("parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank) +
-                         " was replaced after wrapping (by set_data() on fsdp.parameters()): change values with copy_()");
+  throw std::logic_error(
+      "parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank) +
+      " was replaced after wrapping (by set_data() on fsdp.parameters()): change values with copy_()");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

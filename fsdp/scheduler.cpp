@@ -6,11 +6,11 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/quiet.h"
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -29,8 +29,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {
-}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -291,4 +290,4 @@ std::string Scheduler::describe() const {
   return text.str();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 ReducerOptions reducer_options(ShardedModel& model) {
@@ -132,8 +132,8 @@ void ShardedGradients::clear(size_t parameter) {
   states_[parameter].shard.mutable_grad().reset();
 }
 
-// Where shards have changed, graphs that saved the parameters before must find them changed: autograd then refuses their
-// backward, as it does without a wrapper.
+// Where shards have changed, graphs that saved the parameters before must find them changed: autograd then refuses
+// their backward, as it does without a wrapper.
 void ShardedGradients::show_version(const Unit& unit) {
   const uint32_t version = unit.version();
   if (std::exchange(shown_versions_[unit.index()], version) == version) return;
@@ -358,4 +358,4 @@ std::vector<at::Tensor> ShardedGradients::ready() const {
   return gradients;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include "core/gradients/gradient_reducer.h"
 #include "fsdp/sharded_model.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The policy of gradients where parameters are in shards: a bucket for each flat parameter, cut evenly; what is in
 // the .grad of a shard, of the module's own parameter, and of both when that is not what a step may take.
@@ -88,13 +88,13 @@ class ShardedGradients {
   std::recursive_mutex& mutex_;
   Binding binding_;
   GradientReducer reducer_;
-  std::vector<ParameterState> states_;             // by parameter
-  std::vector<size_t> buckets_of_;                 // by unit: its first bucket; and their end
-  std::vector<int> first_uses_;                    // units in order of their first use since the last backward
-  std::vector<int> last_uses_;                     // or in the backward before, where there was none
-  std::vector<bool> is_expected_;                  // by unit
-  std::vector<uint32_t> shown_versions_;           // by unit: of its shards, as its parameters' versions tell autograd
-  std::vector<int64_t> incomplete_;                // by unit: its buckets that miss gradients of this pass
+  std::vector<ParameterState> states_;    // by parameter
+  std::vector<size_t> buckets_of_;        // by unit: its first bucket; and their end
+  std::vector<int> first_uses_;           // units in order of their first use since the last backward
+  std::vector<int> last_uses_;            // or in the backward before, where there was none
+  std::vector<bool> is_expected_;         // by unit
+  std::vector<uint32_t> shown_versions_;  // by unit: of its shards, as its parameters' versions tell autograd
+  std::vector<int64_t> incomplete_;       // by unit: its buckets that miss gradients of this pass
   std::vector<bool> bucket_done_;
   std::vector<bool> trained_;                 // by parameter: required a gradient in the last pass
   std::vector<bool> has_gradient_;            // by parameter: its shards have, since the last pass that reduced
@@ -105,4 +105,4 @@ class ShardedGradients {
   std::shared_ptr<GradientGuard> not_ready_;  // in shards
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,13 +6,13 @@
 
 #include "core/comm/agreement.h"
 #include "core/layout/deferred.h"
+#include "core/layout/shardable.h"
+#include "core/memory/memory_cache.h"
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
-#include "core/layout/shardable.h"
-#include "core/memory/memory_cache.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // The groups are made before the plan is known, and differ where the ranks do not agree on them.
@@ -325,4 +325,4 @@ void ShardedModel::describe(std::ostream& text) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

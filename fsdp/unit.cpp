@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string label_of(const PlannedUnit& plan) {
@@ -394,4 +394,4 @@ void Unit::bring_home(bool may_change) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 #include <utility>
 
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // More would mean that the device is many steps behind: the host then waits for the oldest.
@@ -92,4 +92,4 @@ void LateReports::look() {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 #include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 namespace {
 
@@ -132,4 +132,4 @@ void BackwardPass::set_reduces(bool reduces) {
   reduces_ = reduces;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

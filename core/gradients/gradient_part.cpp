@@ -9,7 +9,7 @@
 #include "core/paging/boxed_tensors.h"
 #include "core/paging/keyed_view.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // A key that libtorch knows and does not use. Operators fall through it at no cost, except those below.
@@ -83,4 +83,4 @@ void forget_norm(const at::Tensor& gradient) {
   if (GradientPart* part = part_of(gradient)) part->norm_was_taken = false;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A view of the same memory for the `.grad` of a leaf of which other ranks hold the rest, so that its norm is this
 // rank's alone. It is an ordinary tensor, but scaling it in place by a tensor of one number after its norm was taken
@@ -15,4 +15,4 @@ at::Tensor as_part_of_gradient(const at::Tensor& gradient, const std::string& la
 // Call it when the values are new, or when the norm of all ranks' parts is known. A no-op for other tensors.
 void forget_norm(const at::Tensor& gradient);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 
 #include "core/comm/fingerprint.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a rank did since the last backward, to be compared with the others: each operation's
 // unit and number of elements, as a rolling fingerprint and, for the error, as text.
@@ -88,4 +88,4 @@ class OrderLog {
   int64_t dropped_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

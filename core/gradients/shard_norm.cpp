@@ -18,11 +18,11 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/gradients/gradient_part.h"
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr double kNormMargin = 1e-6;  // torch's
@@ -134,4 +134,4 @@ std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Commu
   return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

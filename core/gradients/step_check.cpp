@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
 struct StepCheck::Mark : c10::BackendMeta {
@@ -28,4 +28,4 @@ void check_before_step(const std::vector<at::Tensor>& parameters) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

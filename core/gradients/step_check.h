@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Lets a wrapper check its gradients before a step of an optimizer that was not given the wrapper (OSS): the check
 // hangs on the parameters themselves. A later wrapper's check replaces it; set_data() removes it, so that each forward
@@ -27,4 +27,4 @@ class StepCheck {
 // Calls the checks that are attached to these parameters, each once. Throws what they throw.
 void check_before_step(const std::vector<at::Tensor>& parameters);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,11 +10,11 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/runtime/bits_dtype.h"
 #include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int64_t kDefaultSteps = 100;
@@ -70,4 +70,4 @@ int64_t steps_between_comparisons(const char* debug) {
                               "', expected 'replicas' or 'replicas:N', N steps from one comparison to the next");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

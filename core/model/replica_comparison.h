@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/layout/unit_plan.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A debugging aid: compares a checksum of every replicated parameter over all ranks, once in so many steps. It finds
 // replicas that have drifted apart, whatever the cause. If it is off, count_step() does nothing.
@@ -33,4 +33,4 @@ class ReplicaComparison {
 // std::invalid_argument for any other text.
 int64_t steps_between_comparisons(const char* debug);
 
-}  // namespace tessera
+}  // namespace tessera::internal

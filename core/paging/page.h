@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 class Pager;
 class StandIn;
@@ -112,4 +112,4 @@ class Page {
   at::Tensor buffer_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

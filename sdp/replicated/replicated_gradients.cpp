@@ -9,11 +9,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/memory/memory_cache.h"
+#include "core/memory/memory_kind_scope.h"
 #include "core/model/memory_warning.h"
 #include "core/runtime/quiet.h"
-#include "core/memory/memory_cache.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- plan ---------------------------------------------------------------------------------------
 
@@ -64,7 +65,8 @@ void ReplicatedGradients::install() {
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
-  step_check_.emplace(while_alive(self, [](auto& owner) { owner.require_averages(); }, [] {}));
+  step_check_.emplace(while_alive(
+      self, [](auto& owner) { owner.require_averages(); }, [] {}));
   refresh_trainable();
 }
 
@@ -359,4 +361,4 @@ void ReplicatedGradients::reset_peak() {
   reducer_.reset_peak();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

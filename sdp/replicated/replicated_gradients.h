@@ -6,18 +6,18 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/memory_report.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
-#include "core/layout/bucket_plan.h"
 #include "core/gradients/gradient_buffer.h"
 #include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_reducer.h"
 #include "core/gradients/step_check.h"
-#include "core/model/memory_report.h"
+#include "core/layout/bucket_plan.h"
 #include "core/model/replica_comparison.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct ReplicatedOptions {
   BucketLimits limits;
@@ -111,4 +111,4 @@ class ReplicatedGradients : public BackwardPass {
   bool first_backward_ = true;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

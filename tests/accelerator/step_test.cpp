@@ -1,4 +1,4 @@
-// What a step on an accelerator costs: synchronisations of the host, launches; and what it refuses.
+// The cost of a step on an accelerator (host synchronisations, launches), and its refusals.
 #include <c10/core/DeviceGuard.h>
 #include <gtest/gtest.h>
 
@@ -7,6 +7,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_step_test {
+using namespace internal;
 namespace {
 
 using accelerator::Simulation;
@@ -35,7 +36,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-// What the fourth step cost this rank's device.
+// Returns the cost of the fourth step on this rank's device.
 template <class Wrapper>
 accelerator::Counts cost_of_a_step(Wrapper& wrapper, torch::optim::Optimizer& optimizer, Communicator& comm,
                                    bool clips) {
@@ -89,7 +90,7 @@ TEST(AcceleratorStep, DoesNotStopTheHost) {
   });
 }
 
-// The copies of shards are waited for by streams, and those of gradients by the host, once each.
+// Streams wait for the copies of shards, and the host once for each gradient.
 TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   const Simulation simulation;
   accelerator::on_devices(std::min(2, accelerator::device_count()), [](std::shared_ptr<Communicator> comm) {
@@ -108,7 +109,7 @@ TEST(AcceleratorStep, OffloadStopsTheHostOnceAGradient) {
   });
 }
 
-// All gradients make one flag: launches are the same for however many there are.
+// All gradients share one flag: the number of launches does not depend on their count.
 TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -131,15 +132,15 @@ TEST(AcceleratorStep, CheckFiniteStopsTheHostOnceAndCostsTheSameForAllGradients)
   });
 }
 
-// A loop without wrappers, as one step of it costs the device.
+// A loop without wrappers, to measure the device's cost of one step.
 struct Plain {
   at::Tensor operator()(const at::Tensor& x) { return net->forward(x); }
   void clip_grad_norm_on_device_(double) { throw std::logic_error("a plain loop does not clip"); }
   torch::nn::Sequential net;
 };
 
-// One more unit costs its two gathers, its reduction, and kernels of the model's own; no more than these around them,
-// however many parameters it has.
+// One more unit costs its two gathers, its reduction, the model's own kernels, and at most these launches, independent
+// of its number of parameters.
 TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   accelerator::needs_simulation("it counts launches");
   const Simulation simulation;
@@ -160,7 +161,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
             launches[layers] += times;
     });
   }
-  // The copies of six gradients into the bucket are one, and one clears all gaps.
+  // Six gradients are copied into the bucket by one launch, and one launch clears all gaps.
   EXPECT_LE(launches[4] - launches[3], 2);
   for (const int layers : {3, 4}) {
     accelerator::on_devices(1, [&](std::shared_ptr<Communicator> comm) {
@@ -176,7 +177,7 @@ TEST(AcceleratorStep, AUnitCostsAFewLaunches) {
   EXPECT_LE(all[4] - all[3], plain[4] - plain[3] + 6);
 }
 
-// A copy that leaves for the host and a later change of what it reads: an error, whichever comes first.
+// An input changes after its copy to the host has started: an error, whichever is first.
 TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
   const Simulation simulation;
   const at::Device device(at::kCUDA, 0);
@@ -195,7 +196,7 @@ TEST(AcceleratorStep, AnInputThatChangesAfterItWasKeptIsRefused) {
                   "has been modified by an inplace operation");
 }
 
-// What a checkpointed part draws on a device it draws again.
+// The recomputation of a checkpointed part draws the same random numbers on its device.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -207,7 +208,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersAgain) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// Whatever device its inputs are on: of indices on the CPU, say.
+// Even if its inputs are on another device, e.g. indices on the CPU.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(2);
@@ -222,7 +223,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnTheThreadsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), weight.grad().cpu()));
 }
 
-// Or its outputs: a part of a model that lies on another device than the part before.
+// Or if its outputs are: a part of a model on another device than the part before.
 TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   const Simulation simulation;
   accelerator::needs_devices(3);
@@ -234,7 +235,7 @@ TEST(AcceleratorStep, ACheckpointedPartDrawsTheSameNumbersOnItsOutputsDevice) {
   EXPECT_TRUE(torch::equal(y.detach().cpu(), x.grad().cpu()));
 }
 
-// A gradient that waits for its copy is autograd's, and not to be changed meanwhile.
+// A gradient that awaits its copy belongs to autograd and must not be changed.
 TEST(AcceleratorStep, AGradientThatIsChangedInPlaceAfterItCameIsRefused) {
   const Simulation simulation;
   accelerator::on_devices(2, [](std::shared_ptr<Communicator> comm) {

@@ -6,6 +6,7 @@
 #include <sstream>
 
 namespace tessera::loops {
+using namespace internal;
 namespace {
 
 TESSERA_LOOPS(Layers, all_setups);
@@ -596,14 +597,17 @@ struct MixtureOfExperts : Net {
   std::vector<std::shared_ptr<ExpertsImpl>> blocks;
 };
 
-Play mixture() {
-  return {.model = [] { return seeded_model<MixtureOfExperts>(22); }, .unused = true};
+// Under FSDP a rank that leaves out parameters of a unit may reduce the unit in another order than others.
+Play mixture(const Setup& setup) {
+  return {.expect = setup.stage == 3 ? Expect::kEither : Expect::kEqual,
+          .model = [] { return seeded_model<MixtureOfExperts>(22); },
+          .unused = true};
 }
 
-TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(), three_steps); }
+TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(GetParam()), three_steps); }
 
 TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
-  play(GetParam(), mixture(), [](Trainer& run) {
+  play(GetParam(), mixture(GetParam()), [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       const at::Tensor one = run.loss(2 * step), other = run.loss(2 * step + 1);
       run.note(one.detach());
@@ -705,7 +709,7 @@ TEST_P(Layers, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
 
 // By which a parameter that the pass did not seem to need gets a gradient after all.
 TEST_P(Layers, AHookThatGoesBackwardThroughAnotherLoss) {
-  Play play_of = mixture();
+  Play play_of = mixture(GetParam());
   play_of.expect = Expect::kEither;
   play(GetParam(), play_of, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {
