@@ -52,7 +52,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
     // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
     for (Unit* unit : needed) {
       inspect(*unit);
-      gradients_.begin_use(*unit);
+      gradients_.show_version(*unit);
     }
   }
   if (mode == Page::GradMode::kRecording)

@@ -15,6 +15,16 @@
 #include "core/runtime/quiet.h"
 
 namespace tessera::internal {
+namespace {
+
+// For errors.
+std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
+  if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
+  return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
+         "' to '" + parameters[members.back()].fqn + "'";
+}
+
+}  // namespace
 
 // ---- plan ---------------------------------------------------------------------------------------
 
@@ -85,7 +95,7 @@ void ReplicatedGradients::refresh_trainable() {
   plan(order);  // or throws, and what it is planned for stays as it was
   for (ParameterState& state : states_) state.trainable = false;
   for (size_t i : order) states_[i].trainable = true;
-  order_agreed_ = false;
+  flags_.order_agreed = false;
 }
 
 void ReplicatedGradients::plan(const std::vector<size_t>& order) {
@@ -124,18 +134,11 @@ void ReplicatedGradients::plan(const std::vector<size_t>& order) {
                                                           options_.gradients_are_views));
       result = results_.back().get();
     }
-    std::string name = label(members);
+    std::string name = label_of(parameters, members);
     buckets.push_back({std::move(name), std::move(members), std::move(geometries), layout, owner, first.dtype,
                        options_.wire_dtype, options_.wire, result});
   }
   reducer_.set_buckets(std::move(buckets));
-}
-
-std::string ReplicatedGradients::label(const std::vector<size_t>& members) const {
-  const auto& parameters = binding_.parameters();
-  if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
-  return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
-         "' to '" + parameters[members.back()].fqn + "'";
 }
 
 // ---- gradients ----------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
   Quiet quiet;
-  if (guard_->is_in(parameter, tensor)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
+  if (is_lost(parameter)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
   if (!states_[parameter].trainable)
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
@@ -170,14 +173,14 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
 // With one rank a divisor may be set later, between a backward under no_sync() and the last one.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
-    states_[parameter].holds = Holds::kOwnSum;
-    has_own_sums_ = true;
+    states_[parameter].grad = GradState::kAccumulating;
+    flags_.has_own_sums = true;
     return;
   }
-  if (std::exchange(has_own_sums_, false))
+  if (std::exchange(flags_.has_own_sums, false))
     for (ParameterState& state : states_)
-      if (state.holds == Holds::kOwnSum) state.holds = Holds::kAverage;
-  states_[parameter].holds = Holds::kAverage;
+      if (state.grad == GradState::kAccumulating) state.grad = GradState::kFinal;
+  states_[parameter].grad = GradState::kFinal;
 }
 
 // An average that is on one rank only counts in an average to come as often as that divides by; one that is on
@@ -185,14 +188,14 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
-  if (state.holds != Holds::kOwnSum || !tensor.grad().defined()) state.has_average = false;
-  if (tensor.grad().defined() && state.holds == Holds::kAverage) {
+  if (state.grad != GradState::kAccumulating || !tensor.grad().defined()) state.has_average = false;
+  if (tensor.grad().defined() && state.grad == GradState::kFinal) {
     const double ranks = mesh_.world->size();
     state.has_average = true;
     const double factor = reducer_.divisor().value_or(ranks) / (owner_of_ ? 1 : ranks);
     if (factor != 1) tensor.mutable_grad() = tensor.grad() * factor;
   }
-  if (adds) state.holds = Holds::kOwnSum;
+  if (adds) state.grad = GradState::kAccumulating;
 }
 
 // ---- passes -------------------------------------------------------------------------------------
@@ -210,9 +213,9 @@ void ReplicatedGradients::begin_forward() {
   }
   if (trains && reduces() && options_.copies_are_equal) comparison_.count_step(binding_.parameters(), *mesh_.world);
   note_failed_forward();
-  is_forward_open_ = trains && reduces();
-  if (options_.must_use_all && any_backward_) require_all_used();
-  any_backward_ = false;
+  flags_.is_forward_open = trains && reduces();
+  if (options_.must_use_all && flags_.any_backward) require_all_used();
+  flags_.any_backward = false;
   refresh_trainable();
   if (mesh_.world->size() > 1) binding_.note_versions();
 }
@@ -231,7 +234,7 @@ void ReplicatedGradients::require_all_used() {
 // again, must not end it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
-  if (!inside_backward()) is_forward_open_ = false;
+  if (!inside_backward()) flags_.is_forward_open = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
   refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
   for (size_t i = 0; i < states_.size(); ++i)
@@ -255,7 +258,7 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
 
 // Of a forward that threw, nobody says so.
 void ReplicatedGradients::note_failed_forward() {
-  if (std::exchange(is_forward_open_, false)) log_.add_failed_forward();
+  if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
 // What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
@@ -263,7 +266,7 @@ void ReplicatedGradients::note_failed_forward() {
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const bool has_average = states_[i].holds == Holds::kAverage || states_[i].has_average;
+    const bool has_average = states_[i].grad == GradState::kFinal || states_[i].has_average;
     log_.add_kept(has_average && binding_.tensor(i).grad().defined(), /*is_empty=*/false);
   }
 }
@@ -275,8 +278,8 @@ void ReplicatedGradients::begin() {
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   reducer_.begin(order, /*frozen_too=*/true);  // of which sums may be here from before
   for (size_t i = 0; i < states_.size(); ++i) {
-    if (states_[i].holds == Holds::kOwnSum && !states_[i].trainable) continue;  // frozen since: a step is refused
-    if (std::exchange(states_[i].holds, Holds::kNothing) != Holds::kOwnSum) continue;
+    if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
+    if (std::exchange(states_[i].grad, GradState::kEmpty) != GradState::kAccumulating) continue;
     const at::Tensor sum = std::exchange(binding_.tensor(i).mutable_grad(), at::Tensor());
     if (sum.defined()) reducer_.add_kept(i, sum);
   }
@@ -289,22 +292,32 @@ void ReplicatedGradients::end() {
     states_[i].awaits_reduction = false;
     if (!reducer_.was_used(i)) continue;
     any_used = states_[i].used = true;
-    if (binding_.tensor(i).grad().defined()) states_[i].holds = Holds::kAverage;
+    if (binding_.tensor(i).grad().defined()) states_[i].grad = GradState::kFinal;
   }
-  any_backward_ = any_backward_ || any_used;  // torch::autograd::grad() for inputs is none that has to use all
-  if (!order_agreed_ && any_used) agree_on_order();
-  if (std::exchange(first_backward_, false) && mesh_.world->device().is_cpu()) release_freed_memory();
+  flags_.any_backward =
+      flags_.any_backward || any_used;  // torch::autograd::grad() for inputs is none that has to use all
+  if (!flags_.order_agreed && any_used) agree_on_order();
+  if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
 void ReplicatedGradients::fail() {
-  for (size_t i = 0; i < states_.size(); ++i)
-    if (states_[i].trainable) guard_->put(i, binding_.label(i), binding_.tensor(i));
+  for (size_t i = 0; i < states_.size(); ++i) {
+    if (!states_[i].trainable) continue;
+    states_[i].grad = GradState::kLost;
+    guard_->put(i, binding_.label(i), binding_.tensor(i));
+  }
+}
+
+// zero_grad() takes the placeholder away.
+bool ReplicatedGradients::is_lost(size_t parameter) const {
+  return states_[parameter].grad == GradState::kLost && guard_->is_in(parameter, binding_.tensor(parameter));
 }
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
   if (failed_reducing()) log_.add("a failed backward");  // on one rank alone, it would be a step behind from then on
-  for (ParameterState& state : states_) state.holds = Holds::kNothing;
+  for (size_t i = 0; i < states_.size(); ++i)
+    if (!is_lost(i)) states_[i].grad = GradState::kEmpty;
 }
 
 // From now on buckets are made for the order in which rank 0 saw the gradients come.
@@ -322,7 +335,7 @@ void ReplicatedGradients::agree_on_order() {
   numbers = mesh_.world->to_host(numbers, "the order of gradients");
   std::copy_n(numbers.const_data_ptr<int64_t>(), order.size(), order.begin());
   plan(order);
-  order_agreed_ = true;
+  flags_.order_agreed = true;
 }
 
 // ---- what wrappers ask for ----------------------------------------------------------------------
@@ -339,10 +352,10 @@ void ReplicatedGradients::require_averages() const {
   if (is_running()) throw std::logic_error("a step on rank " + rank + " inside a backward pass");
   for (size_t i = 0; i < states_.size(); ++i) {
     const at::Tensor& tensor = binding_.tensor(i);
-    if (guard_->is_in(i, tensor))
+    if (is_lost(i))
       throw std::logic_error("a step on rank " + rank +
                              " after a backward pass that failed: " + GradientGuard::lost(binding_.label(i)));
-    if (states_[i].holds == Holds::kOwnSum && tensor.grad().defined())
+    if (states_[i].grad == GradState::kAccumulating && tensor.grad().defined())
       throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "
                              "outside it");

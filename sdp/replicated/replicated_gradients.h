@@ -10,6 +10,7 @@
 #include <tessera/memory_report.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
+#include "core/gradients/grad_state.h"
 #include "core/gradients/gradient_buffer.h"
 #include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_reducer.h"
@@ -70,20 +71,19 @@ class ReplicatedGradients : public BackwardPass {
   void abandon() override;
 
  private:
-  enum class Holds { kNothing, kOwnSum, kAverage };  // what a parameter's .grad is, where it is defined
   struct ParameterState {
     bool trainable = false;
     bool used = false;              // by a backward since the last forward
     bool awaits_reduction = false;  // trained by a forward since the last pass that reduced, though frozen by now
-    Holds holds = Holds::kNothing;
-    bool has_average = false;  // an own sum: an average is part of it
+    GradState grad = GradState::kEmpty;
+    bool has_average = false;  // kAccumulating: an average is part of the sum
   };
 
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
                       std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
   void install();
   void plan(const std::vector<size_t>& order);
-  std::string label(const std::vector<size_t>& members) const;
+  bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void keep_own_sum(size_t parameter, bool adds);
   void note_passed_through(size_t parameter);
@@ -104,11 +104,14 @@ class ReplicatedGradients : public BackwardPass {
   std::shared_ptr<GradientGuard> guard_;
   std::optional<StepCheck> step_check_;
   ReplicaComparison comparison_;
-  bool order_agreed_ = false;
-  bool has_own_sums_ = false;  // that passed through
-  bool any_backward_ = false;  // that gave a gradient, since the last forward
-  bool is_forward_open_ = false;
-  bool first_backward_ = true;
+  struct Flags {
+    bool order_agreed = false;     // with the other ranks, by a backward
+    bool has_own_sums = false;     // of a backward under no_sync() on a rank alone
+    bool any_backward = false;     // gave a gradient, since the last forward
+    bool is_forward_open = false;  // begun, and not ended
+    bool first_backward = true;
+  };
+  Flags flags_;
 };
 
 }  // namespace tessera::internal
