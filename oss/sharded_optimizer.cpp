@@ -99,7 +99,10 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
-  if (const OssOffload& offload = options_.offload; offload.params || offload.grads)
+  if (!options_.offload.directory.empty())
+    throw std::invalid_argument("OssOptions::offload.directory is '" + options_.offload.directory +
+                                "', but only FullyShardedDataParallel keeps shards on a disk");
+  if (const OffloadOptions& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
                                offload.grads,

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <tessera/oss_offload.h>
+#include <tessera/offload_options.h>
 
 namespace tessera {
 
@@ -25,7 +25,7 @@ struct OssOptions {
 
   // Where the step happens. In host memory gradients travel there and new values back, parameter by parameter
   // while others are stepped if the optimizer is HostAdam or HostAdamW, else all before and all after the step.
-  OssOffload offload;
+  OffloadOptions offload;
 };
 
 }  // namespace tessera
