@@ -75,7 +75,7 @@ void ShardedGradients::make_placeholders() {
       call(parameter, states_[parameter].shard.mutable_grad());
     };
   };
-  module_placeholders_ = std::make_shared<GradientGuard>(GradientGuard::Events{
+  module_placeholders_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{
       [this](size_t parameter) {
         return "the gradient of " + binding_.label(parameter) +
                " is in the wrapper's shards: build optimizers from fsdp.parameters(), after wrapping, and clip with "
@@ -88,13 +88,13 @@ void ShardedGradients::make_placeholders() {
       locked([](size_t, at::Tensor& grad) {
         if (grad.defined()) grad.zero_();
       })});
-  shard_placeholders_ = std::make_shared<GradientGuard>(
-      GradientGuard::Events{[this](size_t parameter) { return reason(parameter); },
-                            locked([this](size_t parameter, at::Tensor&) { forget(parameter); }),
-                            locked([this](size_t parameter, at::Tensor& grad) {
-                              clear(parameter);
-                              grad = at::zeros_like(states_[parameter].shard.detach());
-                            })});
+  shard_placeholders_ = std::make_shared<GradPlaceholder>(
+      GradPlaceholder::Events{[this](size_t parameter) { return reason(parameter); },
+                              locked([this](size_t parameter, at::Tensor&) { forget(parameter); }),
+                              locked([this](size_t parameter, at::Tensor& grad) {
+                                clear(parameter);
+                                grad = at::zeros_like(states_[parameter].shard.detach());
+                              })});
 }
 
 // A placeholder that outlives this object must not call it.
@@ -131,7 +131,7 @@ void ShardedGradients::place_in_modules() {
 }
 
 std::string ShardedGradients::reason(size_t parameter) const {
-  if (states_[parameter].in_shard == GradState::kLost) return GradientGuard::lost(binding_.label(parameter));
+  if (states_[parameter].in_shard == GradState::kLost) return GradPlaceholder::lost(binding_.label(parameter));
   return "the gradient of " + binding_.label(parameter) +
          " was made under no_sync() and has not been reduced: run the last backward before a step outside it, or clear "
          "it with zero_grad()";

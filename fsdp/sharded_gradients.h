@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "core/gradients/binding.h"
+#include "core/gradients/grad_placeholder.h"
 #include "core/gradients/grad_state.h"
-#include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_reducer.h"
 #include "fsdp/backward_progress.h"
 #include "fsdp/between_passes.h"
@@ -93,8 +93,8 @@ class ShardedGradients {
   BetweenPasses between_passes_;
   std::vector<ParameterState> states_;    // by parameter
   std::vector<uint32_t> shown_versions_;  // by unit: of its shards, as its parameters' versions tell autograd
-  std::shared_ptr<GradientGuard> module_placeholders_;
-  std::shared_ptr<GradientGuard> shard_placeholders_;
+  std::shared_ptr<GradPlaceholder> module_placeholders_;
+  std::shared_ptr<GradPlaceholder> shard_placeholders_;
 };
 
 }  // namespace tessera::internal

@@ -62,7 +62,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
-      self, [](auto& owner, size_t parameter) { return GradientGuard::lost(owner.binding_.label(parameter)); },
+      self, [](auto& owner, size_t parameter) { return GradPlaceholder::lost(owner.binding_.label(parameter)); },
       [](size_t) { return std::string("a gradient of a wrapper that no longer exists"); });
   const auto take_zeros = while_alive(
       self,
@@ -71,7 +71,7 @@ void ReplicatedGradients::install() {
         leaf.mutable_grad() = at::zeros_like(leaf.detach());
       },
       [](size_t) {});
-  guard_ = std::make_shared<GradientGuard>(GradientGuard::Events{lost, [](size_t) {}, take_zeros});
+  placeholder_ = std::make_shared<GradPlaceholder>(GradPlaceholder::Events{lost, [](size_t) {}, take_zeros});
   binding_.set_take(while_alive(
       self, [](auto& owner, size_t parameter, const at::Tensor& gradient) { return owner.take(parameter, gradient); },
       [](size_t, const at::Tensor& gradient) { return gradient; }));
@@ -155,7 +155,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
     throw std::logic_error("backward with create_graph=true reached " + binding_.label(parameter) +
                            ": gradients that are reduced over ranks cannot be differentiated again");
   Quiet quiet;
-  if (is_lost(parameter)) throw std::logic_error(GradientGuard::lost(binding_.label(parameter)));
+  if (is_lost(parameter)) throw std::logic_error(GradPlaceholder::lost(binding_.label(parameter)));
   if (!states_[parameter].trainable)
     throw std::logic_error(binding_.label(parameter) +
                            " was frozen when forward was last called through the wrapper, and has a gradient now: "
@@ -304,13 +304,13 @@ void ReplicatedGradients::fail() {
   for (size_t i = 0; i < states_.size(); ++i) {
     if (!states_[i].trainable) continue;
     states_[i].grad = GradState::kLost;
-    guard_->put(i, binding_.label(i), binding_.tensor(i));
+    placeholder_->put(i, binding_.label(i), binding_.tensor(i));
   }
 }
 
 // zero_grad() takes the placeholder away.
 bool ReplicatedGradients::is_lost(size_t parameter) const {
-  return states_[parameter].grad == GradState::kLost && guard_->is_in(parameter, binding_.tensor(parameter));
+  return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
 
 void ReplicatedGradients::abandon() {
@@ -354,7 +354,7 @@ void ReplicatedGradients::require_averages() const {
     const at::Tensor& tensor = binding_.tensor(i);
     if (is_lost(i))
       throw std::logic_error("a step on rank " + rank +
-                             " after a backward pass that failed: " + GradientGuard::lost(binding_.label(i)));
+                             " after a backward pass that failed: " + GradPlaceholder::lost(binding_.label(i)));
     if (states_[i].grad == GradState::kAccumulating && tensor.grad().defined())
       throw std::logic_error("a step on rank " + rank + " while the gradient of " + binding_.label(i) +
                              " is this rank's own sum, made under no_sync(): run the last backward before a step "

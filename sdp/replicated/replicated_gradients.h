@@ -10,9 +10,9 @@
 #include <tessera/memory_report.h>
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
+#include "core/gradients/grad_placeholder.h"
 #include "core/gradients/grad_state.h"
 #include "core/gradients/gradient_buffer.h"
-#include "core/gradients/gradient_guard.h"
 #include "core/gradients/gradient_reducer.h"
 #include "core/gradients/step_check.h"
 #include "core/layout/bucket_plan.h"
@@ -101,7 +101,7 @@ class ReplicatedGradients : public BackwardPass {
   GradientReducer reducer_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;
-  std::shared_ptr<GradientGuard> guard_;
+  std::shared_ptr<GradPlaceholder> placeholder_;
   std::optional<StepCheck> step_check_;
   ReplicaComparison comparison_;
   struct Flags {

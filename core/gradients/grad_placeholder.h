@@ -22,15 +22,15 @@ namespace tessera::internal {
 // no gradient is an error, and one after zero_grad() does what it does on ordinary tensors.
 //
 // May be told on any thread that clears a gradient.
-class GradientGuard : public Pager, public std::enable_shared_from_this<GradientGuard> {
+class GradPlaceholder : public Pager, public std::enable_shared_from_this<GradPlaceholder> {
  public:
   struct Events {
     std::function<std::string(size_t index)> reason;  // what the error says
     std::function<void(size_t index)> cleared;        // .grad was let go of; must not throw
     std::function<void(size_t index)> zeroed;         // .grad.zero_() was called
   };
-  explicit GradientGuard(Events events) : events_(std::move(events)) {}
-  ~GradientGuard() override;
+  explicit GradPlaceholder(Events events) : events_(std::move(events)) {}
+  ~GradPlaceholder() override;
 
   // The reason where a backward that failed has lost a gradient; `label` is the parameter's, as its binding has it.
   static std::string lost(const std::string& label);

@@ -1,4 +1,4 @@
-#include "core/gradients/gradient_guard.h"
+#include "core/gradients/grad_placeholder.h"
 
 #include <c10/core/GradMode.h>
 
@@ -8,35 +8,35 @@
 namespace tessera::internal {
 
 // libtorch hangs it on the tensor, and on those that detach() makes of it.
-struct GradientGuard::Notice : c10::BackendMeta {
-  Notice(std::weak_ptr<GradientGuard> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
+struct GradPlaceholder::Notice : c10::BackendMeta {
+  Notice(std::weak_ptr<GradPlaceholder> owner, size_t at, std::shared_ptr<std::atomic<bool>> awaited)
       : guard(std::move(owner)), index(at), is_awaited(std::move(awaited)) {}
   ~Notice() override {
     if (!is_awaited->exchange(false)) return;
     if (const auto owner = guard.lock()) owner->events_.cleared(index);
   }
-  const std::weak_ptr<GradientGuard> guard;
+  const std::weak_ptr<GradPlaceholder> guard;
   const size_t index;
   const std::shared_ptr<std::atomic<bool>> is_awaited;
 };
 
-GradientGuard::~GradientGuard() {
+GradPlaceholder::~GradPlaceholder() {
   for (Slot& slot : slots_)
     if (slot.page) slot.page->detach();
 }
 
-std::string GradientGuard::lost(const std::string& label) {
+std::string GradPlaceholder::lost(const std::string& label) {
   return "the gradient of " + label +
          " is incomplete, since a backward pass that failed has lost it: call zero_grad(), and run forward and "
          "backward again";
 }
 
-GradientGuard::Slot& GradientGuard::slot(size_t index) {
+GradPlaceholder::Slot& GradPlaceholder::slot(size_t index) {
   if (slots_.size() <= index) slots_.resize(index + 1);
   return slots_[index];
 }
 
-void GradientGuard::put(size_t index, const std::string& name, const at::Tensor& leaf) {
+void GradPlaceholder::put(size_t index, const std::string& name, const at::Tensor& leaf) {
   Slot& mine = slot(index);
   if (!mine.page) {
     mine.page = std::make_unique<Page>(this, static_cast<int>(index), name, leaf.device());
@@ -51,21 +51,21 @@ void GradientGuard::put(size_t index, const std::string& name, const at::Tensor&
   leaf.mutable_grad() = stand_in;
 }
 
-bool GradientGuard::is_in(size_t index, const at::Tensor& leaf) const {
+bool GradPlaceholder::is_in(size_t index, const at::Tensor& leaf) const {
   return index < slots_.size() && slots_[index].page && leaf.grad().defined() && slots_[index].page->holds(leaf.grad());
 }
 
-void GradientGuard::take_out(size_t index, const at::Tensor& leaf) {
+void GradPlaceholder::take_out(size_t index, const at::Tensor& leaf) {
   if (!is_in(index, leaf)) return;
   *slots_[index].is_awaited = false;
   leaf.mutable_grad().reset();
 }
 
-void GradientGuard::use(const std::vector<Page*>& pages) {
+void GradPlaceholder::use(const std::vector<Page*>& pages) {
   throw std::logic_error(events_.reason(static_cast<size_t>(pages[0]->id())));
 }
 
-bool GradientGuard::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
+bool GradPlaceholder::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
   const auto index = static_cast<size_t>(page.id());
   if (operation != "aten::zero_") throw std::logic_error(events_.reason(index));
   *slots_[index].is_awaited = false;
