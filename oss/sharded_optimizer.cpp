@@ -15,11 +15,12 @@
 #include <tessera/lbfgs.h>
 #include "core/comm/agreement.h"
 #include "core/comm/reduced_report.h"
-#include "core/gradients/gradient_keeper.h"
 #include "core/gradients/shard_norm.h"
+#include "core/gradients/step_check.h"
 #include "core/layout/geometry.h"
 #include "core/layout/partition.h"
 #include "core/layout/shardable.h"
+#include "core/model/replica_comparison.h"
 #include "core/runtime/no_grad_no_inference_guard.h"
 #include "core/trace/trace.h"
 #include "optim/host/host_step.h"
@@ -34,21 +35,20 @@ using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 
 // Each tensor once; known by its place, since an optimizer knows no names.
-void require_shardable_groups(const std::vector<OptimizerParamGroup>& groups, size_t first_group,
-                              const Communicator& comm) {
+std::vector<PlannedParameter> parameters_of(const std::vector<OptimizerParamGroup>& groups) {
   std::vector<PlannedParameter> parameters;
   std::unordered_set<const c10::TensorImpl*> seen;
-  for (size_t group = first_group; group < groups.size(); ++group)
+  for (size_t group = 0; group < groups.size(); ++group)
     for (size_t i = 0; i < groups[group].params().size(); ++i)
       if (const at::Tensor& parameter = groups[group].params()[i]; seen.insert(parameter.unsafeGetTensorImpl()).second)
         parameters.push_back({std::to_string(i) + " of group " + std::to_string(group), {}, parameter});
-  require_shardable(parameters, comm, "OSS");
+  return parameters;
 }
 
 const std::vector<OptimizerParamGroup>& checked(const std::vector<OptimizerParamGroup>& groups,
                                                 const Communicator* comm) {
   if (comm == nullptr) throw std::invalid_argument("OSS: the communicator is null");
-  require_shardable_groups(groups, 0, *comm);
+  require_shardable(parameters_of(groups), *comm, "OSS");
   return groups;
 }
 
@@ -81,6 +81,7 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
       options_(options),
       make_(std::move(make)),
       step_cost_(std::move(step_cost)),
+      comparison_(std::make_unique<ReplicaComparison>(options.compare_replicas_every)),
       partition_(std::make_unique<Partition>()),
       late_reports_(std::make_unique<LateReports>()) {
   if (dynamic_cast<const torch::optim::LBFGSOptions*>(&this->defaults()) != nullptr)
@@ -98,7 +99,10 @@ ShardedOptimizer::ShardedOptimizer(Groups groups, std::unique_ptr<torch::optim::
   if (options_.broadcast_bucket_bytes < 0)
     throw std::invalid_argument("OssOptions::broadcast_bucket_bytes is " +
                                 std::to_string(options_.broadcast_bucket_bytes) + ", expected 0 or more");
-  if (const OssOffload& offload = options_.offload; offload.params || offload.grads)
+  if (!options_.offload.directory.empty())
+    throw std::invalid_argument("OssOptions::offload.directory is '" + options_.offload.directory +
+                                "', but only FullyShardedDataParallel keeps shards on a disk");
+  if (const OffloadOptions& offload = options_.offload; offload.params || offload.grads)
     host_ = std::make_unique<HostStep>(
         make_, HostStepOptions{{comm_->device(), offload.pin_memory, offload.host_limit_bytes},
                                offload.grads,
@@ -114,7 +118,7 @@ void ShardedOptimizer::check_agreement(size_t first_group) const {
   options << "options: " << c10::demangle(typeid(*defaults_).name())
           << " broadcast_dtype=" << (options_.broadcast_dtype ? c10::toString(*options_.broadcast_dtype) : "none")
           << " broadcast_bucket_bytes=" << options_.broadcast_bucket_bytes << " offload.params=" << (host_ != nullptr)
-          << " offload.grads=" << options_.offload.grads;
+          << " offload.grads=" << options_.offload.grads << " compare_replicas_every=" << comparison_->every();
   lines.push_back(options.str());
   for (size_t group = first_group; group < param_groups_.size(); ++group) {
     lines.push_back("options of group " + std::to_string(group) + ": " + text_of(param_groups_[group].options()));
@@ -220,7 +224,7 @@ OptimizerParamGroup ShardedOptimizer::owned_part(const OptimizerParamGroup& grou
 void ShardedOptimizer::add_param_group(const OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
   try {
-    require_shardable_groups(param_groups_, 0, *comm_);
+    require_shardable(parameters_of(param_groups_), *comm_, "OSS");
     adopt_groups_from(param_groups_.size() - 1);
   } catch (...) {
     param_groups_.pop_back();
@@ -310,7 +314,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
       at::AutoGradMode recording(true);
       loss = closure();
     }
-    tell_gradient_keepers(all_parameters(), StepEvent::kBegins);
+    check_before_step(all_parameters());
     for (const auto& buckets : buckets_) buckets->require_unconverted();
     for (const auto& buckets : buckets_) buckets->bring_home();
     return loss;
@@ -321,7 +325,7 @@ at::Tensor ShardedOptimizer::step(LossClosure closure) {
     take_gradients();
     step_owned();
   }
-  tell_gradient_keepers(all_parameters(), StepEvent::kEnds);
+  if (comparison_->every() > 0 && !rounds_copies()) comparison_->count_step(parameters_of(param_groups_), *comm_);
   return loss;
 }
 
@@ -426,7 +430,7 @@ std::vector<at::Tensor> ShardedOptimizer::owned_gradients() const {
 
 GradNorm ShardedOptimizer::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   take_added_groups();
-  tell_gradient_keepers(all_parameters(), StepEvent::kWantsNorm);
+  check_before_step(all_parameters());
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> others;  // what other ranks own and this one has, too
   std::unordered_set<const c10::TensorImpl*> seen;

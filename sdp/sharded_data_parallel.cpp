@@ -19,7 +19,8 @@ std::string describe(const SdpOptions& options) {
        << " reduce_dtype=" << (options.reduce_dtype ? c10::toString(*options.reduce_dtype) : "none")
        << " broadcast_buffers=" << options.broadcast_buffers
        << " sync_models_at_startup=" << options.sync_models_at_startup
-       << " zero_copy_bytes=" << options.zero_copy_bytes;
+       << " zero_copy_bytes=" << options.zero_copy_bytes
+       << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }
 
@@ -51,6 +52,7 @@ SdpModule::SdpModule(torch::nn::Module& module, std::vector<ShardedOptimizer*> o
   replicated.wire_dtype = options.reduce_dtype;
   replicated.wire = options.wire;
   replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
+  replicated.compare_replicas_every = options.compare_replicas_every;
   replicated.copies_are_equal =
       std::ranges::none_of(optimizers_, [](const Reference& one) { return one.optimizer->rounds_copies(); });
   reduce_gradients([this](const PlannedParameter& parameter) { return owner_of(parameter); }, replicated);
@@ -101,7 +103,7 @@ void SdpModule::refresh_trainable() { gradients().refresh_trainable(); }
 
 GradNorm SdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_optimizers();
-  gradients().require_averages_to_clip();
+  gradients().require_averages();
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> owned;
   for (const PlannedParameter& parameter : planned_parameters()) {

@@ -63,8 +63,6 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-thread_local uint64_t begun_here = 0;
-
 // The first few by number: an error is to be read, also of a group of thousands.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
@@ -200,8 +198,6 @@ at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
 }
 
-uint64_t Communicator::begun_by_this_thread() { return begun_here; }
-
 void Communicator::refuse_second_thread(const std::string& what) {
   const std::string reason = c10::str(
       what, " on rank ", rank_, " of ", size_,
@@ -214,7 +210,6 @@ void Communicator::refuse_second_thread(const std::string& what) {
 Pending Communicator::begin(Collective collective) {
   check(collective);
   for (const auto& counter : counters_) counter->add_collective();
-  ++begun_here;
   const KindTraits& traits = kTraits[collective.kind];
   if (size_ > 1) {
     const std::string what = Trace::active() == nullptr ? "" : collective.what;

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -41,9 +39,6 @@ class CollectiveLog {
     doubtful_.kept.push_back(!is_kept ? kNotKept : is_empty ? kUnknown : kKept);
   }
   static constexpr char kKept = '1', kNotKept = '0', kUnknown = '?';
-  // Numbers on the device that must be equal on all ranks: see ReducedReport.
-  void set_alike(at::Tensor numbers) { alike_ = std::move(numbers); }
-  const at::Tensor& alike() const { return alike_; }
 
   // Entries that may differ between ranks that did the same work. The fingerprint counts kUnknown as kKept.
   struct Doubtful {
@@ -90,7 +85,6 @@ class CollectiveLog {
   Doubtful doubtful_;
   std::deque<Entry> entries_;
   int64_t dropped_ = 0;
-  at::Tensor alike_;
 };
 
 }  // namespace tessera::internal

@@ -66,11 +66,6 @@ void GradientCollector::begin_pass() {
   }
 }
 
-void GradientCollector::expect_none(size_t parameter) {
-  if (std::exchange(places_[parameter].has_arrived, true)) return;
-  --slots_[places_[parameter].bucket].missing;
-}
-
 void GradientCollector::note_arrival(size_t parameter) {
   if (std::exchange(places_[parameter].has_arrived, true)) return;  // again: a recomputed part of the model
   arrivals_.push_back(parameter);

@@ -42,7 +42,6 @@ class GradientCollector {
   void place(size_t parameter, const at::Tensor& gradient, bool is_recomputed);
   // The parameter needs no more gradients for its bucket to be full.
   void note_arrival(size_t parameter);
-  void expect_none(size_t parameter);
 
   // Removes the content of a bucket, filled up with zeros; what is absent in this pass counts as zero.
   BucketContent take(size_t bucket);

@@ -49,9 +49,6 @@ class GradientReducer {
   void begin(const std::vector<size_t>& order, bool frozen_too = false);
   // Adds a gradient of any layout; undefined means none. Returns whether its bucket is full.
   bool add(size_t parameter, const at::Tensor& gradient);
-  // The bucket of the parameter need not wait for its gradient in this pass. One that arrives all the same is added as
-  // a recomputed one.
-  void expect_none(size_t parameter) { collector_.expect_none(parameter); }
   // Starts to reduce full buckets whose turn it is; not in a pass that does not reduce. Free other memory before.
   void start_full_ones();
   // Adds the sum of earlier passes, which the reducer may keep. Must be called after begin(). The parameter still needs

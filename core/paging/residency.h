@@ -20,11 +20,8 @@ class Pager {
   // did the operator's work (zero_()). If not, the operator runs without touching the page (set_()).
   virtual bool refuse(const Page& page, const at::Tensor& view, const std::string& operation) = 0;
   // An operator, or one who called before_write(), is about to write to a page that was given away, or of which it is
-  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more. `storage_offset` is where
-  // what is written begins. May use and write to the page.
-  virtual void before_write(int /*id*/, int64_t /*storage_offset*/) {}
-  // The same for an operator that is about to read one.
-  virtual void before_read(int /*id*/) {}
+  // told (Page::tell_of_writes): returns when nothing that is under way reads it any more.
+  virtual void before_write(int /*id*/) {}
 };
 
 // How autograd treats the current operator. It records a forward; in a checkpointed forward backward will record it; in

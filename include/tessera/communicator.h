@@ -154,9 +154,6 @@ class Communicator {
   // begun early is there no earlier (gloo, where all ranks read each other's memory, of what is not small).
   virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
 
-  // How many operations of any group this thread has begun.
-  static uint64_t begun_by_this_thread();
-
  protected:
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout);
 

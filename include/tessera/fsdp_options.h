@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include <tessera/cpu_offload.h>
+#include <tessera/offload_options.h>
 #include <tessera/wire_format.h>
 #include <tessera/wrap.h>
 

@@ -31,7 +31,8 @@ std::string describe(const DdpOptions& options) {
        << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
        << " compression=" << static_cast<int>(options.compression)
        << " backend_all_reduce=" << options.backend_all_reduce
-       << " zero_copy_bytes=" << options.zero_copy_bytes;
+       << " zero_copy_bytes=" << options.zero_copy_bytes
+       << " compare_replicas_every=" << ReplicaComparison(options.compare_replicas_every).every();
   return text.str();
 }
 
@@ -87,6 +88,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.limits = {.alone_bytes = adopts_gradients ? kLeastAdoptedBytes : BucketLimits::kNone,
                        .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
                        .first_bytes = bytes_of_mb(options.first_bucket_mb)};
+  replicated.compare_replicas_every = options.compare_replicas_every;
   replicated.gradients_are_views = options.gradient_as_bucket_view;
   replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
@@ -98,7 +100,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
 
 GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_clip_arguments(max_norm, norm_type);
-  gradients().require_averages_to_clip();
+  gradients().require_averages();
   std::vector<at::Tensor> present;
   for (const at::Tensor& parameter : parameters())
     if (parameter.grad().defined()) present.push_back(parameter.grad().detach());

@@ -11,12 +11,12 @@
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/binding.h"
 #include "core/gradients/grad_placeholder.h"
+#include "core/gradients/grad_state.h"
 #include "core/gradients/gradient_buffer.h"
-#include "core/gradients/gradient_keeper.h"
 #include "core/gradients/gradient_reducer.h"
+#include "core/gradients/step_check.h"
 #include "core/layout/bucket_plan.h"
-#include "sdp/replicated/copy_watch.h"
-#include "sdp/replicated/taken_parameters.h"
+#include "core/model/replica_comparison.h"
 
 namespace tessera::internal {
 
@@ -26,7 +26,8 @@ struct ReplicatedOptions {
   WireFormat wire = WireFormat::kDtype;      // with owners
   bool gradients_are_views = true;           // of buckets
   bool must_use_all = false;                 // a parameter that no backward of an iteration used is an error
-  bool copies_are_equal = true;              // ranks have the same bits of parameters
+  int64_t compare_replicas_every = 0;        // see ReplicaComparison
+  bool copies_are_equal = true;              // replicas have the same bits; else they are never compared
   ReducerOptions reducer;
 };
 
@@ -52,13 +53,10 @@ class ReplicatedGradients : public BackwardPass {
   void end_forward(const std::vector<at::Tensor>& outputs);
   void refresh_trainable();
 
-  // Throws std::logic_error, naming the parameter, where that would divide an average once more.
   void set_divisor(double divisor) override;
 
   // Throws std::logic_error, naming the parameter and the rank, if gradients here are not averages.
   void require_averages() const;
-  // The same, before they are scaled by their norm.
-  void require_averages_to_clip();
 
   // Throws std::logic_error, naming it, for a parameter that the module has got since it was wrapped.
   void require_nothing_new() const { binding_.require_nothing_new(); }
@@ -73,52 +71,47 @@ class ReplicatedGradients : public BackwardPass {
   void abandon() override;
 
  private:
-  enum class Holds { kNothing, kOwnSum, kAverage };  // what a parameter's .grad is, where it is defined
   struct ParameterState {
     bool trainable = false;
     bool used = false;              // by a backward since the last forward
     bool awaits_reduction = false;  // trained by a forward since the last pass that reduced, though frozen by now
-    Holds holds = Holds::kNothing;
-    // Of an own sum: the divisor for which it has an average in it, and whether that is not zero (where it is known).
-    std::optional<double> divisor_of_average;
-    at::Tensor has_average;
+    GradState grad = GradState::kEmpty;
+    bool has_average = false;  // kAccumulating: an average is part of the sum
   };
 
   ReplicatedGradients(std::shared_ptr<torch::nn::Module> module, std::vector<PlannedParameter> parameters,
                       std::shared_ptr<Communicator> comm, std::string who, OwnerOf owner_of, ReplicatedOptions options);
   void install();
   void plan(const std::vector<size_t>& order);
-  std::string label(const std::vector<size_t>& members) const;
+  bool is_lost(size_t parameter) const;
   at::Tensor take(size_t parameter, const at::Tensor& gradient);
   void keep_own_sum(size_t parameter, bool adds);
   void note_passed_through(size_t parameter);
   void agree_on_order();
-  void hear(StepEvent event);
   void require_all_used();
   void note_failed_forward();
   void note_what_came_before();
-  bool hands_out_gradients() const;
   bool passes_through() const { return mesh_.world->size() == 1 && !reducer_.divisor(); }
 
   const Mesh mesh_;
   const OwnerOf owner_of_;
   const ReplicatedOptions options_;
   Binding binding_;
-  TakenParameters taken_;
   CollectiveLog log_;
   GradientReducer reducer_;
-  CopyWatch copies_;
   std::vector<std::unique_ptr<GradientBuffer>> results_;
   std::vector<ParameterState> states_;
-  std::shared_ptr<GradPlaceholder> guard_;
-  std::optional<GradientKeeper> keeper_;
-  ValueSamples seen_;  // when the last pass ended
-  bool order_agreed_ = false;
-  bool has_own_sums_ = false;  // that passed through
-  bool any_backward_ = false;  // that gave a gradient, since the last forward
-  bool is_forward_open_ = false;
-  bool hands_out_gradients_ = false;  // the pass that goes on
-  bool first_backward_ = true;
+  std::shared_ptr<GradPlaceholder> placeholder_;
+  std::optional<StepCheck> step_check_;
+  ReplicaComparison comparison_;
+  struct Flags {
+    bool order_agreed = false;     // with the other ranks, by a backward
+    bool has_own_sums = false;     // of a backward under no_sync() on a rank alone
+    bool any_backward = false;     // gave a gradient, since the last forward
+    bool is_forward_open = false;  // begun, and not ended
+    bool first_backward = true;
+  };
+  Flags flags_;
 };
 
 }  // namespace tessera::internal

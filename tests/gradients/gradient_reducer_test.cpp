@@ -288,19 +288,6 @@ TEST(GradientReducer, StartsAfreshAfterRanksDisagreed) {
   });
 }
 
-TEST(GradientReducer, DoesNotWaitForParametersOfWhichNoneIsExpected) {
-  on_ranks(2, {}, [](Rig& rig) {
-    rig.reducer->begin({0, 1});
-    rig.reducer->expect_none(1);
-    EXPECT_TRUE(rig.reducer->add(0, rig.gradient(0)));
-    rig.reducer->start_full_ones();
-    EXPECT_EQ(rig.log.lines().size(), 1U);
-    rig.reducer->finish();
-    rig.expect_grad(0, rig.average(0));
-    EXPECT_FALSE(rig.grad(1).defined());
-  });
-}
-
 // ---- use ----------------------------------------------------------------------------------------
 
 TEST(GradientReducer, FillsAbsentGradientsWithZerosIfAnotherRankHasOne) {

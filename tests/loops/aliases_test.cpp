@@ -14,7 +14,6 @@ Expect unless_sharded() {
   return is_sharded ? Expect::kRefused : Expect::kEqual;
 }
 
-const std::vector<std::string> kOldMemory{"a tensor that shares memory with parameter '"};
 const std::vector<std::string> kByHand{"has a gradient that was put there by hand"};
 
 template <class Module>
@@ -46,56 +45,6 @@ TEST_P(Aliases, ABufferThatIsAWeightTurned) {
         .model = seeded_double<WithViewAsBuffer>(61),
         .says = {"FullyShardedDataParallel: buffer 'turned'"}},
        three_steps);
-}
-
-// As decoders are tied to embeddings: made once, and part of the graph.
-struct WithViewAsMember : TwoWeights {
-  at::Tensor forward(const at::Tensor& x) override { return TwoWeights::forward(x).matmul(turned); }
-  at::Tensor turned = first.t();
-};
-
-TEST_P(Aliases, AMemberThatIsAWeightTurned) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithViewAsMember>(62), .says = kOldMemory},
-       three_steps);
-}
-
-struct WithDetachedMember : TwoWeights {
-  at::Tensor forward(const at::Tensor& x) override { return TwoWeights::forward(x) + kept; }
-  at::Tensor kept = first.detach().select(0, 1);
-};
-
-TEST_P(Aliases, AMemberThatIsAPartOfAWeight) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(63), .says = kOldMemory},
-       three_steps);
-}
-
-TEST_P(Aliases, AViewTakenBeforeWrapping) {
-  play(GetParam(), {.expect = unless_sharded(), .model = seeded_double<WithDetachedMember>(64), .says = kOldMemory},
-       [](Trainer& run) {
-         const at::Tensor kept = dynamic_cast<WithDetachedMember&>(*run.model).kept;
-         for (int step = 0; step < 3; ++step) {
-           run.note(kept.square().mean());
-           run.optimizer().zero_grad();
-           run.loss(step).backward();
-           run.optimizer().step();
-         }
-       });
-}
-
-// What somebody watches goes on to be the weight, also where another one has been given other memory meanwhile.
-TEST_P(Aliases, AViewTakenAfterWrappingWhileAnotherWeightMoves) {
-  const bool is_sharded = unless_sharded() == Expect::kRefused;
-  play(GetParam(), {.expect = is_sharded ? Expect::kEither : Expect::kEqual, .model = seeded_double<TwoWeights>(68)},
-       [](Trainer& run) {
-         auto& net = dynamic_cast<TwoWeights&>(*run.model);
-         const at::Tensor watched = net.first.detach();
-         for (int step = 0; step < 5; ++step) {
-           run.train(step);
-           if (step == 1 || step == 3) net.second.set_data(net.second.detach().clone());
-           run.note(watched.square().mean());
-           run.note(net.first.detach().square().mean());
-         }
-       });
 }
 
 // All parameters were cut from one vector, as a program does that has sent them itself. Nobody uses it any more.
@@ -175,50 +124,6 @@ TEST_P(Aliases, TwoLayersSwapTheirMembers) {
   });
 }
 
-TEST_P(Aliases, ATargetNetworkSwapsItsDataWithTheModel) {
-  const Expect expect = unless_sharded() == Expect::kEqual ? Expect::kEqual : Expect::kEither;
-  play(GetParam(), {.expect = expect, .model = seeded_double<TwoWeights>(69)}, [](Trainer& run) {
-    const Model target = seeded_double<TwoWeights>(70)();
-    for (int step = 0; step < 4; ++step) {
-      run.train(step);
-      for (size_t i = 0; i < target->parameters().size(); ++i)
-        swap_data(target->parameters()[i], run.model->parameters()[i]);
-      const torch::NoGradGuard no_grad;
-      run.note(torch::mse_loss(target->forward(run.x(step)), run.y(step)));
-    }
-  });
-}
-
-TEST_P(Aliases, TwoTrainedModelsSwapTheirData) {
-  const Expect expect = unless_sharded() == Expect::kEqual ? Expect::kEqual : Expect::kEither;
-  play(GetParam(), {.expect = expect, .model = seeded_double<TwoWeights>(71)}, [](Trainer& run) {
-    auto other = run.another(seeded_double<TwoWeights>(72)());
-    for (int step = 0; step < 4; ++step) {
-      run.train(step);
-      other->train(step + 5);
-      for (size_t i = 0; i < run.model->parameters().size(); ++i)
-        swap_data(other->model->parameters()[i], run.model->parameters()[i]);
-    }
-    run.note_state(*other);
-  });
-}
-
-// A view that was kept shows the values of before; the weight has others.
-TEST_P(Aliases, AViewIsKeptWhileItsWeightTakesOtherData) {
-  const Expect expect = unless_sharded() == Expect::kEqual ? Expect::kEqual : Expect::kEither;
-  play(GetParam(), {.expect = expect, .model = seeded_double<TwoWeights>(73)}, [](Trainer& run) {
-    auto& net = dynamic_cast<TwoWeights&>(*run.model);
-    run.train(0);
-    const at::Tensor kept = net.first.detach(), other = net.second.detach();
-    net.first.set_data(torch::full({kFeatures, kFeatures}, 0.1, at::kDouble));
-    for (int step = 1; step < 3; ++step) {
-      run.train(step);
-      run.note(kept.square().mean());
-      run.note(other.square().mean());
-    }
-  });
-}
-
 // ---- gradients that are put there by hand, the same on all ranks
 
 void put_gradients(Trainer& run, double factor) {
@@ -237,31 +142,11 @@ TEST_P(Aliases, GradientsReplacedInTheModuleAfterBackward) {
   });
 }
 
-TEST_P(Aliases, GradientsPutIntoTheModuleAfterZeroGradInTheLastStep) {
-  for (const bool by_module : {false, true})
-    play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [by_module](Trainer& run) {
-      run.train(0);
-      by_module ? run.model->zero_grad() : run.optimizer().zero_grad();
-      put_gradients(run, 0.1);
-      run.optimizer().step();
-    });
-}
-
 TEST_P(Aliases, GradientsPutIntoTheModuleBeforeTheFirstForward) {
   play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [](Trainer& run) {
     put_gradients(run, 0.1);
     run.optimizer().step();
     run.train(0);
-  });
-}
-
-TEST_P(Aliases, AGradientPutIntoTheModuleIsScaledByItsNorm) {
-  play(GetParam(), {.expect = unless_sharded(), .says = kByHand}, [](Trainer& run) {
-    run.train(0);
-    run.model->zero_grad();
-    put_gradients(run, 0.1);
-    run.clip_grad_norm_(0.01);
-    run.optimizer().step();
   });
 }
 

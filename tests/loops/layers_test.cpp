@@ -172,32 +172,6 @@ TEST_P(Layers, AParameterMadeByTheFirstForward) {
   play(GetParam(), {.expect = Expect::kEither, .model = [] { return seeded_model<Lazy>(27); }}, three_steps);
 }
 
-TEST_P(Layers, GradientsAskedForByTensor) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      const auto parameters = run.model->parameters();
-      const auto gradients = torch::autograd::grad({loss}, parameters);
-      const torch::NoGradGuard no_grad;
-      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].sub_(0.1 * gradients[i]);
-    }
-  });
-}
-
-TEST_P(Layers, GradientsAskedForByTensorAndPutThereByHand) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      auto parameters = run.model->parameters();
-      const auto gradients = torch::autograd::grad({loss}, parameters);
-      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = gradients[i];
-      run.optimizer().step();
-    }
-  });
-}
-
 TEST_P(Layers, BackwardIntoSomeParametersOnly) {
   play(GetParam(), {.expect = Expect::kEither, .unused = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
@@ -550,70 +524,7 @@ TEST_P(Layers, ParametersAreCountedAndPrinted) {
   });
 }
 
-// ---- gradients cleared, and values written, by hand
-
-void put_zeros(Trainer& run) {
-  for (auto& parameter : run.model->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
-}
-
-TEST_P(Layers, ZerosPutThereByHandBeforeEachForward) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      put_zeros(run);
-      const at::Tensor loss = run.loss(step);
-      run.note(loss);
-      loss.backward();
-      run.optimizer().step();
-    }
-  });
-}
-
-// Momenta go on.
-TEST_P(Layers, AStepWithZerosPutThereByHand) {
-  play(GetParam(), {}, [](Trainer& run) {
-    run.train(0);
-    put_zeros(run);
-    run.optimizer().step();
-    run.train(1);
-    run.train(2);
-  });
-}
-
-TEST_P(Layers, ZerosPutThereByHandAfterAFailedBackward) {
-  play(GetParam(), {}, [](Trainer& run) {
-    run.train(0);
-    auto& net = mlp_of(*run.model);
-    net.hook = [](const at::Tensor&) -> at::Tensor { throw std::runtime_error("the user's hook"); };
-    try {
-      run.loss(1).backward();
-    } catch (const std::exception&) {
-      put_zeros(run);
-    }
-    net.hook = nullptr;
-    run.train(2);
-    run.train(3);
-  });
-}
-
-TEST_P(Layers, LoadBetweenBackwardAndStep) {
-  play(GetParam(), {}, [](Trainer& run) {
-    std::stringstream saved;
-    torch::save(mlp_of(*another_mlp()).parameters(), saved);
-    run.train(0);
-    run.optimizer().zero_grad();
-    run.loss(1).backward();
-    std::vector<at::Tensor> values;
-    torch::load(values, saved);
-    {
-      const torch::NoGradGuard no_grad;
-      size_t i = 0;
-      for (auto& parameter : run.model->parameters()) parameter.set_data(values[i++].clone());
-    }
-    run.optimizer().step();
-    run.train(2);
-    run.train(3);
-  });
-}
+// ---- values written by hand
 
 // Values that every rank writes alike, where the ranks have gradients of their own.
 TEST_P(Layers, SaliencyOfInputsThenOtherValues) {
@@ -686,14 +597,17 @@ struct MixtureOfExperts : Net {
   std::vector<std::shared_ptr<ExpertsImpl>> blocks;
 };
 
-Play mixture() {
-  return {.model = [] { return seeded_model<MixtureOfExperts>(22); }, .unused = true};
+// Under FSDP a rank that leaves out parameters of a unit may reduce the unit in another order than others.
+Play mixture(const Setup& setup) {
+  return {.expect = setup.stage == 3 ? Expect::kEither : Expect::kEqual,
+          .model = [] { return seeded_model<MixtureOfExperts>(22); },
+          .unused = true};
 }
 
-TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(), three_steps); }
+TEST_P(Layers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(GetParam()), three_steps); }
 
 TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
-  play(GetParam(), mixture(), [](Trainer& run) {
+  play(GetParam(), mixture(GetParam()), [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       const at::Tensor one = run.loss(2 * step), other = run.loss(2 * step + 1);
       run.note(one.detach());
@@ -706,41 +620,6 @@ TEST_P(Layers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
       run.optimizer().zero_grad();
     }
   });
-}
-
-// What a step or a norm must not take is known after new data, too.
-TEST_P(Layers, OtherDataBetweenNoSyncAndClipping) {
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    {
-      auto scope = run.no_sync();
-      run.loss(0).backward();
-    }
-    auto parameters = run.model->parameters();
-    torch::nn::utils::vector_to_parameters(0.9 * torch::nn::utils::parameters_to_vector(parameters), parameters);
-    run.notes.push_back(run.clip_grad_norm_(0.05));
-    run.optimizer().step();
-  });
-}
-
-TEST_P(Layers, OtherDataBetweenNoSyncAndAStep) {
-  for (const bool by_archive : {false, true})
-    play(GetParam(), {.expect = Expect::kEither}, [=](Trainer& run) {
-      run.train(0);
-      run.optimizer().zero_grad();
-      {
-        auto scope = run.no_sync();
-        run.loss(1).backward();
-      }
-      if (by_archive) {
-        std::stringstream file;
-        torch::save(seeded_model<Mlp>(24), file);
-        torch::load(run.model, file, run.device);
-      } else {
-        for (at::Tensor& parameter : run.model->parameters()) parameter.set_data(0.9 * parameter.detach());
-      }
-      run.optimizer().step();
-      run.train(2);
-    });
 }
 
 // So large that ranks which read each other's memory gather and reduce them when they are needed, not before.
@@ -830,7 +709,7 @@ TEST_P(Layers, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
 
 // By which a parameter that the pass did not seem to need gets a gradient after all.
 TEST_P(Layers, AHookThatGoesBackwardThroughAnotherLoss) {
-  Play play_of = mixture();
+  Play play_of = mixture(GetParam());
   play_of.expect = Expect::kEither;
   play(GetParam(), play_of, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {

@@ -94,53 +94,6 @@ TEST_P(Literature, GradientsScaledAfterALookAtInputs) {
   });
 }
 
-// What the wrapper gives to optimizers, asked for by name: whole parameters, but shards under FSDP.
-TEST_P(Literature, BackwardIntoTheWrappersParameters) {
-  const bool are_shards = GetParam().stage == 3;
-  play(GetParam(),
-       {.expect = are_shards ? Expect::kRefused : Expect::kEqual,
-        .says = {"was asked for a gradient of the shard of parameter 'fc1.weight'"}},
-       [](Trainer& run) {
-         for (int step = 0; step < 2; ++step) {
-           run.optimizer().zero_grad();
-           run.loss(step).backward({}, /*retain_graph=*/std::nullopt, /*create_graph=*/false, run.parameters());
-           run.optimizer().step();
-         }
-       });
-}
-
-TEST_P(Literature, GradientsOfTheWrappersParametersOnTheWay) {
-  const bool are_shards = GetParam().stage == 3;
-  play(GetParam(),
-       {.expect = are_shards ? Expect::kRefused : Expect::kEqual,
-        .same_data = true,
-        .says = {"was asked for a gradient of the shard of parameter 'fc1.weight'"}},
-       [](Trainer& run) {
-         for (int step = 0; step < 2; ++step) {
-           for (const at::Tensor& gradient :
-                torch::autograd::grad({run.loss(step)}, run.parameters(), {}, std::nullopt, false, true))
-             if (gradient.defined()) run.note(gradient.square().sum());
-           run.train(step);
-         }
-       });
-}
-
-// Who is refused them and catches that trains on as if he had not asked.
-TEST_P(Literature, GradientsOfTheWrappersParametersAskedForInVain) {
-  play(GetParam(), {}, [](Trainer& run) {
-    for (int step = 0; step < 3; ++step) {
-      run.optimizer().zero_grad();
-      const at::Tensor loss = run.loss(step);
-      try {
-        torch::autograd::grad({loss}, run.parameters(), {}, /*retain_graph=*/true, false, true);
-      } catch (const std::logic_error&) {
-      }
-      loss.backward();
-      run.optimizer().step();
-    }
-  });
-}
-
 // Elastic weight consolidation: what the first task found is kept, weighted by its Fisher information.
 TEST_P(Literature, WeightsHeldWhereTheFirstTaskLeftThem) {
   play(GetParam(), {.same_data = true}, [](Trainer& run) {

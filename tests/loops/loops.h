@@ -158,10 +158,9 @@ inline Expect where_gradients_stay(const Setup& setup) {
   return setup.name == "oss_sdp_offload_grads" ? Expect::kRefused : Expect::kEqual;
 }
 
-// What some refusals say: of a gradient that a step has dropped, and of values that no step has changed.
 inline const std::vector<std::string> kDropped{"was dropped when a step had taken it"};
-inline const std::vector<std::string> kByOther{
-    "it was changed after a backward, by something else than the optimizer's step()"};
+// Why a loop that steps by itself is not supported under ShardedDataParallel.
+inline constexpr char kOwnersAlone[] = "only owners have gradients (docs/loops.md, Not supported)";
 
 // The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);

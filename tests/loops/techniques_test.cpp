@@ -70,7 +70,8 @@ TEST_P(Techniques, AForwardThatGivesItsInput) {
 
 // Sharpness aware: up by the gradient, and back.
 TEST_P(Techniques, StepsFromWhereTheLossIsWorse) {
-  play(GetParam(), {.expect = GetParam().stage == 2 ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
+  if (GetParam().stage == 2) GTEST_SKIP() << kOwnersAlone;
+  play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.loss(step).backward();
       const double norm = run.clip_grad_norm_(1e9);

@@ -45,22 +45,6 @@ TEST_P(Values, LoadBetweenSteps) {
   });
 }
 
-// Steps of the same gradients, each on from what was loaded.
-TEST_P(Values, LoadBetweenStepsOfOneBackward) {
-  const bool drops_gradients = GetParam().name == "oss_sdp_offload_grads";
-  play(GetParam(), {.expect = drops_gradients ? Expect::kEither : Expect::kEqual}, [](Trainer& run) {
-    run.train(0);
-    run.zero_grad();
-    run.loss(1).backward();
-    for (int again = 0; again < 2; ++again) {
-      run.optimizer().step();
-      load(run.model);
-    }
-    run.optimizer().step();
-    run.train(2);
-  });
-}
-
 TEST_P(Values, LoadBetweenBackwardAndStepWithAValidation) {
   play(GetParam(), {}, [](Trainer& run) {
     run.train(0);
@@ -114,21 +98,6 @@ TEST_P(Values, LoadedValuesAreReadAtOnce) {
       for (size_t i = 0; i < kept.size(); ++i) run.parameters()[i].copy_(kept[i]);
     }
     run.train(2);
-  });
-}
-
-// The decay is of what was loaded, which nothing has used yet.
-TEST_P(Values, LoadBeforeAStepWithWeightDecay) {
-  if (!has_shards(GetParam())) GTEST_SKIP() << "its optimizer is the one that it was made with";
-  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
-    torch::optim::SGD decayed(run.parameters(), torch::optim::SGDOptions(0.1).weight_decay(0.2));
-    for (int step = 0; step < 3; ++step) {
-      run.zero_grad();
-      run.loss(step).backward();
-      load(run.model);
-      decayed.step();
-    }
-    run.note(run.loss(5));
   });
 }
 
