@@ -344,7 +344,7 @@ void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
 
 }  // namespace tessera::internal
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 bool is_deferred(const at::Tensor& tensor) {
@@ -360,4 +360,4 @@ void materialize(torch::nn::Module& module) {
   });
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera
