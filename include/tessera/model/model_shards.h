@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/range.h>
+#include <tessera/model/range.h>
 
 namespace tessera {
 
@@ -61,6 +61,8 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
+namespace internal {
+
 // An optimizer whose groups are the whole model's and whose state() is that of the parameters which this rank owns.
 class OptimizerShards {
  public:
@@ -73,5 +75,7 @@ class OptimizerShards {
   // so.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
+
+}  // namespace internal
 
 }  // namespace tessera

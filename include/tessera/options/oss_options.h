@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <tessera/oss_offload.h>
+#include <tessera/options/oss_offload.h>
 
 namespace tessera {
 
