@@ -26,7 +26,7 @@
 #include <thread>
 #include <vector>
 
-#include <tessera/fused_optimizers.h>
+#include <tessera/optim/fused_optimizers.h>
 #include <tessera/plan.h>
 #include <tessera/plan/decoder.h>
 #include <tessera/plan/dry_run.h>

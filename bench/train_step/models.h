@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include "core/layout/unit_plan.h"
 #include "options.h"
 

@@ -4,8 +4,8 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/memory_report.h>
-#include <tessera/model_shards.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/model/model_shards.h>
 #include "models.h"
 #include "options.h"
 

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include <tessera/memory_report.h>
+#include <tessera/model/data_parallel.h>
 #include "core/gradients/backward_consistency_check.h"
 #include "core/gradients/bucket_memory.h"
 #include "core/gradients/collective_log.h"

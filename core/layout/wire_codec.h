@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include <tessera/wire_format.h>
+#include <tessera/options/wire_format.h>
 
 namespace tessera::internal {
 

@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/exported.h>
-#include <tessera/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"

@@ -8,8 +8,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/errors.h>
-#include <tessera/full_file.h>
 #include "checkpoint/format/slice_reader.h"
 #include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/save/outcome.h"

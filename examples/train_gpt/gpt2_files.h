@@ -2,7 +2,7 @@
 
 #include <filesystem>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include "gpt.h"
 
 namespace train_gpt {

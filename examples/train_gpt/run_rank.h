@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
+#include <tessera/checkpoint/folder_lock.h>
 #include <tessera/communicator.h>
-#include <tessera/folder_lock.h>
 #include "corpus.h"
 #include "options.h"
 

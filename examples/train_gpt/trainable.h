@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include <tessera/scope_exit.h>
 #include "batch.h"
 

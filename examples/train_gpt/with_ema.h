@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include <tessera/ema.h>
+#include <tessera/optim/ema.h>
 #include "trainable.h"
 
 namespace train_gpt {

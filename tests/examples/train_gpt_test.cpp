@@ -19,7 +19,7 @@
 #include <vector>
 
 #include <tessera/checkpoint.h>
-#include <tessera/full_file.h>
+#include <tessera/checkpoint/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
 #include "gpt2_files.h"

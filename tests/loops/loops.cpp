@@ -16,7 +16,7 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"

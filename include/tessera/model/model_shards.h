@@ -9,7 +9,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/range.h>
+#include <tessera/model/range.h>
 
 namespace tessera {
 
@@ -61,6 +61,8 @@ class ModelShards {
   virtual torch::OrderedDict<std::string, at::Tensor> named_buffers() const = 0;
 };
 
+namespace internal {
+
 // An optimizer with the groups of the whole model, whose state() has only the parameters that this rank owns.
 class OptimizerShards {
  public:
@@ -73,5 +75,7 @@ class OptimizerShards {
   // rounded.
   virtual at::Tensor as_received(const at::Tensor& /*parameter*/, const at::Tensor& values) const { return values; }
 };
+
+}  // namespace internal
 
 }  // namespace tessera

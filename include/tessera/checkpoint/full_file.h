@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include <tessera/checkpoint_options.h>
-#include <tessera/model_shards.h>
+#include <tessera/checkpoint/options.h>
+#include <tessera/model/model_shards.h>
 
 namespace tessera {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/detail/partial_step.h>
+#include <tessera/optim/partial_step.h>
 
 namespace tessera {
 

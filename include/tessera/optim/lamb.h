@@ -42,7 +42,7 @@ class Lamb : public torch::optim::Optimizer {
  private:
   void check();
 
-  ParameterParts parts_;
+  internal::ParameterParts parts_;
   size_t checked_groups_ = 0;
 };
 

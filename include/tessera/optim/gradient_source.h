@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/grad_norm.h>
+#include <tessera/model/grad_norm.h>
 #include <tessera/scope_exit.h>
 
 namespace tessera {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include <tessera/offload_options.h>
+#include <tessera/options/offload_options.h>
 
 namespace tessera {
 

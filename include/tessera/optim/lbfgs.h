@@ -11,7 +11,7 @@
 namespace tessera {
 
 // Options of Lbfgs; each field has a setter of its name.
-struct LbfgsOptions : ListedOptions<LbfgsOptions> {
+struct LbfgsOptions : internal::ListedOptions<LbfgsOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Lbfgs";
 
@@ -50,7 +50,7 @@ struct LbfgsOptions : ListedOptions<LbfgsOptions> {
 };
 
 // A parameter's part of the vectors, and the numbers that all parameters share.
-struct LbfgsParamState : ListedState<LbfgsParamState> {
+struct LbfgsParamState : internal::ListedState<LbfgsParamState> {
   int64_t func_evals = 0;           // calls of the closure
   int64_t n_iter = 0;               // iterations
   double t = 0;                     // length of the last step
@@ -97,9 +97,9 @@ struct LbfgsParamState : ListedState<LbfgsParamState> {
 //
 // The history takes 2 * history_size times the memory of the shards; under OSS<Lbfgs>, of the parameters that the rank
 // owns. OSS<Lbfgs> publishes all parameters at each point of the search.
-class Lbfgs : public ListedOptimizer<LbfgsOptions, LbfgsParamState, Sees::kParameters> {
+class Lbfgs : public internal::ListedOptimizer<LbfgsOptions, LbfgsParamState, internal::Sees::kParameters> {
  public:
-  using ListedOptimizer::ListedOptimizer;
+  using internal::ListedOptimizer::ListedOptimizer;
   // Runs up to max_iter iterations; returns this rank's loss of the closure's first call. Throws CommError. Throws
   // std::invalid_argument without a closure, for several groups, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;

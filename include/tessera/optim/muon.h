@@ -10,12 +10,12 @@
 namespace tessera {
 
 // Options of one group of Muon: of matrices, or with use_muon(false) of parameters that AdamW steps (adamw()).
-struct MuonOptions : ListedBetas<MuonOptions> {
+struct MuonOptions : internal::ListedBetas<MuonOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Muon";
 
   // Sets the learning rate.
-  explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}
+  explicit MuonOptions(double lr = 1e-3) : internal::ListedBetas(lr, 0.9, 0.95, 0.1) {}
   // Returns options for embeddings, heads, biases and norms.
   static MuonOptions adamw(double lr) { return MuonOptions(lr).use_muon(false); }
 
@@ -36,7 +36,7 @@ struct MuonOptions : ListedBetas<MuonOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    ListedBetas::visit(visit);
+    internal::ListedBetas::visit(visit);
     visit("use_muon", use_muon());
     visit("momentum", momentum());
     visit("nesterov", nesterov());
@@ -50,7 +50,7 @@ struct MuonOptions : ListedBetas<MuonOptions> {
 };
 
 // Muon's state of one parameter.
-struct MuonParamState : ListedState<MuonParamState> {
+struct MuonParamState : internal::ListedState<MuonParamState> {
   TORCH_ARG(int64_t, step) = 0;            // number of steps taken
   TORCH_ARG(at::Tensor, momentum_buffer);  // of a matrix
   TORCH_ARG(at::Tensor, exp_avg);          // AdamW: average of gradients
@@ -82,9 +82,9 @@ struct MuonParamState : ListedState<MuonParamState> {
 // results to all ranks, if every rank has all parameters). Results equal those of one process to rounding. OSS<Muon>
 // assigns owners by the same costs. Momentum is stored where the parameter is; a step takes twice the memory of this
 // rank's parts.
-class Muon : public ListedOptimizer<MuonOptions, MuonParamState, Sees::kParameters> {
+class Muon : public internal::ListedOptimizer<MuonOptions, MuonParamState, internal::Sees::kParameters> {
  public:
-  using ListedOptimizer::ListedOptimizer;
+  using internal::ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and matrices of fewer than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 

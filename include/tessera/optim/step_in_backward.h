@@ -9,8 +9,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include <tessera/detail/partial_step.h>
-#include <tessera/gradient_source.h>
+#include <tessera/optim/gradient_source.h>
+#include <tessera/optim/partial_step.h>
 
 namespace tessera {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include <tessera/communicator.h>
-#include <tessera/data_parallel.h>
+#include <tessera/model/data_parallel.h>
 #include <tessera/visit_tensors.h>
 
 namespace tessera {

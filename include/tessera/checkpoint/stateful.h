@@ -7,7 +7,7 @@
 #include <variant>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 
 namespace tessera {
 

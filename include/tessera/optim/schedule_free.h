@@ -3,19 +3,19 @@
 #include <bit>
 #include <cstdint>
 
-#include <tessera/averages.h>
 #include <tessera/detail/listed_optimizer.h>
+#include <tessera/optim/averages.h>
 
 namespace tessera {
 
 // Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: gradients are computed
 // between z and the average.
-struct ScheduleFreeOptions : ListedBetas<ScheduleFreeOptions> {
+struct ScheduleFreeOptions : internal::ListedBetas<ScheduleFreeOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "ScheduleFreeAdamW";
 
   // Sets the learning rate.
-  explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}
+  explicit ScheduleFreeOptions(double lr = 2.5e-3) : internal::ListedBetas(lr, 0.9, 0.999, 0.0) {}
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
   TORCH_ARG(int64_t, warmup_steps) = 0;  // steps of linear warm-up, the only schedule
@@ -29,7 +29,7 @@ struct ScheduleFreeOptions : ListedBetas<ScheduleFreeOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    ListedBetas::visit(visit);
+    internal::ListedBetas::visit(visit);
     visit("eps", eps());
     auto steps = static_cast<double>(warmup_steps());
     visit("warmup_steps", steps);
@@ -40,7 +40,7 @@ struct ScheduleFreeOptions : ListedBetas<ScheduleFreeOptions> {
 };
 
 // ScheduleFreeAdamW's state of one parameter.
-struct ScheduleFreeParamState : ListedState<ScheduleFreeParamState> {
+struct ScheduleFreeParamState : internal::ListedState<ScheduleFreeParamState> {
   TORCH_ARG(int64_t, step) = 0;       // number of steps taken
   TORCH_ARG(double, weight_sum) = 0;  // sum of the steps' weights
   TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
@@ -68,10 +68,11 @@ struct ScheduleFreeParamState : ListedState<ScheduleFreeParamState> {
 // learning-rate schedule and no number of steps in advance. Evaluation and export use the average of the iterates
 // (swap_in_averages()); in training the parameters are between the average and the last iterate. Elementwise: bit-equal
 // under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
-class ScheduleFreeAdamW : public ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, Sees::kElements>,
-                          public Averages {
+class ScheduleFreeAdamW
+    : public internal::ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, internal::Sees::kElements>,
+      public Averages {
  public:
-  using ListedOptimizer::ListedOptimizer;
+  using internal::ListedOptimizer::ListedOptimizer;
   // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
   // in.
   at::Tensor step(LossClosure closure = nullptr) override;

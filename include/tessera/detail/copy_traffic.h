@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What an engine has copied since it was made.
 struct CopyTraffic {
@@ -12,4 +12,4 @@ struct CopyTraffic {
   int64_t late_copies = 0;  // of these, were not over when somebody first waited: not hidden entirely
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include <tessera/model_shards.h>
+#include <tessera/model/model_shards.h>
 #include <tessera/scope_exit.h>
 
 namespace tessera {

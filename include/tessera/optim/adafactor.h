@@ -9,12 +9,12 @@ namespace tessera {
 
 // Options of Adafactor; each field has a setter of its name. lr is an upper bound: step t uses min(lr, 1 / sqrt(t)),
 // times the parameter's size.
-struct AdafactorOptions : ListedDecay<AdafactorOptions> {
+struct AdafactorOptions : internal::ListedDecay<AdafactorOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "Adafactor";
 
   // Sets the learning rate.
-  explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
+  explicit AdafactorOptions(double lr = 1e-2) : internal::ListedDecay(lr, 0.0) {}
 
   TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
   TORCH_ARG(double, eps1) = 0;              // lower bound of an average's root; 0: the epsilon of the parameter's dtype
@@ -27,7 +27,7 @@ struct AdafactorOptions : ListedDecay<AdafactorOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    ListedDecay::visit(visit);
+    internal::ListedDecay::visit(visit);
     visit("beta2_decay", beta2_decay());
     visit("eps1", eps1());
     visit("eps2", eps2());
@@ -36,7 +36,7 @@ struct AdafactorOptions : ListedDecay<AdafactorOptions> {
 };
 
 // Adafactor's state of one parameter.
-struct AdafactorParamState : ListedState<AdafactorParamState> {
+struct AdafactorParamState : internal::ListedState<AdafactorParamState> {
   TORCH_ARG(int64_t, step) = 0;           // number of steps taken
   TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: fp32, one number for each row
   TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: fp32, one number for each column
@@ -59,9 +59,9 @@ struct AdafactorParamState : ListedState<AdafactorParamState> {
 // Sums over a matrix include the parts on other ranks. A step issues two all-reduces: of rows + columns doubles for
 // each matrix, and of one double for each parameter. Results equal those of one process to rounding. All ranks hold
 // equal states of matrices.
-class Adafactor : public ListedOptimizer<AdafactorOptions, AdafactorParamState, Sees::kParameters> {
+class Adafactor : public internal::ListedOptimizer<AdafactorOptions, AdafactorParamState, internal::Sees::kParameters> {
  public:
-  using ListedOptimizer::ListedOptimizer;
+  using internal::ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 

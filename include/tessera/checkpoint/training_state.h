@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include <tessera/ema.h>
-#include <tessera/model_shards.h>
-#include <tessera/sharded_grad_scaler.h>
-#include <tessera/stateful.h>
+#include <tessera/checkpoint/stateful.h>
+#include <tessera/model/model_shards.h>
+#include <tessera/optim/ema.h>
+#include <tessera/optim/sharded_grad_scaler.h>
 
 namespace tessera {
 

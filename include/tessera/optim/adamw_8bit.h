@@ -10,12 +10,12 @@
 namespace tessera {
 
 // Options of AdamW8bit; each field has a setter of its name.
-struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
+struct AdamW8bitOptions : internal::ListedBetas<AdamW8bitOptions> {
   // Name in checkpoints.
   static constexpr const char* kName = "AdamW8bit";
 
   // Sets the learning rate.
-  explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}
+  explicit AdamW8bitOptions(double lr = 1e-3) : internal::ListedBetas(lr, 0.9, 0.999, 1e-2) {}
 
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
   // false: Adam, which adds weight decay to the gradient.
@@ -30,7 +30,7 @@ struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
   // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
-    ListedBetas::visit(visit);
+    internal::ListedBetas::visit(visit);
     visit("eps", eps());
     visit("decoupled", decoupled());
     auto least = static_cast<double>(min_8bit_numel());
@@ -40,7 +40,7 @@ struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
 };
 
 // AdamW8bit's state of one parameter.
-struct AdamW8bitParamState : ListedState<AdamW8bitParamState> {
+struct AdamW8bitParamState : internal::ListedState<AdamW8bitParamState> {
   TORCH_ARG(int64_t, step) = 0;             // number of steps taken
   TORCH_ARG(at::Tensor, exp_avg);           // small parameters: average of gradients, fp32
   TORCH_ARG(at::Tensor, exp_avg_sq);        // small parameters: average of squared gradients, fp32
@@ -74,9 +74,9 @@ struct AdamW8bitParamState : ListedState<AdamW8bitParamState> {
 // strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
 // equal gradients, parameters are bit-equal at every world size, and a checkpoint continues at any other. A step
 // processes a million elements at a time, in fp32.
-class AdamW8bit : public ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, Sees::kParameters> {
+class AdamW8bit : public internal::ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, internal::Sees::kParameters> {
  public:
-  using ListedOptimizer::ListedOptimizer;
+  using internal::ListedOptimizer::ListedOptimizer;
   // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 
