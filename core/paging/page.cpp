@@ -73,8 +73,8 @@ at::Tensor Page::detach() {
 }
 
 void Page::set_current(GradMode mode) {
-  if (!state_->device.is_cpu() && mode != GradMode::kNone) state_->current_stream = current_stream_on(state_->device);
-  state_->current.store(mode, std::memory_order_relaxed);
+  if (!state_->device.is_cpu() && mode != GradMode::kNone) state_->current.stream = current_stream_on(state_->device);
+  state_->current.mode.store(mode, std::memory_order_relaxed);
 }
 
 // ---- queries about a tensor ---------------------------------------------------------------------
@@ -93,8 +93,8 @@ bool has_lost_its_pager(const at::Tensor& tensor) {
 
 void before_write(const at::Tensor& tensor) {
   if (page_of(tensor) == nullptr) return;
-  if (const Page::State* state = page_state_of(tensor); state->told_of_writes != nullptr)
-    state->told_of_writes->before_write(state->id_told);
+  const auto& listener = page_state_of(tensor)->write_listener;
+  if (listener.pager != nullptr) listener.pager->before_write(listener.id);
 }
 
 void note_write(const at::Tensor& tensor) {

@@ -51,7 +51,7 @@ class Page {
   bool is_writable() const { return state_->writable; }
   // `pager` is told of later writes before they happen, with an id of its own: Pager::before_write(). It must outlive
   // the page's detach_pager().
-  void tell_of_writes(Pager& pager, int id) { state_->told_of_writes = &pager, state_->id_told = id; }
+  void tell_of_writes(Pager& pager, int id) { state_->write_listener = {&pager, id}; }
 
   // The number of writes by operators, and by pointer as told by note_write().
   uint32_t writes() const { return state_->writes.load(); }
@@ -73,32 +73,44 @@ class Page {
   // Uses are reported again after the next write to `source`, of which this page holds a copy. Version counters would
   // miss writes through .data(), which torch's SGD uses.
   void watch_writes(const Page& source) {
-    state_->source = source.state_;
+    state_->source.state = source.state_;
     accept_writes();
   }
   bool is_stale() const { return state_->is_stale(); }
-  void accept_writes() { state_->seen_writes = state_->source ? state_->source->writes.load() : 0; }
+  void accept_writes() {
+    if (auto& source = state_->source; source.state) source.seen_writes = source.state->writes.load();
+  }
 
   // The context of the storages, which may outlive the page.
   struct State {
     std::atomic<Pager*> pager;
     Page* page = nullptr;
     std::string name;
-    std::atomic<GradMode> current = GradMode::kNone;
-    std::atomic<int64_t> current_stream = 0;  // of the current mode
     at::Device device = at::kCPU;
     bool writable = false;
     at::Tensor permanent;
     bool is_always_there() const { return permanent.defined(); }
-    Pager* told_of_writes = nullptr;
-    int id_told = 0;
     std::atomic<uint32_t> writes = 0;
     std::optional<at::ScalarType> activations;
-    std::shared_ptr<StandIn> stand_in;  // see stand_in_view(): the storage has no page
-    std::shared_ptr<State> source;
-    uint32_t seen_writes = 0;
-    bool stands_transposed = false;  // a stand-in for the transpose of the values
-    bool is_stale() const { return source && source->writes.load(std::memory_order_relaxed) != seen_writes; }
+    struct Current {
+      std::atomic<GradMode> mode = GradMode::kNone;
+      std::atomic<int64_t> stream = 0;
+    } current;
+    struct Listener {
+      Pager* pager = nullptr;
+      int id = 0;
+    } write_listener;
+    struct Substitute {
+      std::shared_ptr<StandIn> values;  // see stand_in_view(): the storage has no page
+      bool is_transposed = false;       // the tensor is the transpose of the values
+    } stand_in;
+    struct Source {
+      std::shared_ptr<State> state;
+      uint32_t seen_writes = 0;
+    } source;
+    bool is_stale() const {
+      return source.state && source.state->writes.load(std::memory_order_relaxed) != source.seen_writes;
+    }
   };
 
  private:

@@ -64,7 +64,7 @@ void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& 
 void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   std::vector<Page*> pages;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
-    if (!state.is_always_there() && !state.stand_in && std::ranges::find(pages, state.page) == pages.end())
+    if (!state.is_always_there() && !state.stand_in.values && std::ranges::find(pages, state.page) == pages.end())
       pages.push_back(state.page);
   });
   while (!pages.empty()) {
@@ -87,10 +87,10 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
   bool all_current = true;
   PagedIn result;
   for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
-    if (state.stand_in) {
+    if (state.stand_in.values) {
       if (is_written)
         throw std::logic_error(schema.name() + " would change '" + state.name + "', which is " +
-                               state.stand_in->what_it_is() + ": only its values can be used");
+                               state.stand_in.values->what_it_is() + ": only its values can be used");
       result.has_stand_ins = true;
       return;
     }
@@ -104,12 +104,13 @@ PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stac
       result.is_done = true;
     }
     if (is_written) ++state.writes;
-    if (Pager* told = state.told_of_writes; is_written && told != nullptr) told->before_write(state.id_told);
+    if (const auto& listener = state.write_listener; is_written && listener.pager != nullptr)
+      listener.pager->before_write(listener.id);
     if (state.is_always_there()) return;
     if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
-    all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
+    all_current = all_current && state.current.mode.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
                   (state.device.is_cpu() ||
-                   state.current_stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
+                   state.current.stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
   });
   if (!all_current && !result.is_done) report(schema, stack);
   return result;
