@@ -1,9 +1,9 @@
-// What `train_gpt --plan` starts: a program of its own, with the same options.
+// The program behind `train_gpt --plan`, with the same options.
 
 #include <iostream>
 
 #include "plan.h"
-#include "program.h"
+#include "run.h"
 #include "tessera/launch/launch.h"
 
 namespace train_gpt {

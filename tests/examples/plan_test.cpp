@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "gpt2_files.h"
+#include "gpt.h"
 #include "model.h"
 #include "options.h"
 #include "tessera/plan/dry_run.h"

@@ -18,9 +18,9 @@
 #include <thread>
 #include <vector>
 
-#include "gpt2_files.h"
+#include "gpt.h"
 #include "options.h"
-#include "run_rank.h"
+#include "run.h"
 #include "tessera/checkpoint/checkpoint.h"
 #include "tessera/checkpoint/full_file.h"
 #include "tessera/checkpoint/slice_reader.h"

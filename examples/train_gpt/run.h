@@ -3,14 +3,14 @@
 #include <memory>
 #include <vector>
 
-#include "corpus.h"
+#include "data.h"
 #include "options.h"
 #include "tessera/checkpoint/folder_lock.h"
 #include "tessera/comm/communicator.h"
 
 namespace train_gpt {
 
-// What a run needs, read and checked: mistakes of the user show up here, before any rank starts.
+// The checked input of a run. prepare() reports the user's mistakes before any rank starts.
 struct Job {
   TrainOptions options;
   Corpus corpus;
@@ -20,11 +20,16 @@ struct Job {
 // Reads the data. Throws OptionsError and std::runtime_error.
 Job prepare(TrainOptions options);
 
-// Makes the folder --out and checks that files can be written there, and that no other job does while the lock is held.
-// Throws std::runtime_error.
+// Makes the folder --out, checks that it can be written, and locks it against other jobs. Throws std::runtime_error.
 [[nodiscard]] tessera::FolderLock prepare_output(const TrainOptions& options);
 
-// Trains on this rank of the group, and on rank 0 shows it. Collective.
+// Trains on this rank of the group; rank 0 prints. Collective.
 void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm);
+
+using Planner = void (*)(const TrainOptions& options);
+
+// The body of main(): reads the command line, trains, and prints errors. Returns the exit status. If `plans` is given,
+// calls it instead of training.
+int program(int argc, char** argv, Planner plans = nullptr);
 
 }  // namespace train_gpt
