@@ -9,8 +9,8 @@
 #include <iostream>
 #include <string>
 
-#include "tessera/plan/processor_time.h"
-#include "tessera/tessera.h"
+#include "plan/calibrate/processor_time.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "median.h"
-#include "tessera/memory/memory_cache.h"
+#include "core/memory/memory_cache.h"
 
 namespace {
 

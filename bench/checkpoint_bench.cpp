@@ -31,7 +31,7 @@
 #include <thread>
 
 #include "median.h"
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

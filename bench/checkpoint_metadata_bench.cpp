@@ -14,10 +14,10 @@
 #include <iostream>
 #include <sstream>
 
-#include "tessera/checkpoint/entries.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/rank_files.h"
-#include "tessera/checkpoint/saved_part.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/format/rank_files.h"
+#include "checkpoint/save/saved_part.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <thread>
 
-#include "tessera/comm/backends.h"
+#include "core/comm/backends.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "median.h"
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -6,8 +6,8 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include "tessera/flat/flat_layout.h"
-#include "tessera/tessera.h"
+#include "core/layout/flat_layout.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -12,7 +12,7 @@
 #include <limits>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -13,9 +13,9 @@
 #include <functional>
 #include <string>
 
-#include "tessera/flat/flat_layout.h"
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/tessera.h"
+#include "core/layout/flat_layout.h"
+#include "optim/state/optimizer_state.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -8,7 +8,7 @@
 
 #include <array>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

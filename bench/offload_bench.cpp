@@ -14,10 +14,10 @@
 #include <filesystem>
 #include <thread>
 
-#include "tessera/flat/shard_mark.h"
-#include "tessera/optim/adam_kernel.h"
-#include "tessera/paging/disk_pager.h"
-#include "tessera/tessera.h"
+#include "core/layout/shard_mark.h"
+#include "optim/host/adam_kernel.h"
+#include "offload/disk/disk_pager.h"
+#include <tessera/tessera.h>
 
 namespace {
 

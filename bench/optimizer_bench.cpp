@@ -20,9 +20,9 @@
 #include <string>
 #include <string_view>
 
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/plan/processor_time.h"
-#include "tessera/tessera.h"
+#include "optim/state/optimizer_state.h"
+#include "plan/calibrate/processor_time.h"
+#include <tessera/tessera.h>
 
 namespace {
 

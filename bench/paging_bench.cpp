@@ -7,8 +7,8 @@
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>
 
-#include "tessera/tessera.h"
-#include "tessera/trace/trace.h"
+#include <tessera/tessera.h>
+#include "core/trace/trace.h"
 
 namespace {
 

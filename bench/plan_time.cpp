@@ -26,18 +26,18 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/flat/deferred.h"
-#include "tessera/optim/fused_optimizers.h"
-#include "tessera/plan/calibrate.h"
-#include "tessera/plan/calibrate_operators.h"
-#include "tessera/plan/collective_flow.h"
-#include "tessera/plan/decoder.h"
-#include "tessera/plan/dry_run.h"
-#include "tessera/plan/machine_speed.h"
-#include "tessera/plan/planned_model.h"
-#include "tessera/plan/processor_time.h"
-#include "tessera/plan/step_time.h"
-#include "tessera/tessera.h"
+#include "core/layout/deferred.h"
+#include "optim/fused_optimizers.h"
+#include "plan/calibrate/calibrate.h"
+#include "plan/calibrate/calibrate_operators.h"
+#include "plan/simulate/collective_flow.h"
+#include "plan/record/decoder.h"
+#include "plan/record/dry_run.h"
+#include "plan/calibrate/machine_speed.h"
+#include "plan/record/planned_model.h"
+#include "plan/calibrate/processor_time.h"
+#include "plan/simulate/step_time.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "tessera/checkpoint/checkpoint.h"
+#include "checkpoint/checkpoint.h"
 
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,16 +12,16 @@
 #include <typeinfo>
 #include <variant>
 
-#include "tessera/checkpoint/commit.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/load_state.h"
-#include "tessera/checkpoint/outcome.h"
-#include "tessera/checkpoint/save_job.h"
-#include "tessera/checkpoint/saved_state.h"
-#include "tessera/comm/agreement.h"
-#include "tessera/flat/quiet.h"
-#include "tessera/optim/averages.h"
-#include "tessera/optim/fused_optimizers.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/load_state.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/save/save_job.h"
+#include "checkpoint/state/saved_state.h"
+#include "core/comm/agreement.h"
+#include "core/runtime/quiet.h"
+#include "optim/averages.h"
+#include "optim/fused_optimizers.h"
 
 namespace tessera {
 namespace {

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/options.h"
-#include "tessera/checkpoint/training_state.h"
-#include "tessera/flat/model_shards.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/options.h"
+#include "checkpoint/state/training_state.h"
+#include "core/model/model_shards.h"
 
 namespace tessera {
 
@@ -25,7 +25,7 @@ namespace tessera {
 //   dir         the checkpoint itself ("out/step-000200"), the same on all ranks, on a file system that all of them
 //               see. Its parents are made. A checkpoint that is there is replaced.
 //   model       any wrapper
-//   optimizer   any that optim/optimizer_state.h knows, over the wrapper's parameters; sharded or not
+//   optimizer   any that optim/state/optimizer_state.h knows, over the wrapper's parameters; sharded or not
 //   extra       the caller's own, finite numbers, nothing binary, rank 0's is kept: step, position, ...; {} if null
 //
 // Throws CheckpointError for files, std::invalid_argument for arguments and while averages are swapped in whose Ema, or
@@ -40,7 +40,7 @@ void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
 // The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}).
-// Anything that is a Stateful (flat/stateful.h) can be in the list, with tensors of its own or without.
+// Anything that is a Stateful (core/model/stateful.h) can be in the list, with tensors of its own or without.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 

@@ -6,10 +6,9 @@ include(CMakePackageConfigHelpers)
 install(TARGETS tessera ${TESSERA_LIBRARIES} EXPORT tessera-targets COMPONENT development
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
 foreach(_folder ${TESSERA_FOLDERS})
-  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera COMPONENT development
-    FILES_MATCHING PATTERN "*.h")
+  install(DIRECTORY ${_folder} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development FILES_MATCHING PATTERN "*.h")
 endforeach()
-install(FILES tessera.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/tessera COMPONENT development)
+install(DIRECTORY include/tessera DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development)
 
 if(TESSERA_BUILD_TOOLS)
   # libtorch stays where it is; -DCMAKE_INSTALL_RPATH= names another place.
@@ -22,7 +21,7 @@ endif()
 install(DIRECTORY docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/docs COMPONENT documentation
   FILES_MATCHING PATTERN "*.md" PATTERN "*.svg" PATTERN "reference" EXCLUDE)
 install(FILES README.md CONTRIBUTING.md LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT documentation)
-install(FILES checkpoint/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint COMPONENT documentation)
+install(FILES checkpoint/format/FORMAT.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/checkpoint COMPONENT documentation)
 # The API reference, where `make docs` has made it.
 install(DIRECTORY build/docs/ DESTINATION ${CMAKE_INSTALL_DOCDIR}/reference COMPONENT documentation OPTIONAL)
 

@@ -1,5 +1,5 @@
-# tessera_add_library(<folder> SOURCES ... LINKS ... [NO_PCH]): one target a folder, compiled alike, with a
-# precompiled header for torch; and the same for the programs of tests, bench and examples.
+# tessera_add_library(<name> SOURCES ... LINKS ...): a library, compiled as all are, with a precompiled header for
+# torch; and the same for the programs of tests, bench and examples.
 
 include(GNUInstallDirs)
 
@@ -12,14 +12,6 @@ if(TESSERA_CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
   set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_PCH_EXTSUM=1
     CCACHE_NOHASHDIR=1 CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime ${TESSERA_CCACHE})
 endif()
-
-# Headers are included as "tessera/<folder>/<name>.h" in the tree and once installed: here the
-# build tree holds a link for each folder.
-set(TESSERA_INCLUDE_DIR "${PROJECT_BINARY_DIR}/include")
-file(MAKE_DIRECTORY "${TESSERA_INCLUDE_DIR}/tessera")
-foreach(_entry ${TESSERA_FOLDERS} tessera.h)
-  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/${_entry}" "${TESSERA_INCLUDE_DIR}/tessera/${_entry}" SYMBOLIC)
-endforeach()
 
 add_library(tessera_options INTERFACE)
 target_compile_features(tessera_options INTERFACE cxx_std_20)
@@ -96,20 +88,18 @@ function(tessera_compile_as target headers)
   endif()
 endfunction()
 
-function(tessera_add_library folder)
-  cmake_parse_arguments(PARSE_ARGV 1 arg "NO_PCH" "" "SOURCES;LINKS")
-  add_library(tessera_${folder} ${arg_SOURCES})
-  add_library(tessera::${folder} ALIAS tessera_${folder})  # as find_package(tessera) names it
-  target_link_libraries(tessera_${folder} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
-  target_compile_features(tessera_${folder} PUBLIC cxx_std_20)
-  target_include_directories(tessera_${folder} PUBLIC
-    $<BUILD_INTERFACE:${TESSERA_INCLUDE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-  set_target_properties(tessera_${folder} PROPERTIES EXPORT_NAME ${folder})
-  set(_pch)
-  if(arg_NO_PCH)
-    set(_pch NO_PCH)
-  endif()
-  tessera_compile_fast(tessera_${folder} libraries ${_pch})
+# An include path is a path in the repository: "core/comm/communicator.h", or <tessera/fsdp.h> in include/.
+function(tessera_add_library name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
+  add_library(tessera_${name} ${arg_SOURCES})
+  add_library(tessera::${name} ALIAS tessera_${name})  # as find_package(tessera) names it
+  target_link_libraries(tessera_${name} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
+  target_compile_features(tessera_${name} PUBLIC cxx_std_20)
+  target_include_directories(tessera_${name} PUBLIC
+    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name})
+  tessera_compile_fast(tessera_${name} libraries)
 endfunction()
 
 # tessera_add_program(<name> SOURCES ... LINKS ...): an executable of tests, bench or examples.

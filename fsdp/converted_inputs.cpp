@@ -1,4 +1,4 @@
-#include "tessera/fsdp/converted_inputs.h"
+#include "fsdp/converted_inputs.h"
 
 #include <algorithm>
 

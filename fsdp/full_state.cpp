@@ -1,8 +1,8 @@
-#include "tessera/fsdp/full_state.h"
+#include "fsdp/full_state.h"
 
 #include <unordered_set>
 
-#include "tessera/flat/data_parallel.h"
+#include "core/model/data_parallel.h"
 
 namespace tessera {
 

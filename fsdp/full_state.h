@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "tessera/fsdp/full_parameters.h"
-#include "tessera/fsdp/sharded_model.h"
+#include "fsdp/full_parameters.h"
+#include "fsdp/sharded_model.h"
 
 namespace tessera {
 

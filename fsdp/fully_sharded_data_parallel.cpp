@@ -1,9 +1,9 @@
-#include "tessera/fsdp/fully_sharded_data_parallel.h"
+#include "fsdp/fully_sharded_data_parallel.h"
 
 #include <stdexcept>
 #include <unordered_map>
 
-#include "tessera/fsdp/scheduler.h"
+#include "fsdp/scheduler.h"
 
 namespace tessera {
 

@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "tessera/fsdp/converted_inputs.h"
-#include "tessera/fsdp/fully_sharded_module.h"
+#include "fsdp/converted_inputs.h"
+#include "fsdp/fully_sharded_module.h"
 
 namespace tessera {
 
@@ -44,7 +44,7 @@ class FullyShardedDataParallel : public FullyShardedModule {
   // FsdpOptions::mixed_precision says; what forward puts into arguments, or writes to their tensors, comes to the
   // caller's. Gathered parameters that changed since are refreshed.
   // Throws std::invalid_argument if output_dtype is set and the result's type is none in which
-  // tensors are looked for (flat/visit_tensors.h).
+  // tensors are looked for (core/layout/visit_tensors.h).
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     const Scope forward_goes_on = begin_forward();

@@ -9,12 +9,12 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/data_parallel.h"
-#include "tessera/flat/gradient_source.h"
-#include "tessera/flat/visit_tensors.h"
-#include "tessera/fsdp/full_parameters.h"
-#include "tessera/fsdp/options.h"
+#include "core/comm/communicator.h"
+#include "core/model/data_parallel.h"
+#include "core/gradients/gradient_source.h"
+#include "core/layout/visit_tensors.h"
+#include "fsdp/full_parameters.h"
+#include "fsdp/options.h"
 
 namespace tessera {
 

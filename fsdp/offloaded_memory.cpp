@@ -1,4 +1,4 @@
-#include "tessera/fsdp/offloaded_memory.h"
+#include "fsdp/offloaded_memory.h"
 
 #include <stdexcept>
 

@@ -3,14 +3,14 @@
 #include <memory>
 #include <string>
 
-#include "tessera/flat/flat_parameter.h"
-#include "tessera/flat/memory_report.h"
-#include "tessera/fsdp/options.h"
-#include "tessera/fsdp/unit.h"
-#include "tessera/memory/counted_buffers.h"
-#include "tessera/memory/pinned_pool.h"
-#include "tessera/offload/copy_engine.h"
-#include "tessera/paging/disk_pager.h"
+#include "fsdp/flat_parameter.h"
+#include "core/model/memory_report.h"
+#include "fsdp/options.h"
+#include "fsdp/unit.h"
+#include "core/memory/counted_buffers.h"
+#include "core/memory/pinned_pool.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/disk/disk_pager.h"
 
 namespace tessera {
 

@@ -1,10 +1,10 @@
-#include "tessera/fsdp/options.h"
+#include "fsdp/options.h"
 
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-#include "tessera/fsdp/full_parameters.h"
+#include "fsdp/full_parameters.h"
 
 namespace tessera {
 namespace {

@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
-#include "tessera/flat/int8_blocks.h"
-#include "tessera/flat/unit_plan.h"
-#include "tessera/offload/cpu_offload.h"
+#include "core/layout/int8_blocks.h"
+#include "core/layout/unit_plan.h"
+#include "offload/cpu_offload.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/fsdp/paged_flat_parameter.h"
+#include "fsdp/paged_flat_parameter.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "tessera/flat/as_wrapped.h"
-#include "tessera/flat/deferred.h"
+#include "core/layout/as_wrapped.h"
+#include "core/layout/deferred.h"
 
 namespace tessera {
 namespace {

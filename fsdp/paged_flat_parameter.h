@@ -3,11 +3,11 @@
 #include <memory>
 #include <string>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/flat_parameter.h"
-#include "tessera/offload/copy_engine.h"
-#include "tessera/paging/disk_pager.h"
-#include "tessera/paging/residency.h"
+#include "core/comm/communicator.h"
+#include "fsdp/flat_parameter.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/disk/disk_pager.h"
+#include "core/paging/residency.h"
 
 namespace tessera {
 

@@ -1,9 +1,9 @@
-#include "tessera/fsdp/resident_units.h"
+#include "fsdp/resident_units.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "tessera/flat/backward_pass.h"
+#include "core/gradients/backward_pass.h"
 
 namespace tessera {
 

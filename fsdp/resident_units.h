@@ -4,11 +4,11 @@
 #include <string>
 #include <vector>
 
-#include "tessera/fsdp/sharded_model.h"
-#include "tessera/fsdp/unit.h"
-#include "tessera/paging/prefetch_order.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "fsdp/sharded_model.h"
+#include "fsdp/unit.h"
+#include "fsdp/prefetch_order.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 

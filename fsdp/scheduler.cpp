@@ -1,4 +1,4 @@
-#include "tessera/fsdp/scheduler.h"
+#include "fsdp/scheduler.h"
 
 #include <algorithm>
 #include <exception>
@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/flat/quiet.h"
-#include "tessera/flat/shard_norm.h"
-#include "tessera/memory/memory_cache.h"
+#include "core/runtime/quiet.h"
+#include "core/gradients/shard_norm.h"
+#include "core/memory/memory_cache.h"
 
 namespace tessera {
 

@@ -8,13 +8,13 @@
 #include <string>
 #include <vector>
 
-#include "tessera/flat/backward_pass.h"
-#include "tessera/flat/grad_norm.h"
-#include "tessera/fsdp/full_state.h"
-#include "tessera/fsdp/resident_units.h"
-#include "tessera/fsdp/sharded_gradients.h"
-#include "tessera/fsdp/sharded_model.h"
-#include "tessera/paging/residency.h"
+#include "core/gradients/backward_pass.h"
+#include "core/gradients/grad_norm.h"
+#include "fsdp/full_state.h"
+#include "fsdp/resident_units.h"
+#include "fsdp/sharded_gradients.h"
+#include "fsdp/sharded_model.h"
+#include "core/paging/residency.h"
 
 namespace tessera {
 

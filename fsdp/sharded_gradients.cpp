@@ -1,4 +1,4 @@
-#include "tessera/fsdp/sharded_gradients.h"
+#include "fsdp/sharded_gradients.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>

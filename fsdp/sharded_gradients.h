@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/binding.h"
-#include "tessera/flat/gradient_guard.h"
-#include "tessera/flat/gradient_reducer.h"
-#include "tessera/fsdp/sharded_model.h"
+#include "core/gradients/binding.h"
+#include "core/gradients/gradient_guard.h"
+#include "core/gradients/gradient_reducer.h"
+#include "fsdp/sharded_model.h"
 
 namespace tessera {
 

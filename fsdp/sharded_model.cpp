@@ -1,17 +1,17 @@
-#include "tessera/fsdp/sharded_model.h"
+#include "fsdp/sharded_model.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <unordered_set>
 
-#include "tessera/comm/agreement.h"
-#include "tessera/flat/deferred.h"
-#include "tessera/flat/former_memory.h"
-#include "tessera/flat/memory_warning.h"
-#include "tessera/flat/module_state.h"
-#include "tessera/flat/quiet.h"
-#include "tessera/flat/shardable.h"
-#include "tessera/memory/memory_cache.h"
+#include "core/comm/agreement.h"
+#include "core/layout/deferred.h"
+#include "fsdp/former_memory.h"
+#include "core/model/memory_warning.h"
+#include "core/model/module_state.h"
+#include "core/runtime/quiet.h"
+#include "core/layout/shardable.h"
+#include "core/memory/memory_cache.h"
 
 namespace tessera {
 namespace {

@@ -8,15 +8,15 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/memory_report.h"
-#include "tessera/flat/mesh.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/order_log.h"
-#include "tessera/fsdp/offloaded_memory.h"
-#include "tessera/fsdp/options.h"
-#include "tessera/fsdp/unit.h"
-#include "tessera/memory/counted_buffers.h"
+#include "core/comm/communicator.h"
+#include "core/model/memory_report.h"
+#include "core/layout/mesh.h"
+#include "core/model/model_shards.h"
+#include "core/gradients/order_log.h"
+#include "fsdp/offloaded_memory.h"
+#include "fsdp/options.h"
+#include "fsdp/unit.h"
+#include "core/memory/counted_buffers.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/fsdp/unit.h"
+#include "fsdp/unit.h"
 
 #include <c10/core/GradMode.h>
 

@@ -4,14 +4,14 @@
 #include <string>
 #include <vector>
 
-#include "tessera/async/stream_uses.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/flat_parameter.h"
-#include "tessera/flat/order_log.h"
-#include "tessera/fsdp/paged_flat_parameter.h"
-#include "tessera/memory/counted_buffers.h"
-#include "tessera/offload/copy_engine.h"
-#include "tessera/paging/residency.h"
+#include "core/runtime/stream_uses.h"
+#include "core/comm/communicator.h"
+#include "fsdp/flat_parameter.h"
+#include "core/gradients/order_log.h"
+#include "fsdp/paged_flat_parameter.h"
+#include "core/memory/counted_buffers.h"
+#include "core/runtime/copy_engine.h"
+#include "core/paging/residency.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/optim/adafactor.h"
+#include "optim/adafactor.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
@@ -9,10 +9,10 @@
 #include <cmath>
 #include <limits>
 
-#include "tessera/comm/host_results.h"
-#include "tessera/optim/adam_update.h"
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/trace/trace.h"
+#include "core/comm/host_results.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/optimizer_state.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "tessera/optim/listed_optimizer.h"
+#include "optim/state/listed_optimizer.h"
 
 namespace tessera {
 

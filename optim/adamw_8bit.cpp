@@ -1,4 +1,4 @@
-#include "tessera/optim/adamw_8bit.h"
+#include "optim/adamw_8bit.h"
 
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty_strided.h>
@@ -14,11 +14,11 @@
 #include <limits>
 #include <set>
 
-#include "tessera/comm/host_results.h"
-#include "tessera/optim/adam_update.h"
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "core/comm/host_results.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/optimizer_state.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/optim/listed_optimizer.h"
+#include "optim/state/listed_optimizer.h"
 
 namespace tessera {
 

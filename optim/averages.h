@@ -1,6 +1,6 @@
 #pragma once
 
-#include "tessera/flat/scope.h"
+#include "core/runtime/scope.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/optim/ema.h"
+#include "optim/ema.h"
 
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>
@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "tessera/comm/agreement.h"
-#include "tessera/optim/adam_update.h"
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/optim/parameter_parts.h"
+#include "core/comm/agreement.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/optimizer_state.h"
+#include "optim/state/parameter_parts.h"
 
 namespace tessera {
 namespace {

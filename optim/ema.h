@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/scope.h"
+#include "core/model/model_shards.h"
+#include "core/runtime/scope.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/optim/fused_optimizers.h"
+#include "optim/fused_optimizers.h"
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/optim/adam_update.h"
-#include "tessera/optim/listed_optimizer.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/listed_optimizer.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "tessera/optim/partial_step.h"
+#include "optim/state/partial_step.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/optim/lamb.h"
+#include "optim/lamb.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -7,8 +7,8 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "tessera/flat/shard_norm.h"
-#include "tessera/optim/adam_update.h"
+#include "core/gradients/shard_norm.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "tessera/optim/parameter_parts.h"
+#include "optim/state/parameter_parts.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/optim/lbfgs.h"
+#include "optim/lbfgs.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,9 +10,9 @@
 #include <limits>
 #include <utility>
 
-#include "tessera/comm/host_results.h"
-#include "tessera/optim/adam_update.h"
-#include "tessera/trace/trace.h"
+#include "core/comm/host_results.h"
+#include "optim/host/adam_update.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 

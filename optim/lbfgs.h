@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/optim/listed_optimizer.h"
+#include "optim/state/listed_optimizer.h"
 
 namespace tessera {
 

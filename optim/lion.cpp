@@ -1,4 +1,4 @@
-#include "tessera/optim/lion.h"
+#include "optim/lion.h"
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -6,9 +6,9 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
-#include "tessera/optim/adam_update.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "optim/host/adam_update.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

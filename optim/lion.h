@@ -1,6 +1,6 @@
 #pragma once
 
-#include "tessera/optim/listed_optimizer.h"
+#include "optim/state/listed_optimizer.h"
 
 namespace tessera {
 

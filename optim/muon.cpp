@@ -1,4 +1,4 @@
-#include "tessera/optim/muon.h"
+#include "optim/muon.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -12,10 +12,10 @@
 #include <deque>
 #include <numeric>
 
-#include "tessera/flat/partition.h"
-#include "tessera/optim/adam_update.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "core/layout/partition.h"
+#include "optim/host/adam_update.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

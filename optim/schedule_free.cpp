@@ -1,4 +1,4 @@
-#include "tessera/optim/schedule_free.h"
+#include "optim/schedule_free.h"
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -7,9 +7,9 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "tessera/optim/adam_update.h"
-#include "tessera/paging/residency.h"
-#include "tessera/trace/trace.h"
+#include "optim/host/adam_update.h"
+#include "core/paging/residency.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 

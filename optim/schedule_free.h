@@ -3,8 +3,8 @@
 #include <bit>
 #include <cstdint>
 
-#include "tessera/optim/averages.h"
-#include "tessera/optim/listed_optimizer.h"
+#include "optim/averages.h"
+#include "optim/state/listed_optimizer.h"
 
 namespace tessera {
 

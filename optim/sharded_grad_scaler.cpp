@@ -1,4 +1,4 @@
-#include "tessera/optim/sharded_grad_scaler.h"
+#include "optim/sharded_grad_scaler.h"
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/host_results.h"
-#include "tessera/flat/lazy_values.h"
+#include "core/comm/host_results.h"
+#include "core/runtime/lazy_values.h"
 
 namespace tessera {
 

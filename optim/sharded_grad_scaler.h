@@ -7,7 +7,7 @@
 #include <memory>
 #include <unordered_map>
 
-#include "tessera/comm/communicator.h"
+#include "core/comm/communicator.h"
 
 namespace tessera {
 

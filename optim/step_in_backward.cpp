@@ -1,4 +1,4 @@
-#include "tessera/optim/step_in_backward.h"
+#include "optim/step_in_backward.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -14,7 +14,7 @@
 #include <typeinfo>
 #include <utility>
 
-#include "tessera/flat/shard_norm.h"
+#include "core/gradients/shard_norm.h"
 
 namespace tessera {
 namespace {

@@ -9,9 +9,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "tessera/async/task_queue.h"
-#include "tessera/flat/gradient_source.h"
-#include "tessera/optim/partial_step.h"
+#include "core/runtime/task_queue.h"
+#include "core/gradients/gradient_source.h"
+#include "optim/state/partial_step.h"
 
 namespace tessera {
 

@@ -4,7 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/oss/sharded_optimizer.h"
+#include "oss/sharded_optimizer.h"
 
 namespace tessera {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "tessera/oss/oss_offload.h"
+#include "oss/oss_offload.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/oss/parameter_buckets.h"
+#include "oss/parameter_buckets.h"
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/flat/bucket_plan.h"
-#include "tessera/flat/lazy_values.h"
+#include "core/layout/bucket_plan.h"
+#include "core/runtime/lazy_values.h"
 
 namespace tessera {
 

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/as_wrapped.h"
-#include "tessera/flat/flat_layout.h"
-#include "tessera/flat/geometry.h"
-#include "tessera/flat/order_log.h"
-#include "tessera/memory/counted_buffers.h"
+#include "core/comm/communicator.h"
+#include "core/layout/as_wrapped.h"
+#include "core/layout/flat_layout.h"
+#include "core/layout/geometry.h"
+#include "core/gradients/order_log.h"
+#include "core/memory/counted_buffers.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/oss/sharded_optimizer.h"
+#include "oss/sharded_optimizer.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
@@ -10,17 +10,17 @@
 #include <unordered_set>
 #include <utility>
 
-#include "tessera/comm/agreement.h"
-#include "tessera/flat/geometry.h"
-#include "tessera/flat/gradient_keeper.h"
-#include "tessera/flat/quiet.h"
-#include "tessera/flat/shard_norm.h"
-#include "tessera/flat/shardable.h"
-#include "tessera/optim/host_step.h"
-#include "tessera/optim/lbfgs.h"
-#include "tessera/optim/parameter_parts.h"
-#include "tessera/optim/partial_step.h"
-#include "tessera/trace/trace.h"
+#include "core/comm/agreement.h"
+#include "core/layout/geometry.h"
+#include "core/gradients/gradient_keeper.h"
+#include "core/runtime/quiet.h"
+#include "core/gradients/shard_norm.h"
+#include "core/layout/shardable.h"
+#include "optim/host/host_step.h"
+#include "optim/lbfgs.h"
+#include "optim/state/parameter_parts.h"
+#include "optim/state/partial_step.h"
+#include "core/trace/trace.h"
 
 namespace tessera {
 namespace {

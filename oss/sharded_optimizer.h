@@ -9,15 +9,15 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/comm/reduced_report.h"
-#include "tessera/flat/grad_norm.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/partition.h"
-#include "tessera/optim/averages.h"
-#include "tessera/optim/optimizer_state_dict.h"
-#include "tessera/oss/oss_options.h"
-#include "tessera/oss/parameter_buckets.h"
+#include "core/comm/communicator.h"
+#include "core/comm/reduced_report.h"
+#include "core/gradients/grad_norm.h"
+#include "core/model/model_shards.h"
+#include "core/layout/partition.h"
+#include "optim/averages.h"
+#include "optim/state/optimizer_state_dict.h"
+#include "oss/oss_options.h"
+#include "oss/parameter_buckets.h"
 
 namespace tessera {
 

@@ -1,4 +1,4 @@
-#include "tessera/sdp/sharded_data_parallel.h"
+#include "sdp/sharded_data_parallel.h"
 
 #include <c10/core/GradMode.h>
 
@@ -6,8 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "tessera/flat/shard_norm.h"
-#include "tessera/sdp/replicated_gradients.h"
+#include "core/gradients/shard_norm.h"
+#include "sdp/replicated/replicated_gradients.h"
 
 namespace tessera {
 namespace {

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/int8_blocks.h"
-#include "tessera/oss/sharded_optimizer.h"
-#include "tessera/sdp/replicated_module.h"
+#include "core/layout/int8_blocks.h"
+#include "oss/sharded_optimizer.h"
+#include "sdp/replicated/replicated_module.h"
 
 namespace tessera {
 

@@ -10,7 +10,7 @@ set(inner "[^()]*(\\([^()]*\\)[^()]*)*")
 set(one "[^()|]*(\\(${inner}\\)[^()|]*)*")  # arguments, with calls in them, two deep
 set(factory "at::(empty|empty_strided|zeros|ones|full|arange|tensor|scalar_tensor|rand|randn|randint|randperm|eye|linspace)")
 foreach(folder ${folders})
-  file(GLOB files "${SOURCE_DIR}/${folder}/*.h" "${SOURCE_DIR}/${folder}/*.cpp")
+  file(GLOB_RECURSE files "${SOURCE_DIR}/${folder}/*.h" "${SOURCE_DIR}/${folder}/*.cpp")
   foreach(file ${files})
     file(READ "${file}" text)
     string(REGEX REPLACE "//[^\n]*" "" text "${text}")

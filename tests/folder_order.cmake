@@ -1,38 +1,76 @@
-# Fails if a file of a library's folder includes a header of a folder that the library does not link, be it
-# through others, or if a library links one that comes later.
+# Fails if a library's file includes a header of a library that its own does not link, directly or through others, or if
+# a library links a later one.
 #
-#   cmake -DSOURCE_DIR=<tree> -DLINKS=<folder>=<linked folder>,...[/<folder>=...] -P folder_order.cmake
+#   cmake -DSOURCE_DIR=<tree> -DLINKS=<library>=<linked library>,...[/<library>=...] -P folder_order.cmake
 cmake_minimum_required(VERSION 3.25)
-string(REPLACE "/" ";" links "${LINKS}")
+
+# The library of a file is that of the longest of these that its path begins with.
+set(library_of
+  core/runtime=base core/memory=base core/trace=base core/comm=comm core/launch=comm core/paging=paging core/layout=flat
+  core/gradients=flat core/model=flat offload=offload optim=optim checkpoint=checkpoint oss=oss fsdp=fsdp sdp=sdp
+  exported=exported plan=plan include/tessera/zero=zero include/tessera/stage_wrapper=zero
+  include/tessera/tessera.h=plan)
+
+function(find_library_of path result)
+  set(longest 0)
+  set(found)
+  foreach(entry ${library_of})
+    string(REPLACE "=" ";" entry "${entry}")
+    list(GET entry 0 begin)
+    string(LENGTH "${begin}" length)
+    string(FIND "${path}" "${begin}" at)
+    if(at EQUAL 0 AND length GREATER longest)
+      set(longest ${length})
+      list(GET entry 1 found)
+    endif()
+  endforeach()
+  set(${result} "${found}" PARENT_SCOPE)
+endfunction()
+
 set(wrong)
 set(count 0)
+string(REPLACE "/" ";" links "${LINKS}")
 foreach(entry ${links})
   string(REGEX MATCH "^([a-z]+)=(.*)$" _ "${entry}")
-  set(folder ${CMAKE_MATCH_1})
+  set(library ${CMAKE_MATCH_1})
   string(REPLACE "," ";" linked "${CMAKE_MATCH_2}")
-  set(knows_${folder} ${folder})
+  set(knows_${library} ${library})
   foreach(other ${linked})
     if(NOT DEFINED knows_${other})
-      list(APPEND wrong "${folder} links ${other}, which does not come before it")
+      list(APPEND wrong "${library} links ${other}, which does not come before it")
     endif()
-    list(APPEND knows_${folder} ${knows_${other}})
+    list(APPEND knows_${library} ${knows_${other}})
   endforeach()
-  file(GLOB files "${SOURCE_DIR}/${folder}/*.h" "${SOURCE_DIR}/${folder}/*.cpp")
-  foreach(file ${files})
-    file(STRINGS "${file}" includes REGEX "^ *# *include +[\"<]tessera/")
-    foreach(include ${includes})
-      string(REGEX MATCH "tessera/([a-z_]+[./]?[a-z]*)" _ "${include}")
-      string(REGEX REPLACE "/.*" "" included "${CMAKE_MATCH_1}")
-      math(EXPR count "${count} + 1")
-      if(NOT included IN_LIST knows_${folder})
-        cmake_path(RELATIVE_PATH file BASE_DIRECTORY "${SOURCE_DIR}" OUTPUT_VARIABLE name)
-        list(APPEND wrong "${name} includes from ${included}: ${include}")
-      endif()
-    endforeach()
+endforeach()
+
+file(GLOB_RECURSE files RELATIVE "${SOURCE_DIR}" "${SOURCE_DIR}/core/*" "${SOURCE_DIR}/offload/*" "${SOURCE_DIR}/optim/*"
+  "${SOURCE_DIR}/checkpoint/*" "${SOURCE_DIR}/oss/*" "${SOURCE_DIR}/fsdp/*" "${SOURCE_DIR}/sdp/*"
+  "${SOURCE_DIR}/exported/*" "${SOURCE_DIR}/plan/*" "${SOURCE_DIR}/include/*")
+list(FILTER files INCLUDE REGEX "[.](h|cpp)$")
+foreach(file ${files})
+  find_library_of("${file}" library)
+  if(NOT library)
+    list(APPEND wrong "${file} belongs to no library")
+    continue()
+  endif()
+  file(STRINGS "${SOURCE_DIR}/${file}" includes REGEX "^ *# *include +(\"|<tessera/)")
+  foreach(include ${includes})
+    string(REGEX MATCH "[\"<]([^\">]+)" _ "${include}")
+    set(path "${CMAKE_MATCH_1}")
+    if(include MATCHES "<")
+      set(path "include/${path}")
+    endif()
+    math(EXPR count "${count} + 1")
+    find_library_of("${path}" included)
+    if(NOT EXISTS "${SOURCE_DIR}/${path}")
+      list(APPEND wrong "${file} includes what is not there: ${path}")
+    elseif(NOT included IN_LIST knows_${library})
+      list(APPEND wrong "${file} includes ${path} of ${included}")
+    endif()
   endforeach()
 endforeach()
 list(JOIN wrong "\n  " wrong)
 if(wrong OR count LESS 100)
-  message(FATAL_ERROR "of ${count} includes, these go against the order of folders:\n  ${wrong}")
+  message(FATAL_ERROR "of ${count} includes, these go against the order of the libraries:\n  ${wrong}")
 endif()
-message("${count} includes, none against the order of folders")
+message("${count} includes, none against the order of the libraries")

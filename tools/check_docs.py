@@ -166,11 +166,13 @@ def check_links(pages, problems):
 
 def reachable_headers():
     """tessera.h's headers and those that they include."""
-    found, ahead = set(), ["tessera.h"]
+    found, ahead = set(), ["include/tessera/tessera.h"]
     while ahead:
-        included = re.findall(r'^#include "tessera/(.*)"', (ROOT / ahead.pop()).read_text(encoding="utf-8"), re.MULTILINE)
-        ahead += set(included) - found
-        found.update(included)
+        text = (ROOT / ahead.pop()).read_text(encoding="utf-8")
+        included = set(re.findall(r'^#include "(.*)"', text, re.MULTILINE))
+        included |= {f"include/{name}" for name in re.findall(r"^#include <(tessera/.*)>", text, re.MULTILINE)}
+        ahead += included - found
+        found |= included
     return found
 
 

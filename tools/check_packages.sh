@@ -48,7 +48,7 @@ conan="$root/.deps/conan"
 export CONAN_HOME="$work/conan" TESSERA_TEST_BUILD="$work/test_package"
 "$conan/bin/conan" profile detect >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
 for way in export-pkg ${1:-}; do
-  "$conan/bin/conan" "$way" packaging/conan --no-remote -o "tessera/*:libtorch=$torch" -s build_type=Release \
+  "$conan/bin/conan" "$way" tools/packaging/conan --no-remote -o "tessera/*:libtorch=$torch" -s build_type=Release \
     -s compiler.cppstd=20 >"$work/conan.log" 2>&1 || { cat "$work/conan.log"; exit 1; }
   grep -q '2 of 2 have the sum' "$work/conan.log" || { cat "$work/conan.log"; exit 1; }
   say "the package of \`conan $way\` serves find_package"

@@ -418,7 +418,7 @@ def module_path(node):
     return stack[-1][0].split("@")[0].removeprefix("L['self'].") if stack else ""
 
 
-SWITCHED = ("train", "training", "use_input_stats")  # arguments, as exported/operators.cpp knows them
+SWITCHED = ("train", "training", "use_input_stats")  # arguments, as exported/graph/operators.cpp knows them
 
 
 def switched_arguments(node):

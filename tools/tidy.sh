@@ -19,8 +19,9 @@ build, wanted = sys.argv[1], sys.argv[2:]
 files, flags = {"train": [], "files": [], "tools": []}, {}
 for entry in json.load(open(f"{build}/compile_commands.json")):
     folder = os.path.relpath(entry["file"]).split("/")[0]
-    target = "tessera_command" if folder == "tools" else f"tessera_{folder}"
-    if f"/CMakeFiles/{target}.dir" not in entry["command"]:
+    if folder not in ("core", "offload", "optim", "checkpoint", "oss", "fsdp", "sdp", "exported", "plan", "tools"):
+        continue
+    if "cmake_pch" in entry["file"]:
         continue
     part = "tools" if folder == "tools" else "files" if folder in ("checkpoint", "exported", "plan") else "train"
     if not wanted or folder in wanted:

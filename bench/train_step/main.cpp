@@ -10,7 +10,7 @@
 
 #include "measure.h"
 #include "options.h"
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <fstream>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 #include "trainer.h"
 
 namespace train_step {

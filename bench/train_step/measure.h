@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "options.h"
-#include "tessera/comm/communicator.h"
+#include "core/comm/communicator.h"
 
 namespace train_step {
 

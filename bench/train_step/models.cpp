@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "gpt.h"
-#include "tessera/exported/exported_module.h"
+#include "exported/module/exported_module.h"
 
 namespace train_step {
 namespace {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "options.h"
-#include "tessera/flat/model_shards.h"
-#include "tessera/flat/unit_plan.h"
+#include "core/model/model_shards.h"
+#include "core/layout/unit_plan.h"
 
 namespace train_step {
 

@@ -1,7 +1,7 @@
 #include "trainer.h"
 
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/tessera.h"
+#include "optim/state/optimizer_state.h"
+#include <tessera/tessera.h>
 
 namespace train_step {
 namespace {

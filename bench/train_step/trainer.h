@@ -5,9 +5,9 @@
 
 #include "models.h"
 #include "options.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/flat/memory_report.h"
-#include "tessera/flat/model_shards.h"
+#include "core/comm/communicator.h"
+#include "core/model/memory_report.h"
+#include "core/model/model_shards.h"
 
 namespace train_step {
 

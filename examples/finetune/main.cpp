@@ -18,9 +18,9 @@
 #include <string>
 #include <vector>
 
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/slice_reader.h"
-#include "tessera/tessera.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/format/slice_reader.h"
+#include <tessera/tessera.h>
 
 namespace {
 

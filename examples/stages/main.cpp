@@ -8,7 +8,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "tessera/data/distributed_sampler.h"
+#include "core/model/distributed_sampler.h"
 
 namespace train_gpt {
 

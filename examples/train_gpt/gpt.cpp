@@ -11,11 +11,11 @@
 #include <string>
 #include <utility>
 
-#include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/outcome.h"
-#include "tessera/checkpoint/slice_reader.h"
-#include "tessera/flat/model_shards.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/save/outcome.h"
+#include "core/model/model_shards.h"
 
 namespace train_gpt {
 namespace {

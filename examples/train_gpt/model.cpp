@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "tessera/flat/model_shards.h"
-#include "tessera/optim/ema.h"
-#include "tessera/optim/optimizer_state.h"
-#include "tessera/quantized/quantize_linears.h"
+#include "core/model/model_shards.h"
+#include "optim/ema.h"
+#include "optim/quantized/quantize_linears.h"
+#include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
 namespace {

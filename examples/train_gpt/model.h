@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/tessera.h>
 #include <torch/torch.h>
 
 #include <cstdint>
@@ -13,7 +14,6 @@
 #include "data.h"
 #include "gpt.h"
 #include "options.h"
-#include "tessera/tessera.h"
 
 namespace train_gpt {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "model.h"
+#include "plan/record/dry_run.h"
 #include "report.h"
-#include "tessera/plan/dry_run.h"
 
 namespace train_gpt {
 namespace {

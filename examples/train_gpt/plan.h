@@ -4,9 +4,9 @@
 #include <iosfwd>
 #include <memory>
 
+#include "core/comm/communicator.h"
+#include "plan/record/run_record.h"
 #include "run.h"
-#include "tessera/comm/communicator.h"
-#include "tessera/plan/run_record.h"
 #include "trainer.h"
 
 namespace train_gpt {

@@ -2,9 +2,9 @@
 
 #include <iostream>
 
+#include "core/launch/launch.h"
 #include "plan.h"
 #include "run.h"
-#include "tessera/launch/launch.h"
 
 namespace train_gpt {
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/trace/event_writer.h"
+#include "core/trace/event_writer.h"
 #include "trainer.h"
 
 namespace train_gpt {

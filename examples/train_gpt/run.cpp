@@ -1,5 +1,6 @@
 #include "run.h"
 
+#include <tessera/tessera.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,11 +16,10 @@
 #include <string>
 #include <system_error>
 
+#include "core/comm/notes.h"
+#include "core/memory/container_limits.h"
+#include "core/memory/peak_memory.h"
 #include "report.h"
-#include "tessera/comm/notes.h"
-#include "tessera/memory/container_limits.h"
-#include "tessera/memory/peak_memory.h"
-#include "tessera/tessera.h"
 #include "trainer.h"
 
 namespace train_gpt {

@@ -3,10 +3,10 @@
 #include <memory>
 #include <vector>
 
+#include "checkpoint/storage/folder_lock.h"
+#include "core/comm/communicator.h"
 #include "data.h"
 #include "options.h"
-#include "tessera/checkpoint/folder_lock.h"
-#include "tessera/comm/communicator.h"
 
 namespace train_gpt {
 

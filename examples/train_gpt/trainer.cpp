@@ -10,8 +10,8 @@
 #include <span>
 #include <stdexcept>
 
-#include "tessera/checkpoint/checksum.h"
-#include "tessera/comm/host_results.h"
+#include "checkpoint/format/checksum.h"
+#include "core/comm/host_results.h"
 
 namespace train_gpt {
 namespace {

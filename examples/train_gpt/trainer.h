@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/tessera.h>
+
 #include <cmath>
 #include <cstdint>
 #include <functional>
@@ -11,7 +13,6 @@
 #include "data.h"
 #include "model.h"
 #include "options.h"
-#include "tessera/tessera.h"
 
 namespace train_gpt {
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Memory on devices: page-locked memory, checkpoints, what is gathered ahead, memory that NCCL knows.
-#include "tessera/memory/pinned_pool.h"
+#include "core/memory/pinned_pool.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>

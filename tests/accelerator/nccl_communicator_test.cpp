@@ -12,7 +12,7 @@
 #include <set>
 #include <thread>
 
-#include "tessera/comm/stall_watch.h"
+#include "core/comm/watchdog/stall_watch.h"
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::nccl_communicator_test {

@@ -1,5 +1,5 @@
 // Boxes against a loop over all elements.
-#include "tessera/checkpoint/box.h"
+#include "checkpoint/format/box.h"
 
 #include <algorithm>
 #include <random>

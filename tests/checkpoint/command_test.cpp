@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/offline.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"

@@ -21,10 +21,10 @@
 #include <set>
 #include <thread>
 
-#include "tessera/checkpoint/entries.h"
-#include "tessera/checkpoint/group_saves.h"
-#include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/save_coordinator.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/save/group_saves.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"

@@ -1,14 +1,14 @@
 // Whole models in safetensors files, from any layout and to any.
-#include "tessera/checkpoint/full_file.h"
+#include "checkpoint/full_file/full_file.h"
 
 #include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <fstream>
 
-#include "tessera/checkpoint/safetensors_header.h"
-#include "tessera/checkpoint/shard_writer.h"
-#include "tessera/checkpoint/slice_reader.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/shard_writer.h"
+#include "checkpoint/format/slice_reader.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

@@ -20,11 +20,11 @@
 #include <system_error>
 #include <thread>
 
-#include "tessera/checkpoint/commit.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/offline.h"
-#include "tessera/comm/agreement.h"
-#include "tessera/storage/file_lock.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "core/comm/agreement.h"
+#include "checkpoint/storage/file_lock.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/matrix.h"

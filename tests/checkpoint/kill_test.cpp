@@ -11,10 +11,10 @@
 #include <random>
 #include <thread>
 
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/manifest.h"
-#include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/format/slice_reader.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/free_port.h"
 #include "tests/support/reference.h"

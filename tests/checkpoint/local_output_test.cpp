@@ -10,8 +10,8 @@
 #include <random>
 #include <vector>
 
-#include "tessera/checkpoint/entries.h"
-#include "tessera/storage/storage.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/storage/storage.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {

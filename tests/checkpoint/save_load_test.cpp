@@ -8,13 +8,13 @@
 #include <optional>
 #include <thread>
 
-#include "tessera/checkpoint/commit.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/manifest.h"
-#include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/rank_files.h"
-#include "tessera/checkpoint/slice_reader.h"
-#include "tessera/comm/fingerprint.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/format/rank_files.h"
+#include "checkpoint/format/slice_reader.h"
+#include "core/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

@@ -1,9 +1,9 @@
 // Checkpoints on other storage than local folders: in memory, where what an object store does, and does not do, holds.
 #include <thread>
 
-#include "tessera/checkpoint/entries.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/offline.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

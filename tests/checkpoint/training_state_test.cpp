@@ -1,11 +1,11 @@
 // What is beside the model and its optimizer is saved and loaded with them, by one call.
-#include "tessera/checkpoint/training_state.h"
+#include "checkpoint/state/training_state.h"
 
 #include <torch/optim/schedulers/step_lr.h>
 
 #include <algorithm>
 
-#include "tessera/checkpoint/offline.h"
+#include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -1,5 +1,5 @@
 // Clocks that are compared through the group's store, with ranks as threads whose clocks are set wrong.
-#include "tessera/launch/clock_exchange.h"
+#include "core/launch/clock_exchange.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

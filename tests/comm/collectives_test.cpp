@@ -13,9 +13,9 @@
 #include <numeric>
 #include <random>
 
-#include "tessera/comm/backend_all_reduce.h"
-#include "tessera/comm/reduce_scatter_pieces.h"
-#include "tessera/comm/reduced_report.h"
+#include "core/comm/backend_all_reduce.h"
+#include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/reduced_report.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
 

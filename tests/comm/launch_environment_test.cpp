@@ -1,4 +1,4 @@
-#include "tessera/launch/launch_environment.h"
+#include "core/launch/launch_environment.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/launch/device_choice.h"
+#include "core/launch/device_choice.h"
 
 namespace tessera::launch_environment_test {
 namespace {

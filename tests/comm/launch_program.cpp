@@ -37,12 +37,12 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "tessera/comm/backend_all_reduce.h"
-#include "tessera/comm/errors.h"
-#include "tessera/comm/notes.h"
-#include "tessera/comm/reduction_pipeline.h"
-#include "tessera/comm/stall_watch.h"
-#include "tessera/launch/launch.h"
+#include "core/comm/backend_all_reduce.h"
+#include "core/comm/errors.h"
+#include "core/comm/notes.h"
+#include "core/comm/gloo/reduction_pipeline.h"
+#include "core/comm/watchdog/stall_watch.h"
+#include "core/launch/launch.h"
 
 namespace {
 

@@ -22,8 +22,8 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/trace/trace.h"
-#include "tessera/trace/trace_file.h"
+#include "core/trace/trace.h"
+#include "core/trace/trace_file.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"

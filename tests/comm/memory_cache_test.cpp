@@ -1,4 +1,4 @@
-#include "tessera/memory/memory_cache.h"
+#include "core/memory/memory_cache.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
@@ -23,9 +23,9 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/launch/launch.h"
-#include "tessera/memory/container_limits.h"
-#include "tessera/memory/peak_memory.h"
+#include "core/launch/launch.h"
+#include "core/memory/container_limits.h"
+#include "core/memory/peak_memory.h"
 #include "tests/support/temporary_folder.h"
 
 namespace {

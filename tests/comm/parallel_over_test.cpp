@@ -1,4 +1,4 @@
-#include "tessera/async/parallel_over.h"
+#include "core/runtime/parallel_over.h"
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/shard_norm.h"
-#include "tessera/tessera.h"
+#include "core/gradients/shard_norm.h"
+#include <tessera/tessera.h>
 
 namespace tessera::parallel_over_test {
 namespace {

@@ -17,9 +17,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "tessera/comm/backends.h"
-#include "tessera/comm/peer_memory.h"
-#include "tessera/comm/published_memory.h"
+#include "core/comm/backends.h"
+#include "core/comm/shared_memory/peer_memory.h"
+#include "core/comm/shared_memory/published_memory.h"
 #include "tests/comm/on_processes.h"
 #include "tests/support/temporary_folder.h"
 

@@ -1,5 +1,5 @@
 // What every reduction comes down to, against libtorch's own operators one after the other.
-#include "tessera/comm/rank_order_sum.h"
+#include "core/comm/rank_order_sum.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

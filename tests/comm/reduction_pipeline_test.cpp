@@ -1,6 +1,6 @@
 // Reductions between ranks that share no memory: chunk by chunk, on a thread of their own. Ranks are threads that talk
 // by TCP.
-#include "tessera/comm/reduction_pipeline.h"
+#include "core/comm/gloo/reduction_pipeline.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/backends.h"
-#include "tessera/comm/rank_order_sum.h"
+#include "core/comm/backends.h"
+#include "core/comm/rank_order_sum.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/reference.h"
 

@@ -1,6 +1,6 @@
 // Small operations as rounds in shared memory: programs drawn at random, beside messages, among threads and
 // processes.
-#include "tessera/comm/shared_rounds.h"
+#include "core/comm/shared_memory/shared_rounds.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,8 +10,8 @@
 #include <random>
 #include <thread>
 
-#include "tessera/comm/backends.h"
-#include "tessera/comm/rank_order_sum.h"
+#include "core/comm/backends.h"
+#include "core/comm/rank_order_sum.h"
 #include "tests/comm/on_processes.h"
 #include "tests/comm/stuck_rank.h"
 #include "tests/support/matrix.h"

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/backends.h"
+#include "core/comm/backends.h"
 #include "tests/support/reference.h"
 
 namespace tessera::split_test {

@@ -1,5 +1,5 @@
 // What a wait that takes long asks of the store.
-#include "tessera/comm/stall_watch.h"
+#include "core/comm/watchdog/stall_watch.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>

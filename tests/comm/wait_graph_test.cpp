@@ -1,5 +1,5 @@
 // Which waits of ranks in several groups never end.
-#include "tessera/comm/wait_graph.h"
+#include "core/comm/watchdog/wait_graph.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // Who is waited for, and in what.
 #include <thread>
 
-#include "tessera/comm/wait_report.h"
+#include "core/comm/watchdog/wait_report.h"
 #include "tests/support/reference.h"
 
 namespace tessera::wait_report_test {

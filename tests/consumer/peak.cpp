@@ -3,7 +3,7 @@
 
 #include <cstdio>
 
-#include "tessera/memory/peak_memory.h"
+#include "core/memory/peak_memory.h"
 
 #ifndef NDEBUG
 #error "libtorch's headers need NDEBUG"

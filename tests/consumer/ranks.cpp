@@ -6,8 +6,8 @@
 #include <exception>
 #include <memory>
 
-#include "tessera/comm/communicator.h"
-#include "tessera/launch/launch.h"
+#include "core/comm/communicator.h"
+#include "core/launch/launch.h"
 
 int main() {
   try {

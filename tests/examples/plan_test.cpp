@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
+#include <tessera/tessera.h>
 #include "gpt.h"
 #include "model.h"
 #include "options.h"
-#include "tessera/plan/dry_run.h"
-#include "tessera/tessera.h"
+#include "plan/record/dry_run.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"

@@ -18,13 +18,13 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/tessera.h>
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/full_file.h"
 #include "gpt.h"
 #include "options.h"
 #include "run.h"
-#include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/slice_reader.h"
-#include "tessera/tessera.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"

@@ -12,9 +12,9 @@
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
-#include "tessera/exported/archive.h"
-#include "tessera/exported/expression.h"
-#include "tessera/exported/operators.h"
+#include "exported/archive/archive.h"
+#include "exported/graph/expression.h"
+#include "exported/graph/operators.h"
 
 namespace tessera::exported_test {
 namespace {

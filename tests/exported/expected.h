@@ -7,9 +7,9 @@
 #include <memory>
 #include <string>
 
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/checkpoint/slice_reader.h"
-#include "tessera/tessera.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/format/slice_reader.h"
+#include <tessera/tessera.h>
 #include "tests/support/built.h"
 
 namespace tessera::exported_test {

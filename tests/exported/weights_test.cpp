@@ -5,8 +5,8 @@
 #include <fstream>
 #include <memory>
 
-#include "tessera/checkpoint/full_file.h"
-#include "tessera/exported/weights.h"
+#include "checkpoint/full_file/full_file.h"
+#include "exported/archive/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -1,5 +1,5 @@
 // The state machine of a backward, without a wrapper: which calls a policy gets, in which order.
-#include "tessera/flat/backward_pass.h"
+#include "core/gradients/backward_pass.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "tessera/comm/errors.h"
+#include "core/comm/errors.h"
 
 namespace tessera::backward_pass_test {
 namespace {

@@ -1,4 +1,4 @@
-#include "tessera/flat/bucket_pieces.h"
+#include "core/layout/bucket_pieces.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "tessera/flat/bucket_plan.h"
+#include "core/layout/bucket_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <random>
 #include <set>
 
-#include "tessera/flat/flat_layout.h"
+#include "core/layout/flat_layout.h"
 
 namespace tessera::bucket_plan_test {
 namespace {

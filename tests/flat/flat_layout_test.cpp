@@ -1,5 +1,5 @@
 // Properties of layouts over random parameters, worlds and alignments.
-#include "tessera/flat/flat_layout.h"
+#include "core/layout/flat_layout.h"
 
 #include <gtest/gtest.h>
 

@@ -1,7 +1,7 @@
 // Shards and gradients of one group of parameters.
-#include "tessera/flat/flat_parameter.h"
+#include "fsdp/flat_parameter.h"
 
-#include "tessera/flat/gradient_part.h"
+#include "core/gradients/gradient_part.h"
 #include "tests/support/reference.h"
 
 namespace tessera::flat_parameter_test {

@@ -1,10 +1,10 @@
 // What a wrapper says before it takes more memory than there is.
-#include "tessera/flat/memory_warning.h"
+#include "core/model/memory_warning.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
 
-#include "tessera/memory/free_memory.h"
+#include "core/memory/free_memory.h"
 #include "tests/support/reference.h"
 
 namespace tessera::memory_warning_test {

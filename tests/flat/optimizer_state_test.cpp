@@ -1,4 +1,4 @@
-#include "tessera/optim/optimizer_state.h"
+#include "optim/state/optimizer_state.h"
 
 #include "tests/support/reference.h"
 

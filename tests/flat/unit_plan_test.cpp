@@ -1,5 +1,5 @@
 // Which parameter goes to which unit.
-#include "tessera/flat/unit_plan.h"
+#include "core/layout/unit_plan.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

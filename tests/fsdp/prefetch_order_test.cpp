@@ -1,4 +1,4 @@
-#include "tessera/paging/prefetch_order.h"
+#include "fsdp/prefetch_order.h"
 
 #include <gtest/gtest.h>
 

@@ -16,8 +16,8 @@
 #include <string>
 
 #include "gpt2_files.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/tessera.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include <tessera/tessera.h>
 
 namespace {
 

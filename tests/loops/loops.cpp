@@ -16,9 +16,9 @@
 #include "tests/support/accelerator/ranks.h"
 #endif
 
-#include "tessera/flat/bucket_pieces.h"
-#include "tessera/flat/shard_norm.h"
-#include "tessera/optim/partial_step.h"
+#include "core/layout/bucket_pieces.h"
+#include "core/gradients/shard_norm.h"
+#include "optim/state/partial_step.h"
 #include "tests/support/built.h"
 #include "tests/support/matrix.h"
 #include "tests/support/temporary_folder.h"

@@ -1,6 +1,6 @@
 // The copy engine where the CPU stands in for an accelerator: order, both directions at once, errors.
-#include "tessera/offload/copy_engine.h"
-#include "tessera/offload/simulated_link.h"
+#include "core/runtime/copy_engine.h"
+#include "offload/streams/simulated_link.h"
 
 #include <chrono>
 #include <future>

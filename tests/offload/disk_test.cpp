@@ -11,8 +11,8 @@
 #include <filesystem>
 #include <random>
 
-#include "tessera/flat/shard_mark.h"
-#include "tessera/paging/disk_pager.h"
+#include "core/layout/shard_mark.h"
+#include "offload/disk/disk_pager.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -4,7 +4,7 @@
 #include <condition_variable>
 #include <set>
 
-#include "tessera/offload/simulated_link.h"
+#include "offload/streams/simulated_link.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 

@@ -1,9 +1,9 @@
 // The host optimizers against the formula in double precision, against torch's, and their copy in 16 bit.
-#include "tessera/optim/host_adam.h"
+#include "optim/host/host_adam.h"
 
 #include <cmath>
 
-#include "tessera/optim/adam_kernel.h"
+#include "optim/host/adam_kernel.h"
 #include "tests/support/reference.h"
 
 namespace tessera::host_adam_test {

@@ -1,5 +1,5 @@
 // The pool of host memory: exact counts, reuse, the bound.
-#include "tessera/memory/pinned_pool.h"
+#include "core/memory/pinned_pool.h"
 #include "tests/support/reference.h"
 
 namespace tessera::pinned_pool_test {

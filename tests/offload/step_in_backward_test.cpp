@@ -6,9 +6,9 @@
 #include <mutex>
 #include <set>
 
-#include "tessera/async/parallel_over.h"
-#include "tessera/flat/shard_norm.h"
-#include "tessera/optim/optimizer_state.h"
+#include "core/runtime/parallel_over.h"
+#include "core/gradients/shard_norm.h"
+#include "optim/state/optimizer_state.h"
 #include "tests/support/matrix.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"

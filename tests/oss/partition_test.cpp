@@ -1,4 +1,4 @@
-#include "tessera/flat/partition.h"
+#include "core/layout/partition.h"
 
 #include <gtest/gtest.h>
 

@@ -3,10 +3,10 @@
 #include <string>
 #include <vector>
 
-#include "tessera/optim/adafactor.h"
-#include "tessera/optim/ema.h"
-#include "tessera/optim/host_adam.h"
-#include "tessera/optim/optimizer_state.h"
+#include "optim/adafactor.h"
+#include "optim/ema.h"
+#include "optim/host/host_adam.h"
+#include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"
 #include "tests/support/temporary_folder.h"

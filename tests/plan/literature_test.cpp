@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/flat/unit_plan.h"
-#include "tessera/plan/decoder.h"
-#include "tessera/plan/dry_run.h"
-#include "tessera/plan/machine_speed.h"
-#include "tessera/plan/memory_plan.h"
-#include "tessera/plan/planned_model.h"
-#include "tessera/zero/zero.h"
+#include "core/layout/unit_plan.h"
+#include "plan/record/decoder.h"
+#include "plan/record/dry_run.h"
+#include "plan/calibrate/machine_speed.h"
+#include "plan/report/memory_plan.h"
+#include "plan/record/planned_model.h"
+#include <tessera/zero.h>
 
 namespace tessera::literature_test {
 namespace {

@@ -5,11 +5,11 @@
 #include <cmath>
 #include <fstream>
 
-#include "tessera/exported/exported_module.h"
-#include "tessera/optim/fused_optimizers.h"
-#include "tessera/plan/counting_communicator.h"
-#include "tessera/plan/plan_search.h"
-#include "tessera/plan/timeline_page.h"
+#include "exported/module/exported_module.h"
+#include "optim/fused_optimizers.h"
+#include "plan/record/counting_communicator.h"
+#include "plan/report/plan_search.h"
+#include "plan/report/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/support/built.h"

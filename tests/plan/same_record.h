@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "tessera/plan/run_record.h"
+#include "plan/record/run_record.h"
 
 namespace tessera::plan_tests {
 

@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/plan/machine_speed.h"
-#include "tessera/plan/run_record.h"
+#include "plan/calibrate/machine_speed.h"
+#include "plan/record/run_record.h"
 
 namespace tessera::plan_tests {
 

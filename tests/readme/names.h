@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 
 namespace in_documentation {
 

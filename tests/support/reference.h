@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/tessera.h"
+#include <tessera/tessera.h>
 #include "tests/support/matrix.h"
 
 namespace tessera::testing_support {

@@ -1,5 +1,5 @@
 // TensorBoard's files, read here byte by byte; tests/interop/tensorboard_test.py has TensorBoard read them.
-#include "tessera/trace/event_writer.h"
+#include "core/trace/event_writer.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>

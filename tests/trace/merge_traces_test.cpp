@@ -1,5 +1,5 @@
 // Traces of several hosts made one: by the function, and by `tessera trace merge`.
-#include "tessera/trace/merge_traces.h"
+#include "core/trace/merge_traces.h"
 
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/trace/trace_file.h"
+#include "core/trace/trace_file.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 #ifdef TESSERA_COMMAND

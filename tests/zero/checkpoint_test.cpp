@@ -1,5 +1,5 @@
 // A run that stops in one stage goes on in another, on as many ranks as there are then.
-#include "tessera/checkpoint/offline.h"
+#include "checkpoint/load/offline.h"
 #include "tests/support/random_net.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"

@@ -1,4 +1,4 @@
-"""Tessera's checkpoints, format 2 (checkpoint/FORMAT.md), read and written a piece of a tensor at a time."""
+"""Tessera's checkpoints, format 2 (checkpoint/format/FORMAT.md), read and written a piece of a tensor at a time."""
 
 import dataclasses
 import fcntl

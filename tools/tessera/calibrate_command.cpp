@@ -1,4 +1,4 @@
-#include "tessera/plan/calibrate.h"
+#include "plan/calibrate/calibrate.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "commands.h"
-#include "tessera/launch/launch.h"
-#include "tessera/plan/calibrate_hosts.h"
-#include "tessera/plan/quantity_text.h"
+#include "core/launch/launch.h"
+#include "plan/calibrate/calibrate_hosts.h"
+#include "plan/report/quantity_text.h"
 
 using namespace tessera;
 

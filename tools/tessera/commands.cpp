@@ -8,14 +8,14 @@
 #include <system_error>
 
 #include "progress_bar.h"
-#include "tessera/checkpoint/checkpoint.h"
-#include "tessera/checkpoint/commit.h"
-#include "tessera/checkpoint/find_checkpoints.h"
-#include "tessera/checkpoint/manifest.h"
-#include "tessera/checkpoint/offline.h"
-#include "tessera/checkpoint/rank_files.h"
-#include "tessera/checkpoint/safetensors_header.h"
-#include "tessera/plan/quantity_text.h"
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/format/rank_files.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "plan/report/quantity_text.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;

@@ -11,9 +11,9 @@
 #include <system_error>
 
 #include "commands.h"
-#include "tessera/plan/plan_search.h"
-#include "tessera/plan/quantity_text.h"
-#include "tessera/plan/timeline_page.h"
+#include "plan/report/plan_search.h"
+#include "plan/report/quantity_text.h"
+#include "plan/report/timeline_page.h"
 
 using namespace tessera;
 

@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.h"
-#include "tessera/plan/quantity_text.h"
-#include "tessera/trace/merge_traces.h"
+#include "plan/report/quantity_text.h"
+#include "core/trace/merge_traces.h"
 
 namespace {
 

@@ -9,13 +9,13 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/checkpoint/checked_json.h"
-#include "tessera/checkpoint/checksum.h"
-#include "tessera/checkpoint/errors.h"
-#include "tessera/checkpoint/manifest.h"
-#include "tessera/checkpoint/safetensors_header.h"
-#include "tessera/exported/archive.h"
-#include "tessera/exported/errors.h"
+#include "checkpoint/format/checked_json.h"
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "exported/archive/archive.h"
+#include "exported/errors.h"
 
 namespace {
 

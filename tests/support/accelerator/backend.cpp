@@ -11,7 +11,7 @@
 #include <optional>
 #include <utility>
 
-#include "tessera/comm/rank_order_sum.h"
+#include "core/comm/rank_order_sum.h"
 #include "tests/support/accelerator/accelerator.h"
 #include "tests/support/accelerator/kernel_arguments.h"
 #include "tests/support/accelerator/memory.h"

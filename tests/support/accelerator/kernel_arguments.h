@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "tessera/paging/boxed_tensors.h"
+#include "core/paging/boxed_tensors.h"
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {

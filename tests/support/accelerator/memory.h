@@ -3,7 +3,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 
-#include "tessera/memory/page_locked.h"
+#include "core/memory/page_locked.h"
 
 namespace tessera::accelerator {
 

@@ -4,8 +4,8 @@
 #include <functional>
 #include <memory>
 
-#include "tessera/comm/nccl_communicator.h"
-#include "tessera/launch/launch.h"
+#include "core/comm/nccl/nccl_communicator.h"
+#include "core/launch/launch.h"
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {

@@ -1,6 +1,6 @@
 #include "tests/support/gpu/gpu_support.h"
 
-#include "tessera/memory/cuda_page_locked.h"
+#include "core/memory/cuda_page_locked.h"
 
 void tessera_gpu_support(tessera::accelerator::GpuSupport* support) {
   *support = {tessera::nccl_backends(), tessera::cuda_page_locked_allocator()};

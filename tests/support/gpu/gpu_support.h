@@ -4,8 +4,8 @@
 
 #include <memory>
 
-#include "tessera/comm/nccl_communicator.h"
-#include "tessera/memory/page_locked.h"
+#include "core/comm/nccl/nccl_communicator.h"
+#include "core/memory/page_locked.h"
 
 namespace tessera::accelerator {
 

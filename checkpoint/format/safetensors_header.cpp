@@ -1,0 +1,181 @@
+#include "checkpoint/format/safetensors_header.h"
+
+#include <endian.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "checkpoint/format/box.h"
+#include "checkpoint/format/errors.h"
+
+namespace tessera {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kLengthBytes = 8;
+constexpr int64_t kDataAlignmentBytes = 64;
+constexpr int kHeaderDepth = 8;
+
+constexpr std::pair<const char*, at::ScalarType> kNames[] = {
+    {"F64", at::kDouble},          {"F32", at::kFloat},        {"F16", at::kHalf},
+    {"BF16", at::kBFloat16},       {"I64", at::kLong},         {"I32", at::kInt},
+    {"I16", at::kShort},           {"I8", at::kChar},          {"U8", at::kByte},
+    {"BOOL", at::kBool},           {"U16", at::kUInt16},       {"U32", at::kUInt32},
+    {"U64", at::kUInt64},          {"C64", at::kComplexFloat}, {"F8_E4M3", at::kFloat8_e4m3fn},
+    {"F8_E5M2", at::kFloat8_e5m2},
+};
+
+SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes,
+                             const std::string& where) {
+  check_tensor_name(name, where);
+  const JsonObject fields(value, where + ": tensor '" + name + "'", {"dtype", "shape", "data_offsets"});
+  SafetensorsEntry entry{name, dtype_field(fields), fields.numbers("shape")};
+  const auto bytes = tensor_bytes(entry.shape, entry.dtype);
+  const auto offsets = fields.numbers("data_offsets");
+  if (offsets.size() != 2 || offsets[0] > offsets[1]) fields.refuse("'data_offsets' is not a range");
+  if (!bytes || *bytes != offsets[1] - offsets[0])
+    fields.refuse("the shape " + to_string(entry.shape) + " of " + fields.text("dtype") + " does not fit the " +
+                  std::to_string(offsets[1] - offsets[0]) + " bytes it has");
+  entry.begin = header_bytes + offsets[0];
+  entry.bytes = *bytes;
+  return entry;
+}
+
+void check_order(std::vector<SafetensorsEntry>& entries, int64_t header_bytes, int64_t file_bytes,
+                 const std::string& where) {
+  std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
+    return std::tie(a.begin, a.bytes, a.name) < std::tie(b.begin, b.bytes, b.name);
+  });
+  int64_t end = header_bytes;
+  for (const auto& entry : entries) {
+    if (entry.begin != end)
+      throw CheckpointError(
+          where + ": tensor '" + entry.name + "': its data begins at byte " + std::to_string(entry.begin) +
+          (entry.begin < end ? ", inside another's" : ", after a hole") + "; expected " + std::to_string(end));
+    end += entry.bytes;
+  }
+  if (end != file_bytes)
+    throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, but its header describes " +
+                          std::to_string(end) + (file_bytes < end ? ": it is truncated" : ""));
+}
+
+}  // namespace
+
+std::optional<std::string> safetensors_name(at::ScalarType dtype) {
+  for (const auto& [name, type] : kNames)
+    if (type == dtype) return name;
+  return std::nullopt;
+}
+
+std::optional<int64_t> tensor_bytes(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+  constexpr int64_t kLimit = int64_t{1} << 62;
+  for (const int64_t size : sizes)
+    if (size == 0) return 0;
+  int64_t bytes = static_cast<int64_t>(c10::elementSize(dtype));
+  for (const int64_t size : sizes) {
+    if (size > kLimit / bytes) return std::nullopt;
+    bytes *= size;
+  }
+  return bytes;
+}
+
+at::ScalarType dtype_field(const JsonObject& fields) {
+  const std::string text = fields.text("dtype");
+  for (const auto& [name, type] : kNames)
+    if (text == name) return type;
+  fields.refuse("the dtype '" + text + "' is not known");
+}
+
+void check_dtype(const std::string& tensor, at::ScalarType dtype) {
+  if (!safetensors_name(dtype))
+    throw std::invalid_argument("'" + tensor + "' has the dtype " + c10::toString(dtype) +
+                                ", which safetensors files have no name for");
+}
+
+bool is_utf8(const std::string& text) try {
+  static_cast<void>(json(text).dump());
+  return true;
+} catch (const json::exception&) {
+  return false;
+}
+
+void check_tensor_name(const std::string& name, const std::string& where) {
+  constexpr size_t kMaxBytes = 4096, kShownBytes = 60;
+  std::string reason;
+  if (name.empty()) reason = "is empty";
+  if (name.size() > kMaxBytes)
+    reason = "has " + std::to_string(name.size()) + " bytes, more than " + std::to_string(kMaxBytes);
+  if (name == "__metadata__") reason = "is what safetensors files call something else";
+  if (std::any_of(name.begin(), name.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }))
+    reason = "has control characters";
+  if (reason.empty() && !is_utf8(name)) reason = "is not UTF-8";
+  if (reason.empty()) return;
+  const std::string shown =
+      json(name.substr(0, kShownBytes)).dump(-1, ' ', /*ensure_ascii=*/true, json::error_handler_t::replace);
+  throw CheckpointError(where + ": a tensor's name " + reason + ": " + shown +
+                        (name.size() > kShownBytes ? " and so on" : ""));
+}
+
+SafetensorsHeader parse_safetensors_header(std::string_view text, int64_t file_bytes, const std::string& where) {
+  const json parsed = parse_json(text, where, kHeaderDepth);
+  if (!parsed.is_object()) throw CheckpointError(where + ": its header is not an object");
+  SafetensorsHeader header{.header_bytes = kLengthBytes + static_cast<int64_t>(text.size())};
+  for (const auto& [name, value] : parsed.items()) {
+    if (name != "__metadata__") {
+      header.entries.push_back(parse_entry(name, value, header.header_bytes, where));
+      continue;
+    }
+    if (!value.is_object()) throw CheckpointError(where + ": __metadata__ is not an object");
+    for (const auto& [key, entry] : value.items()) {
+      if (!entry.is_string()) throw CheckpointError(where + ": __metadata__ has '" + key + "', which is not a text");
+      header.metadata[key] = entry;
+    }
+  }
+  check_order(header.entries, header.header_bytes, file_bytes, where);
+  return header;
+}
+
+std::string read_header_bytes(const InputFile& file) {
+  const std::string where = file.path().string();
+  const int64_t file_bytes = file.bytes();
+  if (file_bytes < kLengthBytes)
+    throw CheckpointError(where + ": has " + std::to_string(file_bytes) + " bytes, too few for a header");
+  uint64_t text_bytes = 0;
+  file.read(&text_bytes, kLengthBytes, 0);
+  text_bytes = le64toh(text_bytes);
+  if (text_bytes > static_cast<uint64_t>(std::min(kMaxHeaderBytes, file_bytes - kLengthBytes)))
+    throw CheckpointError(where + ": claims a header of " + std::to_string(text_bytes) + " bytes; the file has " +
+                          std::to_string(file_bytes) + ", and " + std::to_string(kMaxHeaderBytes) +
+                          " is the most allowed");
+  std::string bytes(kLengthBytes + text_bytes, '\0');
+  file.read(bytes.data(), static_cast<int64_t>(bytes.size()), 0);
+  return bytes;
+}
+
+SafetensorsHeader read_safetensors_header(const InputFile& file) {
+  const std::string bytes = read_header_bytes(file);
+  return parse_safetensors_header(std::string_view(bytes).substr(kLengthBytes), file.bytes(), file.path().string());
+}
+
+std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
+                                      const std::map<std::string, std::string>& metadata) {
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  int64_t offset = 0;
+  for (auto& entry : entries) {
+    entry.begin = offset;
+    entry.bytes = tensor_bytes(entry.shape, entry.dtype).value();
+    header[entry.name] = {{"dtype", safetensors_name(entry.dtype).value()},
+                          {"shape", entry.shape},
+                          {"data_offsets", {offset, offset + entry.bytes}}};
+    offset += entry.bytes;
+  }
+  std::string text = header.dump();
+  while ((kLengthBytes + text.size()) % kDataAlignmentBytes != 0) text += ' ';
+  for (auto& entry : entries) entry.begin += kLengthBytes + static_cast<int64_t>(text.size());
+  const uint64_t length = htole64(text.size());
+  return std::string(reinterpret_cast<const char*>(&length), kLengthBytes) + text;
+}
+
+}  // namespace tessera

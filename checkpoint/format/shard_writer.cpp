@@ -1,0 +1,182 @@
+#include "checkpoint/format/shard_writer.h"
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/format/errors.h"
+#include "core/runtime/lazy_values.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t kWriteBytes = int64_t{8} << 20;  // at a time, about
+
+// Writes a slice in steps of whole blocks, and returns their checksums.
+std::vector<uint64_t> write_slice(OutputFile& file, const at::Tensor& data, int64_t block_bytes,
+                                  const Progress& progress = {}) {
+  const char* from = static_cast<const char*>(data.const_data_ptr());
+  const auto bytes = static_cast<int64_t>(data.nbytes());
+  const int64_t step = block_bytes == 0 ? kWriteBytes : std::max<int64_t>(1, kWriteBytes / block_bytes) * block_bytes;
+  std::vector<uint64_t> sums;
+  for (int64_t begin = 0; begin < bytes; begin += step) {
+    const int64_t end = std::min(begin + step, bytes);
+    for (int64_t block = begin; block_bytes > 0 && block < end; block += block_bytes)
+      sums.push_back(checksum(from + block, std::min(block_bytes, end - block)));
+    file.append(from + begin, end - begin);
+    if (progress) progress(end - begin);
+  }
+  return sums;
+}
+
+struct FileEntries {
+  std::vector<SafetensorsEntry> entries;
+  std::map<std::string, std::string> metadata;
+};
+
+FileEntries entries_of(const std::vector<const Piece*>& pieces) {
+  FileEntries file;
+  nlohmann::json offsets = nlohmann::json::object();
+  for (const Piece* piece : pieces) {
+    file.entries.push_back({piece->name, piece->dtype, piece->box.sizes});
+    offsets[piece->name] = {{"saved_offsets", piece->box.offsets}};
+  }
+  file.metadata = {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", offsets.dump()}};
+  return file;
+}
+
+// The bytes of a file of which format_safetensors_header() has made the header and placed the entries.
+int64_t end_of(const std::string& header, const std::vector<SafetensorsEntry>& entries) {
+  return entries.empty() ? static_cast<int64_t>(header.size()) : entries.back().begin + entries.back().bytes;
+}
+
+std::unique_ptr<OutputFile> create(const std::filesystem::path& path, const std::string& header,
+                                   const std::vector<SafetensorsEntry>& entries) {
+  return storage_of(path).create(path, static_cast<int64_t>(header.size()), end_of(header, entries));
+}
+
+// Writes one file from pieces of different names, and syncs it.
+SavedTensors write_safetensors(const std::filesystem::path& path, const std::vector<const Piece*>& pieces,
+                               int64_t block_bytes) {
+  auto [entries, metadata] = entries_of(pieces);
+  const std::string header = format_safetensors_header(entries, metadata);
+
+  SavedTensors saved{.directory = path.parent_path(), .block_bytes = block_bytes};
+  const auto file = create(path, header, entries);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const Piece& piece = *pieces[i];
+    const auto checksums = write_slice(*file, checked_data(piece), block_bytes);
+    saved.tensors[piece.name] = {
+        piece.dtype, piece.shape, piece.aliases, piece.kind, {{0, entries[i].begin, piece.box, checksums}}};
+  }
+  file->finish(header);
+  saved.files.push_back(
+      {path.filename().string(), end_of(header, entries), static_cast<int64_t>(header.size()), checksum(header)});
+  return saved;
+}
+
+void write_rank_file(const std::filesystem::path& path, const RankFileFields& fields,
+                     const std::vector<const Piece*>& pieces, bool with_rng, const Progress& progress) {
+  auto [entries, metadata] = entries_of(pieces);
+  std::map<std::string, std::vector<uint64_t>> checksums;
+  int64_t digits = 0;
+  for (const Piece* piece : pieces) digits += 16 * (bytes_of(*piece) / fields.block_bytes + 1);
+  if (digits > kMaxHeaderBytes)
+    throw std::invalid_argument("block_bytes is " + std::to_string(fields.block_bytes) + ": the checksums of " +
+                                path.filename().string() + " would have " + std::to_string(digits) +
+                                " bytes, more than the " + std::to_string(kMaxHeaderBytes) +
+                                " that a header may have; take larger blocks");
+  // As long as it will be once the checksums are known.
+  const std::string room = format_rank_header(entries, metadata, fields, checksums, with_rng);
+  const auto file = create(path, room, entries);
+  for (const Piece* piece : pieces)
+    checksums[piece->name] = write_slice(*file, checked_data(*piece), fields.block_bytes, progress);
+  const std::string header = format_rank_header(entries, metadata, fields, checksums, with_rng);
+  if (header.size() != room.size()) throw std::logic_error(path.string() + ": its header has changed its length");
+  file->finish(header);
+}
+
+// The largest piece of each name to the first file, the next to the second, ...; in a file in their order.
+std::vector<std::vector<const Piece*>> spread_over_files(const std::vector<Piece>& pieces) {
+  std::map<std::string, std::vector<const Piece*>> by_name;
+  for (const Piece& piece : pieces) by_name[piece.name].push_back(&piece);
+  std::vector<std::vector<const Piece*>> files;
+  for (auto& [name, own] : by_name) {
+    std::stable_sort(own.begin(), own.end(),
+                     [](const Piece* a, const Piece* b) { return a->box.numel() > b->box.numel(); });
+    files.resize(std::max(files.size(), own.size()));
+    for (size_t k = 0; k < own.size(); ++k) files[k].push_back(own[k]);
+  }
+  for (auto& file : files) std::sort(file.begin(), file.end());
+  return files;
+}
+
+}  // namespace
+
+int64_t bytes_of(const Piece& piece) { return tensor_bytes(piece.box.sizes, piece.dtype).value(); }
+
+at::Tensor checked_data(const Piece& piece) {
+  const at::Tensor data = piece.data();
+  if (!data.is_cpu() || !data.is_contiguous() || has_lazy_values(data) || data.scalar_type() != piece.dtype ||
+      data.sizes() != at::IntArrayRef(piece.box.sizes))
+    throw std::logic_error("the data for the slice " + to_string(piece.box) + " of '" + piece.name +
+                           "' is not what was announced");
+  return data;
+}
+
+SavedTensors write_pieces(const std::filesystem::path& directory, const std::string& stem,
+                          const std::vector<Piece>& pieces, int64_t block_bytes) {
+  const auto files = spread_over_files(pieces);
+  SavedTensors saved{.directory = directory, .block_bytes = block_bytes};
+  for (size_t k = 0; k < files.size(); ++k) {
+    append(saved,
+           write_safetensors(directory / (stem + "-" + std::to_string(k) + ".safetensors"), files[k], block_bytes));
+  }
+  return saved;
+}
+
+SavedTensors write_rank_files(const std::filesystem::path& directory, const RankFileFields& fields,
+                              const std::vector<Piece>& pieces, const Progress& progress) {
+  auto files = spread_over_files(pieces);
+  if (files.empty() && !fields.rng.empty()) files.emplace_back();
+  for (size_t k = 0; k < files.size(); ++k)
+    write_rank_file(directory / rank_file_name(fields.rank, k), fields, files[k], k == 0, progress);
+  SavedTensors saved{.directory = directory, .block_bytes = fields.block_bytes, .by_rank = true, .id = fields.id};
+  for (const Piece& piece : pieces) {
+    auto [found, added] = saved.tensors.try_emplace(piece.name);
+    SavedTensor& tensor = found->second;
+    if (added) {
+      tensor = {piece.dtype, piece.shape, piece.aliases, piece.kind, {}, piece.order, {}};
+      tensor.runs.push_back({fields.rank, 0, 1, piece.memory.begin, piece.memory.numel()});
+    } else {
+      tensor.runs[0].numel += piece.memory.numel();
+    }
+  }
+  return saved;
+}
+
+void append(SavedTensors& all, SavedTensors part) {
+  const int first_file = static_cast<int>(all.files.size());
+  all.block_bytes = part.block_bytes;
+  all.by_rank = part.by_rank;
+  all.files.insert(all.files.end(), part.files.begin(), part.files.end());
+  for (auto& [name, tensor] : part.tensors) {
+    for (auto& slice : tensor.slices) slice.file += first_file;
+    const auto [found, added] = all.tensors.try_emplace(name, tensor);
+    if (added) continue;
+    SavedTensor& target = found->second;
+    if (target.dtype != tensor.dtype || target.shape != tensor.shape || target.kind != tensor.kind ||
+        target.aliases != tensor.aliases || target.order != tensor.order)
+      throw CheckpointError("ranks differ in the shape, dtype, order or names of '" + name +
+                            "': " + to_string(target.shape) + " and " + to_string(tensor.shape));
+    target.slices.insert(target.slices.end(), tensor.slices.begin(), tensor.slices.end());
+    target.runs.insert(target.runs.end(), tensor.runs.begin(), tensor.runs.end());
+  }
+}
+
+void join_all(SavedTensors& saved) {
+  for (auto& [name, tensor] : saved.tensors) join_runs(tensor.runs);
+}
+
+}  // namespace tessera

@@ -1,0 +1,275 @@
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <optional>
+#include <random>
+#include <set>
+
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/state/saved_state.h"
+#include "core/comm/agreement.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kBufferBytes = int64_t{4} << 20;
+
+// Which tensors go to which file, and where. A plan: touches no file.
+struct FullLayout {
+  struct FullFile {
+    fs::path path;
+    std::string start;  // the file's first bytes: a header, or all of an index
+    int64_t bytes = 0;
+  };
+  struct Position {
+    size_t file = 0;
+    int64_t begin = 0;  // first byte in the file
+  };
+  std::vector<FullFile> files;  // the last makes it all visible: the one there is, or the index of the others
+  std::map<std::string, Position> positions;  // of tensors
+};
+
+// Tensors in their order, a new group where the next would exceed the limit.
+std::vector<std::vector<const FullTensor*>> group_by_bytes(const std::vector<FullTensor>& tensors, int64_t max_bytes) {
+  std::vector<std::vector<const FullTensor*>> groups(1);
+  int64_t bytes = 0;
+  for (const FullTensor& tensor : tensors) {
+    check_dtype(tensor.name, tensor.dtype);
+    const int64_t own = tensor_bytes(tensor.shape, tensor.dtype).value();
+    if (max_bytes > 0 && bytes + own > max_bytes && !groups.back().empty()) {
+      groups.emplace_back();
+      bytes = 0;
+    }
+    groups.back().push_back(&tensor);
+    bytes += own;
+  }
+  return groups;
+}
+
+fs::path index_path(const fs::path& file) { return file.string() + ".index.json"; }
+
+// The name of one of several files; `tag` tells them from older ones.
+fs::path part_path_of(const fs::path& file, const std::string& tag, size_t i, size_t count) {
+  fs::path path = file;
+  return path.replace_filename(file.stem().string() + tag + "-" + five_digits(static_cast<int64_t>(i) + 1) + "-of-" +
+                               five_digits(static_cast<int64_t>(count)) + file.extension().string());
+}
+
+FullLayout plan_full_files(const fs::path& file, const std::vector<FullTensor>& tensors, const SaveFullOptions& options,
+                           const std::string& tag) {
+  if (is_remote(file))
+    throw std::invalid_argument(
+        "'" + file.string() +
+        "' is not a local file: whole models are written to local folders, and copied from there");
+  if (options.max_file_bytes < 0)
+    throw std::invalid_argument("max_file_bytes is " + std::to_string(options.max_file_bytes) + ", expected 0 or more");
+  const auto groups = group_by_bytes(tensors, options.max_file_bytes);
+  FullLayout layout;
+  nlohmann::json weight_map = nlohmann::json::object();
+  int64_t total_bytes = 0;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const fs::path path = groups.size() > 1 ? part_path_of(file, tag, i, groups.size()) : file;
+    std::vector<SafetensorsEntry> entries;
+    std::map<std::string, std::string> metadata{{"format", "pt"}};
+    for (const FullTensor* tensor : groups[i]) {
+      entries.push_back({tensor->name, tensor->dtype, tensor->shape});
+      for (const auto& alias : tensor->aliases) metadata[alias] = tensor->name;
+      weight_map[tensor->name] = path.filename().string();
+    }
+    const std::string header = format_safetensors_header(entries, metadata);
+    int64_t bytes = 0;
+    for (const auto& entry : entries) {
+      layout.positions[entry.name] = {i, entry.begin};
+      bytes += entry.bytes;
+    }
+    total_bytes += bytes;
+    layout.files.push_back({path, header, static_cast<int64_t>(header.size()) + bytes});
+  }
+  if (groups.size() > 1) {
+    const nlohmann::json index{{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
+    const std::string text = index.dump(2) + "\n";
+    layout.files.push_back({index_path(file), text, static_cast<int64_t>(text.size())});
+  }
+  return layout;
+}
+
+// While files are written they have this name: hidden, beside the target.
+fs::path draft_of(const fs::path& path) { return path.parent_path() / ("." + path.filename().string() + ".draft"); }
+
+// What an older save of this name left: its index, and the files that it lists, if they are called like ours.
+std::vector<fs::path> files_before(const fs::path& file) {
+  std::vector<fs::path> files;
+  std::error_code ignored;
+  if (fs::exists(file, ignored)) files.push_back(file);
+  if (!fs::exists(index_path(file), ignored)) return files;
+  files.push_back(index_path(file));
+  const auto index = nlohmann::json::parse(std::ifstream(index_path(file)), nullptr, /*allow_exceptions=*/false);
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object()) return files;
+  std::set<std::string> names;
+  for (const auto& [tensor, name] : index["weight_map"].items())
+    if (name.is_string() && name.get<std::string>().find('/') == std::string::npos &&
+        name.get<std::string>().starts_with(file.stem().string() + "-"))
+      names.insert(name.get<std::string>());
+  for (const auto& name : names) files.push_back(file.parent_path() / name);
+  return files;
+}
+
+// What tells the names of several new files from those that are there: "" if none is.
+std::string free_tag(const fs::path& file) {
+  std::error_code ignored;
+  const std::string start = file.stem().string() + "-";
+  const fs::path folder = fs::absolute(file).parent_path();
+  for (const auto& entry : fs::directory_iterator(folder, ignored))
+    if (const auto name = entry.path().filename().string();
+        name.starts_with(start) && name.find("-of-") != std::string::npos) {
+      std::random_device device;
+      return "-" + to_hex(uint64_t{device()} << 32 | device()).substr(0, 8);
+    }
+  return "";
+}
+
+// The files of a layout while they are written; what was not published is removed in the end.
+class Drafts {
+ public:
+  Drafts(const FullLayout& layout, const fs::path& file)
+      : layout_(layout), file_(file), folder_(fs::absolute(layout.files[0].path).parent_path()) {}
+  ~Drafts() {
+    std::error_code ignored;
+    for (const auto& file : layout_.files) fs::remove(draft_of(file.path), ignored);
+    for (size_t i = 0; !is_visible_ && i < named_; ++i) fs::remove(layout_.files[i].path, ignored);
+  }
+  Drafts(const Drafts&) = delete;
+  Drafts& operator=(const Drafts&) = delete;
+
+  void create() const {
+    make_directories(folder_);
+    for (const auto& full : layout_.files) {
+      std::error_code ignored;
+      if (fs::is_directory(full.path, ignored))
+        throw CheckpointError(full.path.string() + ": is a directory; a file's name is expected");
+      // A device, /dev/null, would be replaced for all.
+      if (fs::exists(full.path, ignored) && !fs::is_regular_file(full.path, ignored))
+        throw CheckpointError(full.path.string() + ": exists and is no regular file; it is left as it is");
+      fs::remove(draft_of(full.path), ignored);
+      const File file = create_file(draft_of(full.path));
+      file.write(full.start.data(), static_cast<int64_t>(full.start.size()), 0);
+      file.resize(full.bytes);
+    }
+  }
+
+  // Makes the files visible all at once: those that the index lists have names that none had before, and then one
+  // rename puts the index, or the only file, in its place. What is no longer needed goes last.
+  void publish() {
+    const auto before = files_before(file_);
+    for (const auto& file : layout_.files) open_file_to_write(draft_of(file.path)).sync();
+    for (; named_ + 1 < layout_.files.size(); ++named_)
+      rename_entry(draft_of(layout_.files[named_].path), layout_.files[named_].path, false);
+    sync_directory(folder_);
+    rename_entry(draft_of(layout_.files.back().path), layout_.files.back().path, true);
+    is_visible_ = true;
+    sync_directory(folder_);
+    for (const auto& old : before) {
+      std::error_code ignored;
+      if (std::none_of(layout_.files.begin(), layout_.files.end(), [&](const auto& own) { return own.path == old; }))
+        fs::remove(old, ignored);
+    }
+  }
+
+ private:
+  const FullLayout& layout_;
+  const fs::path file_, folder_;
+  size_t named_ = 0;  // of the layout's files: have their names
+  bool is_visible_ = false;
+};
+
+// Writes a box to its place in the whole tensor, which begins at `begin`: in runs, neighbouring ones together.
+void write_box(const File& file, const Piece& piece, int64_t begin) {
+  const at::Tensor data = checked_data(piece);
+  const char* from = static_cast<const char*>(data.const_data_ptr());
+  const auto element_bytes = static_cast<int64_t>(data.element_size());
+  for_each_run(piece.box, piece.box, row_major_strides(piece.shape), 0, [&](const Run& run) {
+    for (int64_t done = 0; done < run.numel;) {
+      const int64_t count = run.target_step == 1 ? std::min(run.numel - done, kBufferBytes / element_bytes) : 1;
+      const int64_t position = begin + (run.target + done * run.target_step) * element_bytes;
+      file.write(from + (run.source + done) * element_bytes, count * element_bytes, position);
+      if (count * element_bytes == kBufferBytes) file.start_writing_out(position, kBufferBytes);
+      done += count;
+    }
+  });
+}
+
+// File by file, so that one is open at a time.
+void write_pieces_to_drafts(const FullLayout& layout, const std::vector<Piece>& pieces, const Progress& progress = {}) {
+  std::map<size_t, std::vector<const Piece*>> by_file;
+  for (const Piece& piece : pieces) by_file[layout.positions.at(piece.name).file].push_back(&piece);
+  for (const auto& [index, own] : by_file) {
+    const File file = open_file_to_write(draft_of(layout.files[index].path));
+    for (const Piece* piece : own) {
+      write_box(file, *piece, layout.positions.at(piece->name).begin);
+      if (progress) progress(bytes_of(*piece));
+    }
+    file.sync();
+  }
+}
+
+}  // namespace
+
+void save_full(const fs::path& file, ModelShards& model, const SaveFullOptions& options) {
+  const at::NoGradGuard no_grad;
+  Communicator& comm = *model.comm();
+  require_agreement(comm, "where to save the model",
+                    {"file " + file.string(), "max_file_bytes " + std::to_string(options.max_file_bytes)});
+  const auto find_tag = [&] {
+    if (!file.has_filename()) throw std::invalid_argument("'" + file.string() + "' is not a name for a file");
+    return comm.rank() == 0 ? free_tag(file) : "";
+  };
+  const std::string tag = gather_results(comm, attempt(find_tag), "saving '" + file.string() + "'")[0];
+  FullLayout layout;
+  std::optional<Drafts> drafts;  // rank 0's
+  std::vector<LocalTensor> tensors;
+  // Each stage on all ranks before the next: the drafts are there, their parts are written, all is visible.
+  Heartbeat heartbeat;
+  auto stage = [&](const std::function<void()>& part) {
+    on_all_ranks_slowly(comm, "saving " + file.string(), heartbeat, part);
+  };
+  on_all_ranks(comm, "saving " + file.string(), [&] {
+    tensors = local_tensors(model, in_dense_order(model.shards_to_save()), nullptr);
+    std::vector<FullTensor> all;
+    for (const auto& local : tensors)
+      all.push_back({local.fqn, local.tensor.scalar_type(), local.sizes, local.aliases});
+    layout = plan_full_files(file, all, options, tag);
+    synchronize(comm.device());
+    if (comm.rank() == 0) drafts.emplace(layout, file).create();
+  });
+  stage([&] { write_pieces_to_drafts(layout, pieces_of(tensors, comm.rank()), [&](int64_t) { heartbeat.beat(); }); });
+  stage([&] {
+    if (drafts) drafts->publish();
+  });
+}
+
+void write_full(const fs::path& file, const std::vector<FullTensor>& tensors,
+                const std::function<at::Tensor(const FullTensor&)>& data, const SaveFullOptions& options,
+                const std::function<void(int64_t)>& progress) {
+  const FullLayout layout = plan_full_files(file, tensors, options, free_tag(file));
+  Drafts drafts(layout, file);
+  drafts.create();
+  std::vector<Piece> pieces;
+  for (const FullTensor& tensor : tensors)
+    pieces.push_back({.name = tensor.name,
+                      .dtype = tensor.dtype,
+                      .shape = tensor.shape,
+                      .box = whole_box(tensor.shape),
+                      .data = [&] { return data(tensor); }});
+  write_pieces_to_drafts(layout, pieces, progress);
+  drafts.publish();
+}
+
+}  // namespace tessera

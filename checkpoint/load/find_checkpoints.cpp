@@ -1,0 +1,162 @@
+#include "checkpoint/load/find_checkpoints.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <string_view>
+#include <utility>
+
+#include "checkpoint/checkpoint.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kSequence[] = "\"sequence\": ";
+
+// Why a directory has no manifest.
+std::string explain_missing(const fs::path& directory) {
+  std::error_code ignored;
+  const std::string where = directory.string();
+  const bool is_local = !is_remote(directory);
+  if (!is_local && storage_of(directory).list(directory).empty()) return where + ": there is nothing";
+  if (is_local && !fs::exists(directory, ignored)) return where + ": there is no such directory";
+  if (is_local && !fs::is_directory(directory, ignored))
+    return where + ": is not a directory; a single file is for load_full()";
+  const size_t inside_count = checkpoints_in(directory).size();
+  if (inside_count > 0)
+    return where + ": is not a checkpoint but holds " + std::to_string(inside_count) + "; latest_checkpoint() gives " +
+           latest_checkpoint(directory)->string();
+  return where + ": is not a checkpoint: it has no " + kManifestName +
+         (is_local && fs::is_empty(directory, ignored) ? ", it is empty" : "") +
+         " (safetensors files of another program are for load_full())";
+}
+
+// "rank-00042-0.safetensors"
+bool is_rank_file(const std::string& listed) {
+  constexpr std::string_view kStart = "rank-", kEnd = ".safetensors";
+  return listed.starts_with(kStart) && listed.ends_with(kEnd) &&
+         listed.find_first_not_of("0123456789-", kStart.size()) == listed.size() - kEnd.size();
+}
+
+// What is in a checkpoint's directory beside the manifest.
+struct Contents {
+  int ranks = 0;   // files of ranks, or folders of saves
+  int others = 0;  // what no save has written
+};
+Contents contents_of(const fs::path& checkpoint) {
+  Contents contents;
+  for (const std::string& name : storage_of(checkpoint).list(checkpoint)) {
+    if (!save_folder(name).empty() || is_rank_file(name))
+      ++contents.ranks;
+    else if (!is_of_save(name))
+      ++contents.others;
+  }
+  return contents;
+}
+
+}  // namespace
+
+std::string save_folder(const std::string& listed) {
+  const bool fits =
+      listed.size() == 17 && listed.back() == '/' && listed.find_first_not_of("0123456789abcdef") == listed.size() - 1;
+  return fits ? listed.substr(0, 16) : "";
+}
+
+bool is_of_save(const std::string& listed) {
+  return !save_folder(listed).empty() || is_rank_file(listed) || listed == kManifestName || listed == kDraftName ||
+         listed.starts_with(".part-") || listed.starts_with(".group-") || listed.starts_with(".nfs");
+}
+
+bool is_checkpoint(const fs::path& path) { return storage_of(path).exists(path / kManifestName); }
+
+std::vector<fs::path> checkpoints_in(const fs::path& folder) {
+  std::vector<fs::path> found;
+  std::error_code ignored;
+  for (const std::string& name : storage_of(folder).list(folder)) {
+    if (name[0] == '.' || !name.ends_with('/')) continue;
+    const fs::path path = folder / name.substr(0, name.size() - 1);
+    if (!is_remote(folder) && fs::is_symlink(path, ignored)) continue;
+    if (is_checkpoint(path)) found.push_back(path);
+  }
+  return found;
+}
+
+FoundCheckpoints find_checkpoints(const fs::path& folder) {
+  std::vector<std::pair<int64_t, fs::path>> whole;
+  FoundCheckpoints found;
+  for (const auto& path : checkpoints_in(folder)) {
+    std::string text;
+    try {
+      text = read_text(path / kManifestName, kMaxManifestBytes);
+    } catch (const StorageUnavailable&) {
+      throw;
+    } catch (const CheckpointError&) {  // removed meanwhile, or no manifest in any way
+      if (!is_checkpoint(path)) continue;
+    }
+    if (const auto sequence = sequence_of(text))
+      whole.emplace_back(*sequence, path);
+    else if (const auto [ranks, others] = contents_of(path); ranks > 0 || others == 0)
+      found.damaged.push_back(path);
+  }
+  std::sort(whole.begin(), whole.end());
+  for (auto& [sequence, path] : whole) found.whole.push_back(std::move(path));
+  return found;
+}
+
+void require_no_checkpoint(const fs::path& folder) {
+  if (!is_checkpoint(folder) || (!peek_sequence(folder) && contents_of(folder).ranks == 0)) return;
+  throw CheckpointError(folder.string() +
+                        ": is a checkpoint itself, expected a folder of checkpoints: load_checkpoint() loads it");
+}
+
+std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
+  const auto [whole, damaged] = find_checkpoints(folder);
+  if (!damaged.empty()) return damaged.back();
+  if (!whole.empty()) return whole.back();
+  require_no_checkpoint(folder);
+  return std::nullopt;
+}
+
+bool holds_nothing_else(const fs::path& checkpoint) {
+  return is_checkpoint(checkpoint) && contents_of(checkpoint).others == 0;
+}
+
+std::string read_manifest_text(const fs::path& directory) {
+  if (!is_checkpoint(directory)) throw CheckpointError(explain_missing(directory));
+  return read_text(directory / kManifestName, kMaxManifestBytes);
+}
+
+Manifest manifest_of(const std::string& text, const fs::path& directory) {
+  Manifest manifest = parse_manifest(text, (directory / kManifestName).string());
+  manifest.saved.directory = manifest.folder.empty() ? directory : directory / manifest.folder;
+  return manifest;
+}
+
+Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
+
+std::optional<int64_t> peek_sequence(const fs::path& directory) {
+  // Where format_manifest() writes both fields.
+  std::string start;
+  try {
+    start = storage_of(directory).beginning(directory / kManifestName, 256);
+  } catch (const StorageUnavailable&) {
+    throw;
+  } catch (const CheckpointError&) {  // it is no file
+    return std::nullopt;
+  }
+  const auto format = start.find("\"format\": \"tessera-checkpoint\"");
+  const auto found = start.find(kSequence, format);
+  if (format == std::string::npos || found == std::string::npos) return std::nullopt;
+  int64_t sequence = 0;
+  const char* digits = start.data() + found + std::strlen(kSequence);
+  if (std::from_chars(digits, start.data() + start.size(), sequence).ec != std::errc()) return std::nullopt;
+  if (sequence < 0 || sequence >= JsonObject::kMost) return std::nullopt;
+  return sequence;
+}
+
+}  // namespace tessera

@@ -1,0 +1,548 @@
+#include "checkpoint/load/load_state.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <string_view>
+
+#include "checkpoint/format/box.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/format/rank_files.h"
+#include "checkpoint/state/saved_state.h"
+#include "checkpoint/format/slice_reader.h"
+#include "core/runtime/quiet.h"
+#include "offload/disk/disk_pager.h"
+
+namespace tessera {
+namespace {
+
+// What does not fit, by kind: all told at once.
+using Misfits = std::map<std::string, std::vector<std::string>>;
+
+void throw_if_any(const Misfits& misfits) {
+  if (misfits.empty()) return;
+  constexpr size_t kMost = 100;
+  std::string message = "it does not fit:";
+  for (const auto& [kind, texts] : misfits) {
+    message += "\n  " + kind + ":";
+    for (size_t i = 0; i < std::min(texts.size(), kMost); ++i) message += (i > 0 ? ", " : " ") + texts[i];
+    if (texts.size() > kMost) message += ", and " + std::to_string(texts.size() - kMost) + " more";
+  }
+  throw CheckpointMismatch(message);
+}
+
+template <class Values>
+Values reversed(Values values) {
+  std::reverse(values.begin(), values.end());
+  return values;
+}
+
+// Throws what a write to it would, and writes nothing.
+void write_nothing(const at::Tensor& target) {
+  const WritesTo scope(target);
+  target.as_strided({0}, {1}).fill_(0);
+}
+
+// Why nobody can write to a buffer; "" if one can. Of no version: what autograd has saved stays usable.
+std::string what_keeps(const at::Tensor& buffer) try {
+  write_nothing(buffer.data());
+  return "";
+} catch (const c10::Error& error) {
+  return error.what_without_backtrace();
+}
+
+// Inside summon_full_params(), say, nobody may write to shards.
+void require_writable(const NamedShard& shard) {
+  if (DiskPager::of(shard.tensor) == nullptr) {
+    write_nothing(shard.tensor.detach());
+  } else if (Page& page = *page_of(shard.tensor); !page.is_writable()) {
+    page.pager()->refuse(page, shard.tensor, "load_checkpoint");
+  }
+}
+
+class Loader {
+ public:
+  Loader(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
+         const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options)
+      : manifest_(manifest),
+        saved_(manifest.saved),
+        model_(model),
+        shards_(in_dense_order(model.named_shards())),
+        buffers_(local_buffers(model)),
+        beside_(beside),
+        shards_beside_(shards_beside(beside)),
+        options_(options),
+        reader_(manifest.saved, {}, storage_of(manifest.saved.directory).reading_threads()) {
+    if (optimizer != nullptr) optimizer_.emplace(shards_, *optimizer);
+  }
+
+  // Changes nothing.
+  void read() {
+    match_model();
+    if (optimizer_) match_optimizer();
+    match_beside();
+    if (options_.rng && manifest_.world_size == model_.comm()->size())
+      generators_ = generators_of(manifest_, model_.comm()->rank());
+    match_generators();
+    match_writable();
+    throw_if_any(misfits_);
+    // Before anything has changed.
+    for (const auto* shards : {&shards_, &shards_beside_})
+      for (const NamedShard& shard : *shards) require_writable(shard);
+    read_model();
+    if (optimizer_) read_optimizer();
+    for (const auto& [shard, saved] : found_beside_)
+      tensors_.emplace_back(shard->tensor, want_shard(saved.name, *shard, saved.transposed));
+    reader_.fetch();
+    check_tied();
+    check_states();
+    // As the steps before have left it, so that training goes on as if it had not been interrupted.
+    for (auto& [target, value] : tensors_)
+      if (optimizer_) value = optimizer_->as_kept(target, value);
+  }
+
+  // Nothing in it can fail but memory that ends.
+  void apply() {
+    for (auto& [target, value] : tensors_) {
+      const WritesTo scope(target);
+      target.copy_(value);
+    }
+    for (ReadState& read : states_) put_state(read);
+    for (size_t i = 0; takes_options_ && i < manifest_.optimizer->groups.size(); ++i)
+      write_options(optimizer_->whole().param_groups()[i].options(), manifest_.optimizer->groups[i].options);
+    if (optimizer_) complete_states();
+    for (const auto& stateful : beside_)
+      if (const auto saved = manifest_.beside.find(stateful->state_name()); saved != manifest_.beside.end())
+        stateful->load_state_values(saved->second);
+    set_generator_states(generators_, model_.comm()->device());
+  }
+
+  int64_t bytes_read() const { return reader_.bytes_read(); }
+  const LoadReport& report() const { return report_; }
+
+ private:
+  static bool is_of_model(const SavedTensor& tensor) {
+    return tensor.kind == TensorKind::kParameter || tensor.kind == TensorKind::kBuffer;
+  }
+
+  // What the model calls a saved tensor, "" if it is to be left out.
+  std::string renamed(const std::string& name) const { return options_.rename ? options_.rename(name) : name; }
+
+  // By what the model calls them, the names that tensors are saved under.
+  std::map<std::string, std::string> names_in_model() {
+    std::map<std::string, std::string> names;
+    auto add = [&](const std::string& name, const std::string& saved) {
+      const std::string own = renamed(name);
+      if (own.empty()) return left_out_.insert(saved), void();
+      const auto [found, added] = names.try_emplace(own, saved);
+      if (!added && found->second != saved)
+        misfits_["two names become one"].push_back(found->second + " and " + saved + " become " + own);
+    };
+    for (const auto& [name, tensor] : saved_.tensors)
+      if (is_of_model(tensor)) add(name, name);
+    for (const auto& [name, tensor] : saved_.tensors)
+      for (const auto& alias : tensor.aliases) add(alias, name);
+    return names;
+  }
+
+  bool is_transposed(const std::string& saved) const { return options_.transposed && options_.transposed(saved); }
+  bool converts(at::ScalarType from, at::ScalarType to) const {
+    return options_.convert_dtypes && at::isFloatingType(from) && at::isFloatingType(to);
+  }
+
+  void match_tensor(const NamedShard& own, const std::string& saved) {
+    match_tensor(own, saved, is_of_model(saved_.tensors.at(saved)) && is_transposed(saved));
+  }
+
+  void match_tensor(const NamedShard& own, const std::string& saved, bool transposed) {
+    const SavedTensor& tensor = saved_.tensors.at(saved);
+    const auto shape = transposed ? reversed(tensor.shape) : tensor.shape;
+    if (shape != own.sizes || (transposed && shape.size() != 2))
+      misfits_["other shapes"].push_back(own.fqn + " is " + to_string(shape) + (transposed ? " transposed" : "") +
+                                         ", the model has " + to_string(own.sizes));
+    const at::ScalarType dtype = own.tensor.scalar_type();
+    if (tensor.dtype != dtype && !converts(tensor.dtype, dtype))
+      misfits_["other dtypes"].push_back(
+          own.fqn + " is " + c10::toString(tensor.dtype) + ", the model has " + c10::toString(dtype) +
+          (at::isFloatingType(tensor.dtype) && at::isFloatingType(dtype) ? " (LoadOptions::convert_dtypes converts)"
+                                                                         : ""));
+  }
+
+  void match_model() {
+    const auto names = names_in_model();
+    std::set<std::string> used;
+    auto match = [&](const NamedShard& own) {
+      names_of_model_.insert(own.fqn);
+      auto found = names.find(own.fqn);
+      for (size_t i = 0; i < own.aliases.size() && found == names.end(); ++i) found = names.find(own.aliases[i]);
+      if (found == names.end()) {
+        if (options_.strict) misfits_["missing from the checkpoint"].push_back(own.fqn);
+        report_.missing.push_back(own.fqn);
+        return;
+      }
+      saved_names_.insert({own.fqn, found->second});
+      orders_.emplace(found->second, memory_order(own.sizes, own.strides));
+      used.insert(found->second);
+      match_tensor(own, found->second);
+      for (const auto& alias : own.aliases)  // other programs write a tensor under each of its names
+        if (const auto other = names.find(alias); other != names.end() && other->second != found->second) {
+          if (!used.insert(other->second).second) continue;
+          match_tensor(own, other->second);
+          tied_names_.emplace(own.fqn, other->second);
+        }
+    };
+    std::for_each(shards_.begin(), shards_.end(), match);
+    std::for_each(buffers_.begin(), buffers_.end(), match);
+    for (const auto& [name, tensor] : saved_.tensors) {
+      if (!is_of_model(tensor) || used.contains(name) || left_out_.contains(name)) continue;
+      if (options_.strict) misfits_["not in the model"].push_back(name);
+      report_.unexpected.push_back(name);
+    }
+  }
+
+  // The name that a tensor of the model is saved under; its own if it is not, unless that may now be another tensor's.
+  std::string saved_name(const std::string& name) const {
+    const auto found = saved_names_.find(name);
+    if (found != saved_names_.end()) return found->second;
+    return options_.rename ? "" : name;
+  }
+
+  static bool have_same_bytes(const at::Tensor& a, const at::Tensor& b) {
+    const at::Tensor one = a.contiguous(), two = b.contiguous();
+    return one.nbytes() == two.nbytes() &&
+           (one.nbytes() == 0 || std::memcmp(one.const_data_ptr(), two.const_data_ptr(), one.nbytes()) == 0);
+  }
+
+  // What is saved several times of what the model has once has to be the same.
+  void check_tied() const {
+    Misfits misfits;
+    for (const auto& [own, other, value, other_value] : tied_values_)
+      if (!have_same_bytes(value, other_value))
+        misfits["tied in the model, saved with other values"].push_back(saved_name(own) + " and " + other);
+    for (const auto& [own, value, once] : expanded_)
+      if (!have_same_bytes(value, once.expand_as(value)))
+        misfits["expanded in the model, saved with several values"].push_back(saved_name(own));
+    throw_if_any(misfits);
+  }
+
+  // An optimizer's parameter that only one side has.
+  void differs(const std::string& text) {
+    (options_.strict ? misfits_["optimizer"] : report_.optimizer).push_back(text);
+  }
+
+  void match_optimizer() {
+    auto misfit = [&](const std::string& text) { misfits_["optimizer"].push_back(text); };
+    if (!manifest_.optimizer) return misfit("the checkpoint was saved without one");
+    const SavedOptimizer& saved = *manifest_.optimizer;
+    if (saved.kind != optimizer_->kind())
+      return misfit("the checkpoint's is " + saved.kind + ", this is " + optimizer_->kind());
+    auto& groups = optimizer_->whole().param_groups();
+    takes_options_ = saved.groups.size() == groups.size();
+    if (!takes_options_) {
+      differs("the checkpoint's has " + std::to_string(saved.groups.size()) + " groups, this has " +
+              std::to_string(groups.size()));
+      if (options_.strict) return;
+    }
+    for (const auto& group : saved.groups) saved_parameters_.insert(group.parameters.begin(), group.parameters.end());
+    std::set<std::string> optimized;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      const std::string group = "group " + std::to_string(i);
+      std::set<std::string> expected;
+      if (takes_options_) expected.insert(saved.groups[i].parameters.begin(), saved.groups[i].parameters.end());
+      for (const std::string& name : optimizer_->groups()[i]) {
+        optimized.insert(saved_name(name));
+        if (expected.erase(saved_name(name)) == 0 && takes_options_) differs(group + " did not have " + name);
+      }
+      for (const auto& name : expected)
+        if (!left_out_.contains(name)) differs(group + " had " + name);
+      if (takes_options_) match_options(groups[i].options(), saved.groups[i].options, group);
+    }
+    match_states(optimized);
+  }
+
+  void match_options(const torch::optim::OptimizerOptions& options, const OptionList& saved, const std::string& group) {
+    const OptionList own = read_options(options);
+    for (const auto& [name, value] : saved)
+      if (std::none_of(own.begin(), own.end(), [&, &key = name, &option = value](const auto& entry) {
+            return entry.first == key && entry.second.index() == option.index();
+          }))
+        misfits_["optimizer"].push_back(group + ": the option '" + name + "' is not this optimizer's");
+  }
+
+  static bool fits(const std::string& key, const std::vector<int64_t>& parameter, const std::vector<int64_t>& state) {
+    const StateForm form = form_of_state(key);
+    if ((form == StateForm::kRows || form == StateForm::kColumns) && parameter.size() < 2) return false;
+    return state == state_sizes(key, parameter);
+  }
+
+  // What is saved of the state of each parameter that is optimized.
+  void match_states(const std::set<std::string>& optimized) {
+    for (const auto& [name, tensor] : saved_.tensors) {
+      if (tensor.kind != TensorKind::kState) continue;
+      const auto dot = name.find('.', 6);  // "optim.<key>.<fqn>"; keys have no dots
+      if (!name.starts_with("optim.") || dot == std::string::npos) {
+        misfits_["optimizer"].push_back("'" + name + "' is not the name of a state");
+        continue;
+      }
+      const std::string fqn = name.substr(dot + 1);
+      if (!optimized.contains(fqn)) {
+        if (left_out_.contains(fqn)) continue;
+        if (options_.strict) misfits_["optimizer"].push_back("it has no parameter for the state " + name);
+        report_.unexpected.push_back(name);
+        continue;
+      }
+      const auto parameter = saved_.tensors.find(fqn);
+      const std::string key = name.substr(6, dot - 6);
+      if (parameter == saved_.tensors.end() || !fits(key, parameter->second.shape, tensor.shape))
+        misfits_["optimizer"].push_back(name + " is " + to_string(tensor.shape) + ", unlike the parameter");
+      else if (form_of_state(key) != StateForm::kElements && is_transposed(fqn))
+        misfits_["optimizer"].push_back(name + " cannot be transposed: it is not in the parameter's shape");
+      else if (form_of_state(key) == StateForm::kBlocks)
+        match_order(name, fqn);
+      state_keys_[fqn].push_back(key);
+    }
+  }
+
+  // Of blocks, which are of elements that lie side by side, and cannot be put together anew without rounding.
+  void match_order(const std::string& state, const std::string& parameter) {
+    const SavedTensor& saved = saved_.tensors.at(parameter);
+    const auto own = orders_.find(parameter);
+    if (!saved_.by_rank || own == orders_.end()) return;
+    std::vector<int64_t> order = saved.order;
+    if (order.empty())
+      for (size_t d = 0; d < saved.shape.size(); ++d) order.push_back(static_cast<int64_t>(d));
+    if (own->second != order)
+      misfits_["optimizer"].push_back(state + " is of blocks in the order of memory " + to_string(order) + " of '" +
+                                      parameter + "', the model has it in " + to_string(own->second));
+  }
+
+  // A checkpoint may have more than is asked for, as it may have an optimizer.
+  void match_beside() {
+    auto missing = [&](const std::string& name) {
+      if (options_.strict) misfits_["missing from the checkpoint"].push_back(name);
+      report_.missing.push_back(name);
+    };
+    for (const auto& stateful : beside_) {
+      const auto saved = manifest_.beside.find(stateful->state_name());
+      if (saved == manifest_.beside.end()) {
+        missing("the state '" + stateful->state_name() + "'");
+        continue;
+      }
+      try {
+        stateful->check_state_values(saved->second);
+      } catch (const std::invalid_argument& error) {
+        misfits_["beside the model"].emplace_back(error.what());
+      }
+    }
+    for (const NamedShard& shard : shards_beside_) {
+      const SavedBeside beside = saved_beside(shard.fqn);
+      const auto saved = saved_.tensors.find(beside.name);
+      if (saved == saved_.tensors.end() || saved->second.kind != TensorKind::kBeside) {
+        missing(shard.fqn);
+        continue;
+      }
+      match_tensor(shard, beside.name, beside.transposed);
+      found_beside_.emplace_back(&shard, beside);
+    }
+  }
+
+  struct SavedBeside {
+    std::string name;
+    bool transposed = false;
+  };
+
+  // What a tensor beside the model is saved as. One of a parameter's name, an average, follows the parameter: to the
+  // name that it was saved under, and to none where it was left out.
+  SavedBeside saved_beside(const std::string& own) const {
+    const auto dot = own.find('.', std::string_view("beside.").size());  // "beside.<state_name>.<fqn>"
+    const std::string start = own.substr(0, dot + 1), fqn = own.substr(dot + 1);
+    if (!names_of_model_.contains(fqn)) return {own};
+    const std::string saved = saved_name(fqn);
+    return {start + saved, !saved.empty() && is_transposed(saved)};
+  }
+
+  void match_generators() {
+    if (generators_.empty()) return;
+    const auto own = generator_states(model_.comm()->device());
+    for (const auto& [device, bytes] : generators_)
+      if (const auto found = own.find(device); found != own.end() && found->second.size() != bytes.size())
+        misfits_["random generators"].push_back("the state for " + device +
+                                                " is another libtorch's; load with rng = false");
+  }
+
+  // Shards have a check of their own.
+  void match_writable() {
+    for (const LocalTensor& buffer : buffers_)
+      if (saved_names_.contains(buffer.fqn))
+        if (const std::string reason = what_keeps(model_.named_buffers()[buffer.fqn]); !reason.empty())
+          misfits_["cannot be written to"].push_back(buffer.fqn + " (" + reason + ")");
+  }
+
+  // The elements that a shard holds, in host memory: shaped like shard.tensor, of the saved dtype. There once they are
+  // fetched.
+  at::Tensor want_shard(const std::string& name, const NamedShard& shard, bool transposed) {
+    const auto [tensor, elements] = host_like(shard, saved_.tensors.at(name).dtype);
+    const auto strides = transposed ? reversed(shard.strides) : shard.strides;
+    for (const Segment& segment : segments_of(shard.sizes, shard.strides, shard.held)) {
+      Box box = segment.box;
+      if (transposed) box = {reversed(box.offsets), reversed(box.sizes)};
+      reader_.want(name, box, elements.mutable_data_ptr(), strides, shard.held.begin);
+    }
+    return tensor;
+  }
+
+  void read_model() {
+    for (const NamedShard& shard : shards_)
+      if (const auto found = saved_names_.find(shard.fqn); found != saved_names_.end()) {
+        const at::Tensor value = want_shard(found->second, shard, is_transposed(found->second));
+        want_once(shard.fqn, shard.tensor, value);
+        want_tied(shard, value);
+      }
+    for (const LocalTensor& buffer : buffers_) {
+      const auto found = saved_names_.find(buffer.fqn);
+      if (found == saved_names_.end()) continue;
+      const bool transposed = is_transposed(found->second);
+      const auto sizes = transposed ? reversed(buffer.sizes) : buffer.sizes;
+      const at::Tensor value =
+          at::empty(sizes, at::TensorOptions(at::kCPU).dtype(saved_.tensors.at(found->second).dtype));
+      if (value.numel() > 0)
+        reader_.want(found->second, whole_box(sizes), value.mutable_data_ptr(), row_major_strides(sizes), 0);
+      const at::Tensor taken = transposed ? value.t() : value;
+      want_once(buffer.fqn, model_.named_buffers()[buffer.fqn], taken);
+      want_tied(buffer, taken);
+    }
+  }
+
+  // Each element of an expanded one is written once.
+  void want_once(const std::string& fqn, at::Tensor target, const at::Tensor& value) {
+    at::Tensor once = value;
+    for (int64_t d = 0; d < target.dim(); ++d)
+      if (target.size(d) > 1 && target.stride(d) == 0) target = target.narrow(d, 0, 1), once = once.narrow(d, 0, 1);
+    tensors_.emplace_back(target, once);
+    if (once.numel() != value.numel()) expanded_.push_back({fqn, value, once});
+  }
+
+  void want_tied(const NamedShard& own, const at::Tensor& value) {
+    const auto [begin, end] = tied_names_.equal_range(own.fqn);
+    for (auto tied = begin; tied != end; ++tied)
+      tied_values_.push_back(
+          {own.fqn, tied->second, value, want_shard(tied->second, own, is_transposed(tied->second))});
+  }
+
+  struct TiedValues {
+    std::string own, other;  // the model's name, and the other saved one
+    at::Tensor value, other_value;
+  };
+
+  struct Expanded {
+    std::string own;  // the model's name
+    at::Tensor value, once;
+  };
+
+  void read_optimizer() {
+    for (const NamedShard& shard : shards_) {
+      if (!optimizer_->keeps(shard)) continue;
+      const std::string name = saved_name(shard.fqn);
+      if (!saved_parameters_.contains(name)) continue;  // not strict: its state stays
+      ReadState& state = states_.emplace_back(ReadState{&shard, name, {}});
+      const auto numbers = manifest_.optimizer->numbers.find(name);
+      if (numbers != manifest_.optimizer->numbers.end())
+        state.values.numbers.assign(numbers->second.begin(), numbers->second.end());
+      for (const auto& key : state_keys_[name])
+        state.values.tensors.emplace_back(
+            key, want_shard(state_name(key, name), state_shard(key, shard, *model_.comm()), is_transposed(name)));
+    }
+  }
+
+  struct ReadState {
+    const NamedShard* shard;
+    std::string name;  // that the parameter is saved under
+    ParameterState values;
+
+    bool is_empty() const { return values.numbers.empty() && values.tensors.empty(); }
+  };
+
+  // Of what was fetched: put_state() will not fail.
+  void check_states() const {
+    for (const ReadState& read : states_) try {
+        if (!read.is_empty()) static_cast<void>(make_state(optimizer_->state_kind(), read.values));
+      } catch (const std::invalid_argument& error) {
+        throw CheckpointError("the optimizer's state of '" + read.name + "': " + error.what());
+      }
+  }
+
+  // A state goes with its parameter, which may be in another group here, of other options.
+  void complete_states() {
+    auto& states = optimizer_->whole().state();
+    for (auto& group : optimizer_->whole().param_groups())
+      for (const at::Tensor& parameter : group.params())
+        if (const auto state = states.find(parameter.unsafeGetTensorImpl()); state != states.end())
+          complete_state(*state->second, group.options());
+  }
+
+  // The one before goes first, so that a device never has two of a parameter.
+  void put_state(ReadState& read) {
+    auto& [shard, name, values] = read;
+    optimizer_->set_state(*shard, nullptr);
+    for (auto& [key, tensor] : values.tensors) {
+      const at::ScalarType dtype = tensor.scalar_type(), own = shard->tensor.scalar_type();
+      const bool follows =
+          form_of_state(key) == StateForm::kElements && dtype == saved_.tensors.at(name).dtype && converts(dtype, own);
+      tensor = tensor.to(shard->tensor.device(), follows ? own : dtype);
+    }
+    if (!read.is_empty()) optimizer_->set_state(*shard, make_state(optimizer_->state_kind(), values));
+    values = {};
+  }
+
+  const Manifest& manifest_;
+  const SavedTensors& saved_;
+  ModelShards& model_;
+  const std::vector<NamedShard> shards_;
+  const std::vector<LocalTensor> buffers_;
+  const std::vector<std::shared_ptr<Stateful>>& beside_;
+  const std::vector<NamedShard> shards_beside_;
+  const LoadOptions& options_;
+  SliceReader reader_;
+  std::optional<NamedOptimizer> optimizer_;
+  GeneratorStates generators_;                          // none: they are not restored
+  std::map<std::string, std::string> saved_names_;      // of what the model and the checkpoint have
+  std::map<std::string, std::vector<int64_t>> orders_;  // of memory, that the model has it in, by saved name
+  std::multimap<std::string, std::string> tied_names_;  // to the model's names, further saved ones of the same tensor
+  std::set<std::string> names_of_model_;                // each tensor's first
+  std::set<std::string> left_out_;                      // saved names that `rename` has no name for
+  std::vector<std::pair<const NamedShard*, SavedBeside>> found_beside_;
+  std::map<std::string, std::vector<std::string>> state_keys_;
+  std::set<std::string> saved_parameters_;  // of the saved optimizer
+  bool takes_options_ = false;              // hyper-parameters too
+  Misfits misfits_;
+  LoadReport report_;
+  // What was read, and what it is for.
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors_;
+  std::vector<TiedValues> tied_values_;
+  std::vector<Expanded> expanded_;
+  std::vector<ReadState> states_;
+};
+
+}  // namespace
+
+void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
+                const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
+                const std::string& what) {
+  const Quiet quiet;
+  std::optional<Loader> loader;
+  on_all_ranks(*model.comm(), what, [&] { loader.emplace(manifest, model, optimizer, beside, options).read(); });
+  loader->apply();
+  // Ranks that are threads share generators: one that went on would find its own turned back by one that lags.
+  model.comm()->barrier(what);
+  if (options.bytes_read != nullptr) *options.bytes_read = loader->bytes_read();
+  if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();
+}
+
+}  // namespace tessera

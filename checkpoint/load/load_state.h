@@ -1,0 +1,24 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/format/manifest.h"
+#include "checkpoint/options.h"
+#include "core/model/model_shards.h"
+#include "core/model/stateful.h"
+
+namespace tessera {
+
+// Compares what is saved with the model, the optimizer (may be null) and what is beside them, reads and verifies this
+// rank's part of it into host memory, and, when all ranks have, puts it in place; before that nothing is changed.
+// Collective. Throws on all ranks, `what` first: CheckpointError that lists all that does not fit, or what cannot be
+// read.
+void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Optimizer* optimizer,
+                const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
+                const std::string& what);
+
+}  // namespace tessera

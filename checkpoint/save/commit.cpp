@@ -1,0 +1,88 @@
+#include "checkpoint/save/commit.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <random>
+#include <thread>
+
+#include "checkpoint/format/errors.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/storage/storage.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What a local path leads to, absolute, as whoever reads from it finds it: behind a symbolic link ".." is the folder
+// that the link's own target is in, which its text does not tell.
+fs::path where_it_leads(const fs::path& path) {
+  const fs::path whole = fs::absolute(path);
+  if (std::find(whole.begin(), whole.end(), "..") == whole.end()) return whole.lexically_normal();
+  std::error_code error;
+  const fs::path found = fs::weakly_canonical(whole, error);
+  if (error) throw CheckpointError(path.string() + ": looking at: " + error.message());
+  return found;
+}
+
+// Without a slash at its end, and absolute where it is local.
+fs::path normal(const fs::path& target) {
+  if (target.empty()) return target;
+  std::string text = is_remote(target) ? target.native() : where_it_leads(target).native();
+  while (text.size() > 1 && text.ends_with('/') && !text.ends_with("://")) text.pop_back();
+  return text;
+}
+
+}  // namespace
+
+uint64_t draw_checkpoint_id() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+PartialCheckpoint::PartialCheckpoint(const fs::path& target) : target_(normal(target)), id_(draw_checkpoint_id()) {
+  // Nor is what a save that is under way is called, and would be cleared away as; nor what makes its folder look like
+  // a checkpoint; nor is "s3://bucket".
+  const std::string name = target_.filename().string();
+  const bool is_taken =
+      name == kManifestName || name == kDraftName ||
+      (name.starts_with('.') && (name.find(kSaving) != std::string::npos || name.find(kMaking) != std::string::npos));
+  const size_t start = scheme_of(target_).size() + 3;
+  if (!target_.has_filename() || is_taken || (is_remote(target_) && target_.native().size() <= start) ||
+      (scheme_of(target_) == "s3" && target_.native().find('/', start) == std::string::npos))
+    throw CheckpointError(target.string() + ": is not a name for a checkpoint");
+}
+
+void PartialCheckpoint::complete(Manifest& manifest) const {
+  manifest.id = manifest.saved.id = id_;
+  manifest.folder.clear();
+  manifest.sequence = 1;
+  for (const auto& other : checkpoints_in(folder()))
+    manifest.sequence = std::max(manifest.sequence, peek_sequence(other).value_or(0) + 1);
+  check_saved_tensors(manifest.saved, path_.string());
+}
+
+std::unique_ptr<PartialCheckpoint> PartialCheckpoint::begin(const fs::path& target,
+                                                            const std::function<void()>& progress) {
+  return is_remote(target) ? begin_remote_checkpoint(target, progress) : begin_local_checkpoint(target, progress);
+}
+
+void remove_old_checkpoints(const fs::path& folder, int keep) {
+  auto [needless, damaged] = find_checkpoints(folder);
+  needless.resize(needless.size() - std::min(needless.size(), static_cast<size_t>(keep)));
+  std::copy_if(damaged.begin(), damaged.end(), std::back_inserter(needless), &holds_nothing_else);
+  for (const auto& each : needless) is_remote(folder) ? remove_remote_checkpoint(each) : remove_local_checkpoint(each);
+  is_remote(folder) ? clear_remote_leftovers(folder) : clear_local_leftovers(folder);
+}
+
+ReadLock::ReadLock(const fs::path& checkpoint) {
+  if (is_remote(checkpoint)) return;
+  // Whoever has it for himself has just completed it, or is about to remove it, and not for long.
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+  while (lock_.take_shared(checkpoint / kManifestName) == LockOutcome::kHeldByOther &&
+         std::chrono::steady_clock::now() < end)
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+}
+
+}  // namespace tessera

@@ -1,0 +1,71 @@
+#include "checkpoint/save/group_saves.h"
+
+#include <c10/util/Exception.h>
+
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+// The one piece of global state of saves.
+std::mutex saves_mutex;
+using SavesByGroup = std::map<std::weak_ptr<Communicator>, GroupSaves, std::owner_less<std::weak_ptr<Communicator>>>;
+SavesByGroup& saves_by_group() {
+  // Not destroyed, since pinned memory is not to be freed when the device's library has ended.
+  static auto& map = *new SavesByGroup;
+  std::erase_if(map, [](const auto& entry) { return entry.first.expired(); });
+  return map;
+}
+
+std::vector<std::shared_ptr<Removal>> removals() {
+  std::vector<std::shared_ptr<Removal>> all;
+  const std::lock_guard lock(saves_mutex);
+  for (const auto& [group, saves] : saves_by_group())
+    if (saves.removal) all.push_back(saves.removal);
+  return all;
+}
+
+}  // namespace
+
+Removal::Removal(std::function<void()> remove, std::shared_ptr<Removal> before)
+    : thread_([this, remove = std::move(remove), before = std::move(before)]() mutable {
+        if (before) before->join();
+        before.reset();
+        try {
+          remove();
+        } catch (const std::exception& error) {
+          TORCH_WARN(error.what());
+        }
+        remove = nullptr;
+        ended_ = true;
+      }) {}
+
+void Removal::join() {
+  const std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) return;
+  if (::getpid() == process_)
+    thread_.join();
+  else
+    thread_.detach();  // of the process that this one was forked from: there is no such thread here
+}
+
+void await_removals_at_exit(const std::string& scheme) {
+  static auto& schemes = *new std::set<std::string>;
+  const std::lock_guard lock(saves_mutex);
+  if (!schemes.insert(scheme).second) return;
+  std::atexit([] {
+    for (const auto& removal : removals()) removal->join();
+  });
+}
+
+void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::function<void(GroupSaves&)>& visit) {
+  const std::lock_guard lock(saves_mutex);
+  visit(saves_by_group()[comm]);
+}
+
+}  // namespace tessera

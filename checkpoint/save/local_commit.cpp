@@ -1,0 +1,241 @@
+// Checkpoints in local folders: written in a temporary one, which gets the checkpoint's name by a rename.
+#include <c10/util/Exception.h>
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/load/find_checkpoints.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr auto kMakingTakes = std::chrono::minutes(5);
+// Where there are no locks, how long nobody must have written to a directory for it to be abandoned.
+constexpr auto kWithoutLocks = std::chrono::hours(24);
+
+// A target's temporary directory: hidden, beside it.
+std::string hidden_prefix(const fs::path& target) { return "." + target.filename().string() + "."; }
+fs::path hidden_name(const fs::path& target, uint64_t id, const char* stage = kSaving) {
+  return target.parent_path() / ("." + target.filename().string() + stage + to_hex(id));
+}
+
+bool is_gone(const fs::path& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() == fs::file_type::not_found;
+}
+
+// By the file system's time: this host's clock may have been set meanwhile, or be another than its server's.
+bool is_older_than(const fs::path& directory, std::chrono::seconds age) {
+  std::error_code error, ignored;
+  const auto written = fs::last_write_time(directory, error);
+  if (error) return false;
+  const fs::path made_now = hidden_name(directory, draw_checkpoint_id(), ".now-");
+  if (!fs::create_directory(made_now, error)) return false;
+  const auto now = fs::last_write_time(made_now, error);
+  fs::remove(made_now, ignored);
+  return !error && now - written > age;
+}
+
+// Whether it was left before it was locked, or is so old that it must have been.
+bool is_left_in_the_making(const fs::path& directory) {
+  FileLock lock;
+  return lock.take_exclusive(directory / kDraftName) != LockOutcome::kHeldByOther &&
+         is_older_than(directory, kMakingTakes);
+}
+
+// Whether nobody is at work on a hidden directory, nor reads what is in it. `lock` then keeps it so.
+bool is_abandoned(const fs::path& directory, FileLock& lock) {
+  std::error_code error;
+  // In this order: a draft becomes the manifest, never the other way.
+  const bool is_draft = fs::exists(directory / kDraftName, error);
+  const fs::path manifest = directory / (is_draft ? kDraftName : kManifestName);
+  if (!fs::exists(manifest, error)) return !is_draft;
+  const LockOutcome outcome = lock.take_exclusive(manifest);
+  if (outcome != LockOutcome::kNoLocks) return outcome == LockOutcome::kTaken;
+  return is_of_ended_process(first_line(manifest)) || is_older_than(directory, kWithoutLocks);
+}
+
+// What is in a checkpoint's directory: what saves have written, or what is the user's own.
+std::vector<fs::path> entries_in(const fs::path& directory, bool of_saves) {
+  std::vector<fs::path> entries;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(directory, ignored)) {
+    const bool is_folder = fs::is_directory(entry.symlink_status(ignored));
+    if (is_of_save(entry.path().filename().string() + (is_folder ? "/" : "")) == of_saves)
+      entries.push_back(entry.path());
+  }
+  return entries;
+}
+
+// From the hidden directory of a checkpoint that was replaced or is to be removed, the user's own goes back under its
+// name to where the checkpoint was. If the process is killed meanwhile, whoever clears the directory away does the
+// rest. What cannot be moved stays where it is, and is told of: what is saved is complete.
+void bring_back_own(const fs::path& hidden) {
+  const std::string name = hidden.filename().string();
+  for (const fs::path& from : entries_in(hidden, /*of_saves=*/false)) {
+    const fs::path folder = hidden.parent_path() / name.substr(1, name.rfind(kSaving) - 1);
+    const fs::path to = folder / from.filename();
+    std::error_code ignored;
+    fs::create_directory(folder, ignored);
+    std::string reason = is_gone(to) ? "" : "there is one already";
+    if (reason.empty()) try {
+        rename_entry(from, to, false);
+        sync_directory(folder);
+      } catch (const CheckpointError& error) {
+        reason = error.what();
+      }
+    if (!reason.empty()) {
+      TORCH_WARN(from.string(), " is of no save, and could not be moved to ", to.string(), ": ", reason);
+    }
+  }
+}
+
+// Removes what saves have written to a hidden directory that nobody needs, and with it the directory; others may be
+// removing it, too. Returns what kept it, or nothing. The lock on its manifest is let go of before that goes: NFS gives
+// a file that is open another name instead, and the directory would stay.
+std::string remove_hidden(const fs::path& directory, FileLock& lock, const std::function<void()>& progress = [] {}) {
+  std::error_code failure;
+  auto remove = [&](const fs::path& path) {
+    std::error_code error, ignored;
+    fs::is_directory(fs::symlink_status(path, ignored)) ? fs::remove_all(path, error) : fs::remove(path, error);
+    if (error && !failure) failure = error;
+  };
+  for (const fs::path& path : entries_in(directory, /*of_saves=*/true))
+    if (const auto name = path.filename(); name != kManifestName && name != kDraftName) remove(path), progress();
+  lock.release();
+  for (const char* name : {kManifestName, kDraftName}) remove(directory / name);
+  std::error_code error;
+  fs::remove(directory, error);
+  return is_gone(directory) ? "" : (failure ? failure : error).message();
+}
+
+// Removes the temporary directories that nobody needs: of one target, or with an empty prefix of all. What cannot be
+// removed stays; it is never taken for a checkpoint.
+void clear_leftovers(const fs::path& folder, const std::string& prefix, const std::function<void()>& progress = [] {}) {
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with('.') || !name.starts_with(prefix) || !entry.is_directory(ignored)) continue;
+    FileLock lock;
+    const bool needless = (name.find(kSaving) != std::string::npos && is_abandoned(entry.path(), lock)) ||
+                          (name.find(kMaking) != std::string::npos && is_left_in_the_making(entry.path()));
+    if (!needless) continue;
+    bring_back_own(entry.path());
+    remove_hidden(entry.path(), lock, progress);
+  }
+}
+
+// Here rather than after everything is written.
+void require_exchange(const fs::path& directory) {
+  const fs::path a = directory / ".part-a", b = directory / ".part-b";
+  std::error_code error;
+  for (const auto& each : {a, b})
+    if (!fs::create_directory(each, error)) throw CheckpointError(each.string() + ": creating: " + error.message());
+  exchange_entries(a, b);
+  for (const auto& each : {a, b}) fs::remove(each, error);
+}
+
+// The lock on the manifest in the directory, a draft until the end, says that somebody is at work on it.
+class LocalPartial : public PartialCheckpoint {
+ public:
+  LocalPartial(const fs::path& target, const std::function<void()>& progress);
+  // Removes what was not committed, or the checkpoint that was replaced, unless somebody reads it.
+  ~LocalPartial() override;
+  void commit(Manifest manifest) override;
+
+ private:
+  FileLock lock_;
+};
+
+LocalPartial::LocalPartial(const fs::path& target, const std::function<void()>& progress) : PartialCheckpoint(target) {
+  std::error_code error;
+  const fs::path folder = target_.parent_path();
+  make_directories(folder);
+  const auto status = fs::symlink_status(target_, error);
+  if (fs::exists(status) && !fs::is_directory(status))
+    throw CheckpointError(target_.string() + ": exists and is not a directory");
+  if (fs::is_directory(status) && !fs::is_empty(target_, error) && !peek_sequence(target_) &&
+      !holds_nothing_else(target_))
+    throw CheckpointError(target_.string() +
+                          ": is a directory that holds something else than a checkpoint; it is left as it is");
+  clear_leftovers(folder, hidden_prefix(target_), progress);
+  // It gets the name that others clear away when it is locked.
+  path_ = hidden_name(target_, id_, kMaking);
+  if (!fs::create_directory(path_, error)) throw CheckpointError(path_.string() + ": creating: " + error.message());
+  try {
+    write_text(path_ / kDraftName, process_name() + "\n");
+    // Another job may hold it for a moment, to see whether this has been left.
+    while (lock_.take_exclusive(path_ / kDraftName) == LockOutcome::kHeldByOther)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (fs::is_directory(status) && !fs::is_empty(target_, error)) require_exchange(path_);
+    const fs::path locked = hidden_name(target_, id_);
+    rename_entry(path_, locked, false);
+    path_ = locked;
+  } catch (...) {
+    remove_hidden(path_, lock_);
+    throw;
+  }
+}
+
+LocalPartial::~LocalPartial() {
+  FileLock replaced;
+  if (is_committed_ && !is_abandoned(path_, replaced)) return;
+  remove_hidden(path_, is_committed_ ? replaced : lock_);  // else by the next save of this name
+}
+
+void LocalPartial::commit(Manifest manifest) {
+  complete(manifest);
+  {
+    const std::string text = format_manifest(manifest);
+    const File draft = open_file_to_write(path_ / kDraftName);
+    draft.resize(0);
+    draft.write(text.data(), static_cast<int64_t>(text.size()), 0);
+    draft.sync();
+  }
+  rename_entry(path_ / kDraftName, path_ / kManifestName, false);
+  sync_directory(path_);
+  std::error_code error;
+  if (fs::is_directory(target_, error) && !fs::is_empty(target_, error)) {
+    exchange_entries(path_, target_);  // the old one is removed by the destructor
+  } else {
+    rename_entry(path_, target_, fs::is_directory(target_, error));
+  }
+  is_committed_ = true;
+  sync_directory(target_.parent_path());
+  bring_back_own(path_);  // also where somebody still reads what was replaced
+}
+
+}  // namespace
+
+std::unique_ptr<PartialCheckpoint> begin_local_checkpoint(const fs::path& target,
+                                                          const std::function<void()>& progress) {
+  return std::make_unique<LocalPartial>(target, progress);
+}
+
+void remove_local_checkpoint(const fs::path& checkpoint) {
+  FileLock lock;
+  if (lock.take_exclusive(checkpoint / kManifestName) == LockOutcome::kHeldByOther) return;  // it is being read
+  // Renamed to a hidden name first, so that one that is half removed is not taken for whole.
+  const fs::path hidden = hidden_name(checkpoint, draw_checkpoint_id());
+  try {
+    rename_entry(checkpoint, hidden, false);
+  } catch (const CheckpointError&) {
+    if (is_gone(checkpoint)) return;  // another job has removed it
+    throw;
+  }
+  bring_back_own(hidden);
+  if (const std::string error = remove_hidden(hidden, lock); !error.empty())
+    throw CheckpointError(hidden.string() + ": removing: " + error);
+}
+
+void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }
+
+}  // namespace tessera

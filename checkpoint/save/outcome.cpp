@@ -1,0 +1,138 @@
+#include "checkpoint/save/outcome.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <thread>
+
+#include "checkpoint/format/errors.h"
+#include "core/comm/agreement.h"
+#include "core/comm/host_results.h"
+
+namespace tessera {
+namespace {
+
+int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& what) {
+  c10::InferenceMode quiet;
+  const at::Tensor number = at::full({}, own, at::TensorOptions().dtype(at::kLong).device(comm.device()));
+  return reduce_to_host(comm, number, ReduceOp::kMin, what).item<int64_t>();
+}
+
+}  // namespace
+
+// One letter, then the text: 'W' for well, or the kind of failure.
+std::string Outcome::to_text() const { return error.empty() ? "W" + result : std::string(1, kind) + error; }
+
+Outcome Outcome::from_text(const std::string& text) {
+  if (text.empty()) return {.error = "no answer"};
+  if (text[0] == 'W') return {.result = text.substr(1)};
+  return {.kind = static_cast<Kind>(text[0]), .error = text.substr(1)};
+}
+
+Outcome attempt(const std::function<std::string()>& part) {
+  auto named = [](std::string error) { return error.empty() ? std::string("an error without a message") : error; };
+  try {
+    return {.result = part()};
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::invalid_argument& error) {
+    return {.kind = Outcome::kMisuse, .error = named(error.what())};
+  } catch (const CheckpointMismatch& error) {
+    return {.kind = Outcome::kMismatch, .error = named(error.what())};
+  } catch (const StorageUnavailable& error) {
+    return {.kind = Outcome::kUnavailable, .error = named(error.what())};
+  } catch (const CheckpointError& error) {
+    return {.error = named(error.what())};
+  } catch (const c10::Error& error) {
+    return {.kind = Outcome::kOther, .error = named(error.what_without_backtrace())};
+  } catch (const std::bad_alloc&) {
+    return {.kind = Outcome::kOther, .error = "out of memory"};
+  } catch (const std::exception& error) {
+    return {.kind = Outcome::kOther, .error = named(error.what())};
+  }
+}
+
+void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what) {
+  auto failed = [](const Outcome& outcome) { return !outcome.error.empty(); };
+  const auto first = std::find_if(outcomes.begin(), outcomes.end(), failed);
+  if (first == outcomes.end()) return;
+  std::string message = what + ": rank " + std::to_string(first - outcomes.begin()) + ": " + first->error;
+  if (const auto more = std::count_if(first + 1, outcomes.end(), failed); more > 0)
+    message += " (and " + std::to_string(more) + (more == 1 ? " more rank)" : " more ranks)");
+  if (first->kind == Outcome::kMisuse) throw std::invalid_argument(message);
+  if (first->kind == Outcome::kMismatch) throw CheckpointMismatch(message);
+  if (first->kind == Outcome::kUnavailable) throw StorageUnavailable(message);
+  if (first->kind == Outcome::kOther) throw OtherFailure(message);
+  throw CheckpointError(message);
+}
+
+std::vector<std::string> gather_results(Communicator& comm, const Outcome& own, const std::string& what) {
+  std::vector<Outcome> outcomes;
+  for (const auto& text : gather_texts(comm, own.to_text(), what)) outcomes.push_back(Outcome::from_text(text));
+  throw_failures(outcomes, what);
+  std::vector<std::string> results;
+  for (auto& outcome : outcomes) results.push_back(std::move(outcome.result));
+  return results;
+}
+
+void require_success(Communicator& comm, const Outcome& own, const std::string& what) {
+  if (least_over_ranks(comm, own.error.empty() ? 1 : 0, what) == 0) gather_results(comm, own, what);
+}
+
+void on_all_ranks(Communicator& comm, const std::string& what, const std::function<void()>& part) {
+  require_success(comm, attempt([&] { return part(), std::string(); }), what);
+}
+
+void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat& heartbeat,
+                         const std::function<void()>& part) {
+  const auto patience = Heartbeat::kMostTimeouts * comm.timeout();
+  heartbeat.beat();
+  Outcome own;
+  std::mutex mutex;
+  std::condition_variable ended_changed;
+  bool ended = false;
+  const auto run = [&] {
+    const at::NoGradGuard no_grad;
+    Outcome outcome;
+    try {
+      outcome = attempt([&] { return part(), std::string(); });
+    } catch (const CommError& error) {  // not this thread's to throw
+      outcome.error = error.what();
+    }
+    const std::lock_guard lock(mutex);
+    own = std::move(outcome);
+    ended = true;
+    ended_changed.notify_one();
+  };
+  std::jthread thread;
+  const Outcome begun =
+      attempt([&] { return thread = std::jthread(run), std::string(); });  // there may be none to have
+  if (!begun.error.empty()) own = begun, ended = true;
+  auto pause = std::chrono::milliseconds(1);
+  for (bool all_ended = false; !all_ended;
+       pause = std::min({2 * pause, std::chrono::milliseconds(1000), comm.timeout() / 4})) {
+    std::unique_lock lock(mutex);
+    ended_changed.wait_for(lock, pause, [&] { return ended; });
+    const bool own_ended = ended;
+    lock.unlock();
+    const bool is_stuck = !own_ended && heartbeat.is_older_than(patience);
+    enum State : int64_t { kStuck, kGetsOn, kEnded };
+    const int64_t least = least_over_ranks(comm, own_ended ? kEnded : is_stuck ? kStuck : kGetsOn, what);
+    all_ended = least == kEnded;
+    if (least != kStuck) continue;
+    const auto seconds = std::to_string(std::chrono::duration<double>(patience).count());
+    gather_results(comm, {.error = is_stuck ? "gets no further: one step takes longer than " + seconds + " s" : ""},
+                   what);
+  }
+  require_success(comm, own, what);
+}
+
+}  // namespace tessera

@@ -1,0 +1,134 @@
+// Checkpoints in object stores, which neither rename nor lock: each save has a folder of its own in the target,
+// "<target>/<id>/", and writing the manifest, which names it, is the commit.
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "checkpoint/format/checksum.h"
+#include "checkpoint/save/commit.h"
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+#include "checkpoint/load/find_checkpoints.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+// How long a save whose process cannot be seen from here is left alone.
+constexpr int64_t kAbandonedSeconds = int64_t{24} * 3600;
+
+int64_t now_seconds() {
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+// Whether nobody writes there. The draft's two lines: whose it is, and since when.
+bool is_abandoned(const fs::path& save) {
+  const std::string draft = storage_of(save).beginning(save / kDraftName, 1024);
+  if (draft.empty()) return true;
+  const size_t end = draft.find('\n');
+  return is_of_ended_process(draft.substr(0, end)) ||
+         now_seconds() - std::atoll(draft.c_str() + std::min(end, draft.size() - 1)) > kAbandonedSeconds;
+}
+
+// What the manifest names; "" if there is none that can be read.
+std::string named_folder(const fs::path& target) {
+  try {
+    return is_checkpoint(target) ? read_manifest(target).folder : "";
+  } catch (const CheckpointError&) {
+    return "";
+  }
+}
+
+// Drafts are looked for before the manifest is read: a save writes its manifest, and then removes its draft.
+void clear_target(const fs::path& target, const std::function<void()>& progress = [] {}) {
+  const Storage& storage = storage_of(target);
+  std::vector<std::string> abandoned;
+  for (const auto& listed : storage.list(target))
+    if (const std::string name = save_folder(listed); !name.empty() && is_abandoned(target / name))
+      abandoned.push_back(name);
+  if (abandoned.empty()) return;
+  const bool was_complete = is_checkpoint(target);
+  const std::string named = named_folder(target);
+  if (was_complete && named.empty()) return;  // a damaged one, or one that was copied here: nothing is taken from it
+  for (const auto& name : abandoned)
+    if (name != named) storage.remove_all(target / name), progress();
+}
+
+class RemotePartial : public PartialCheckpoint {
+ public:
+  RemotePartial(const fs::path& target, const std::function<void()>& progress) : PartialCheckpoint(target) {
+    const Storage& storage = storage_of(target_);
+    if (!is_checkpoint(target_))
+      for (const auto& listed : storage.list(target_))
+        if (save_folder(listed).empty())
+          throw CheckpointError(target_.string() + ": holds something else than a checkpoint; it is left as it is");
+    clear_target(target_, progress);
+    path_ = target_ / to_hex(id_);
+    storage.put(path_ / kDraftName, process_name() + "\n" + std::to_string(now_seconds()) + "\n", /*durable=*/true);
+  }
+
+  ~RemotePartial() override {
+    const Storage& storage = storage_of(path_);
+    try {
+      if (!has_asked_) storage.remove_all(path_);
+      if (is_committed_)
+        for (const auto& name : replaced_)
+          name.ends_with('/') ? storage.remove_all(target_ / name) : storage.remove(target_ / name);
+    } catch (const std::exception&) {  // the next save of this name clears it away
+    }
+  }
+
+  void commit(Manifest manifest) override {
+    complete(manifest);
+    manifest.folder = path_.filename();
+    const Storage& storage = storage_of(target_);
+    if (is_checkpoint(target_)) find_replaced();
+    has_asked_ = true;
+    try {
+      storage.put(target_ / kManifestName, format_manifest(manifest), /*durable=*/true);
+    } catch (const CheckpointError&) {
+      // Whether it has been written may be unknown: nothing that it names is removed.
+      if (named_folder(target_) != manifest.folder) throw;
+    }
+    is_committed_ = true;
+    storage.remove(path_ / kDraftName);
+  }
+
+ private:
+  // The folder of the checkpoint that is there, or its files, if it was copied from a local folder: never what is not a
+  // save's.
+  void find_replaced() {
+    const std::string named = named_folder(target_);
+    if (!named.empty()) return replaced_.push_back(named + "/");
+    for (const auto& listed : storage_of(target_).list(target_))
+      if (is_of_save(listed) && listed.ends_with(".safetensors")) replaced_.push_back(listed);
+  }
+
+  bool has_asked_ = false;  // for the manifest to be written
+  std::vector<std::string> replaced_;
+};
+
+}  // namespace
+
+std::unique_ptr<PartialCheckpoint> begin_remote_checkpoint(const fs::path& target,
+                                                           const std::function<void()>& progress) {
+  return std::make_unique<RemotePartial>(target, progress);
+}
+
+void remove_remote_checkpoint(const fs::path& checkpoint) {
+  // The manifest first, so that one that is half removed is not taken for whole.
+  const Storage& storage = storage_of(checkpoint);
+  storage.remove(checkpoint / kManifestName);
+  for (const auto& listed : storage.list(checkpoint))
+    if (is_of_save(listed))
+      listed.ends_with('/') ? storage.remove_all(checkpoint / listed) : storage.remove(checkpoint / listed);
+}
+
+void clear_remote_leftovers(const fs::path& folder) {
+  for (const auto& listed : storage_of(folder).list(folder))
+    if (listed.ends_with('/')) clear_target(folder / listed.substr(0, listed.size() - 1));
+}
+
+}  // namespace tessera

@@ -1,0 +1,161 @@
+#include "checkpoint/save/save_coordinator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "checkpoint/format/errors.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSmallWorld = 4;  // up to here rank 0 reads what each rank wrote
+constexpr int kMostMissed = 5;  // beats: then nobody is at work
+
+}  // namespace
+
+Subgroups::Subgroups(int rank, int size)
+    : rank_(rank),
+      size_(size),
+      ranks_(size <= kSmallWorld ? size : static_cast<int>(std::ceil(std::sqrt(static_cast<double>(size))))) {}
+
+int Subgroups::end() const { return std::min(leader() + ranks_, size_); }
+
+SaveCoordinator::SaveCoordinator(std::shared_ptr<Communicator> comm, const std::string& name, std::string what)
+    : comm_(std::move(comm)), what_(std::move(what)), subgroups_(comm_->rank(), comm_->size()), notes_(*comm_, name) {}
+
+// All ranks ask one store: the more they are, the more seldom.
+std::chrono::milliseconds SaveCoordinator::longest_pause() const {
+  return std::chrono::milliseconds(std::max(50, comm_->size() / 50));
+}
+
+std::chrono::milliseconds SaveCoordinator::beat_every() const {
+  return std::min(comm_->timeout() / 8, 20 * longest_pause());
+}
+
+Outcome SaveCoordinator::work(Heartbeat& heartbeat, const std::function<void()>& part) {
+  std::mutex mutex;
+  std::condition_variable ended_changed;
+  bool ended = false;
+  heartbeat.beat();
+  std::jthread others([&] {
+    std::unique_lock lock(mutex);
+    while (!ended_changed.wait_for(lock, beat_every(), [&] { return ended; })) {
+      if (heartbeat.is_older_than(Heartbeat::kMostTimeouts * comm_->timeout())) continue;
+      try {
+        notes_.add("alive", 1);
+      } catch (const CommError&) {  // the store is gone, as this rank gets to know when it has done its part
+        return;
+      }
+    }
+  });
+  struct End {
+    std::function<void()> end;
+    ~End() { end(); }
+  } const end{[&] {
+    const std::lock_guard lock(mutex);
+    ended = true;
+    ended_changed.notify_one();
+  }};
+  return attempt([&] { return part(), std::string(); });
+}
+
+void SaveCoordinator::await(const std::function<bool()>& ready, const std::string& what_for, double patience) {
+  auto last_change = Clock::now();
+  int64_t last_sum = -1;
+  auto pause = std::chrono::milliseconds(1);
+  while (!ready()) {
+    const int64_t sum = notes_.add("alive", 0);
+    if (sum != std::exchange(last_sum, sum)) last_change = Clock::now();
+    const auto silence = Clock::now() - last_change;
+    const bool gives_up = hurries_ && silence > kMostMissed * beat_every();
+    const int ended = silence > patience * kMostMissed * beat_every() ? notes_.ended_rank() : -1;
+    if (ended >= 0) throw CheckpointError(what_for + ": the process of rank " + std::to_string(ended) + " has ended");
+    if (gives_up || silence > patience * comm_->timeout())
+      throw CheckpointError(what_for + (gives_up ? " before the save was given up" : " in time"));
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, longest_pause());
+  }
+}
+
+void SaveCoordinator::leave_outcome(const Outcome& outcome) {
+  if (outcome.error.empty()) return;
+  notes_.leave("outcome/" + std::to_string(comm_->rank()), outcome.to_text());
+  notes_.add("failed", 1);
+}
+
+// Waits until the subgroup's ranks have written, and merges what they wrote.
+void SaveCoordinator::lead_subgroup(Heartbeat& heartbeat, const std::function<void()>& merge) {
+  const std::string written = "written/" + std::to_string(subgroups_.leader());
+  try {
+    await([&] { return notes_.add(written, 0) == subgroups_.end() - subgroups_.leader(); }, "");
+    if (notes_.add("failed", 0) == 0) leave_outcome(work(heartbeat, merge));
+  } catch (const CheckpointError& error) {
+    int rank = subgroups_.leader();
+    while (rank < subgroups_.end() && notes_.find("ended/" + std::to_string(rank))) ++rank;
+    const std::string who = rank < subgroups_.end() ? "rank " + std::to_string(rank) + " did not finish writing"
+                                                    : std::string("a rank did not finish");
+    leave_outcome({.error = what_ + ": " + who + error.what()});
+  }
+  notes_.remove(written);
+  notes_.add("groups", 1);
+}
+
+// Waits for the leaders, and commits if all went well.
+Outcome SaveCoordinator::commit_all(Heartbeat& heartbeat, const std::function<void()>& commit) {
+  return attempt([&] {
+    await([&] { return notes_.add("groups", 0) == subgroups_.count(); }, what_ + ": a group of ranks did not finish",
+          1.2);  // its leader says who, if it can
+    std::vector<Outcome> outcomes(comm_->size());
+    if (notes_.add("failed", 0) > 0)
+      for (int rank = 0; rank < comm_->size(); ++rank)
+        if (const auto text = notes_.find("outcome/" + std::to_string(rank)))
+          outcomes[rank] = Outcome::from_text(*text);
+    throw_failures(outcomes, what_);
+    throw_failures({work(heartbeat, commit)}, what_);
+    return std::string();
+  });
+}
+
+// Rank 0's process serves the store, mostly: it stays until all have read. One that is lost does not matter now.
+void SaveCoordinator::remove_notes() {
+  notes_.remove("ended/" + std::to_string(comm_->rank()));
+  notes_.remove("outcome/" + std::to_string(comm_->rank()));
+  notes_.add("read", 1);
+  if (comm_->rank() != 0) return;
+  try {
+    await([&] { return notes_.add("read", 0) == comm_->size(); }, "");
+  } catch (const CheckpointError&) {
+    return;
+  }
+  for (const char* name : {"result", "failed", "groups", "alive", "read"}) notes_.remove(name);
+}
+
+Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const std::function<void()>& merge_subgroup,
+                                const std::function<void()>& commit) {
+  leave_outcome(own);
+  notes_.leave("ended/" + std::to_string(comm_->rank()), "");
+  notes_.add("written/" + std::to_string(subgroups_.leader()), 1);
+  notes_.add("alive", 1);
+  if (comm_->rank() == subgroups_.leader()) lead_subgroup(heartbeat, merge_subgroup);
+  Outcome result;
+  if (comm_->rank() == 0) {
+    result = commit_all(heartbeat, commit);
+    if (!result.error.empty()) hurry();  // whoever has failed may be gone and read nothing
+    notes_.leave("result", result.to_text());
+  } else {
+    await([&] { return notes_.find("result").has_value(); }, what_ + ": rank 0 did not finish", 1.4);
+    result = Outcome::from_text(*notes_.find("result"));
+  }
+  remove_notes();
+  return result;
+}
+
+}  // namespace tessera

@@ -1,0 +1,140 @@
+#include "checkpoint/save/save_plan.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <utility>
+
+#include "core/runtime/stream_uses.h"
+#include "checkpoint/format/checked_json.h"
+#include "core/runtime/quiet.h"
+#include "core/memory/page_locked.h"
+#include "core/paging/residency.h"
+
+namespace tessera {
+namespace {
+
+// Where each piece is copied to: in `host`, or in new memory if that is too small.
+std::vector<at::Tensor> room_for(const std::vector<Piece>& pieces, at::Tensor& host, bool pinned) {
+  constexpr int64_t kAlignment = 64;
+  auto padded = [](int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; };
+  int64_t total = 0;
+  for (const Piece& piece : pieces) total += padded(bytes_of(piece));
+  if (!host.defined() || host.numel() < total)
+    host = pinned ? page_locked(total) : at::empty({total}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+  std::vector<at::Tensor> room;
+  int64_t offset = 0;
+  for (const Piece& piece : pieces) {
+    room.push_back(host.narrow(0, offset, bytes_of(piece)).view(piece.dtype).view(piece.box.sizes));
+    offset += padded(bytes_of(piece));
+  }
+  return room;
+}
+
+// The view's elements as they are now, whoever writes to them from here on: libtorch's copy on write gives whoever does
+// memory of its own while this one lives. Undefined where it cannot: on a device, or in memory that is not just an
+// allocator's. For tensors whose memory nobody knows by a pointer that outlives a step.
+at::Tensor frozen(const at::Tensor& view) {
+  if (!view.is_cpu() || view.numel() == 0 || page_of(view) != nullptr) return {};
+  auto memory = c10::impl::cow::lazy_clone_storage(*view.storage().unsafeGetStorageImpl());
+  if (!memory) return {};
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(memory)), c10::DispatchKeySet(c10::DispatchKey::CPU), view.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides(), view.storage_offset());
+  return tensor;
+}
+
+bool is_watched(const Piece& piece) { return piece.kind == TensorKind::kParameter || piece.kind == TensorKind::kState; }
+
+}  // namespace
+
+void check_extra(const nlohmann::json& extra) {
+  if (json_depth(extra, kMaxExtraDepth) > kMaxExtraDepth)
+    throw std::invalid_argument("`extra` nests deeper than " + std::to_string(kMaxExtraDepth) + " levels");
+  const nlohmann::json values = extra.flatten();  // by their places: "/losses/1"
+  for (const auto& [place, value] : values.items()) {
+    if (value.is_number_float() && !std::isfinite(value.get<double>()))
+      throw std::invalid_argument("`extra" + place + "` is " + std::to_string(value.get<double>()) +
+                                  ", which JSON has no number for");
+    if (value.is_binary())
+      throw std::invalid_argument("`extra" + place +
+                                  "` is binary, which JSON has no form for: it would come back as an object");
+    if (value.is_discarded())
+      throw std::invalid_argument("`extra" + place + "` is no value but what a failed parse gives (is_discarded())");
+  }
+  try {
+    static_cast<void>(extra.dump());
+  } catch (const nlohmann::json::exception& error) {
+    throw std::invalid_argument(std::string("`extra` cannot be written as JSON: ") + error.what());
+  }
+}
+
+int64_t writes_to(const at::Tensor& tensor) {
+  const Page* page = page_of(tensor);
+  return static_cast<int64_t>(tensor._version()) + (page != nullptr ? page->writes() : 0);
+}
+
+// Straight from where the piece lies. From a device the copy has only been started.
+void HostCopies::copy(Piece& piece, const at::Tensor& room) {
+  at::Tensor from = piece.view ? piece.view() : piece.data();
+  room.copy_(from, /*non_blocking=*/true);
+  if (!from.is_cpu()) sources_.push_back(std::move(from));
+  piece.data = [room] { return room; };
+  piece.view = nullptr;
+}
+
+void HostCopies::begin(SavePlan& plan, at::Device device) {
+  const Quiet quiet;  // the thread copies there too, and the next save
+  room_ = room_for(plan.pieces, memory_, device.is_cuda());
+  for (size_t i = 0; i < plan.pieces.size(); ++i) {
+    Piece& piece = plan.pieces[i];
+    const bool may_freeze =
+        piece.view != nullptr && (piece.kind == TensorKind::kState || piece.kind == TensorKind::kBeside);
+    if (!plan.watched.empty() && is_watched(piece)) {
+      later_.push_back(i);
+    } else if (at::Tensor elements = may_freeze ? frozen(piece.view()) : at::Tensor(); elements.defined()) {
+      piece.view = [elements] { return elements; };
+      later_.push_back(i);
+    } else {
+      copy(piece, room_[i]);
+    }
+  }
+  if (device.is_cpu()) return;
+  begun_.emplace(device.type());
+  begun_->record(current_stream(device));
+}
+
+void HostCopies::await_copies() {
+  if (begun_) begun_->synchronize();
+  begun_.reset();
+  sources_.clear();
+}
+
+void HostCopies::end(SavePlan& plan, at::Device device, const std::function<void()>& progress) {
+  await_copies();
+  if (later_.empty()) return;
+  std::optional<c10::StreamGuard> on_side;  // beside what the loop computes
+  if (!device.is_cpu())
+    on_side.emplace(
+        c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false));
+  for (const size_t i : std::exchange(later_, {})) copy(plan.pieces[i], room_[i]), progress();
+  if (on_side) begun_.emplace(device.type()).record(on_side->current_stream());
+  await_copies();
+  for (const auto& [fqn, tensor, writes] : plan.watched)
+    if (writes_to(tensor) != writes)
+      throw std::invalid_argument("'" + fqn +
+                                  "' was written to while it was copied: PendingSave::copied() has to return before "
+                                  "optimizer.step()");
+}
+
+at::Tensor HostCopies::take_memory() {
+  await_copies();
+  room_.clear();
+  return std::exchange(memory_, {});
+}
+
+}  // namespace tessera

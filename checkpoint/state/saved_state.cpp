@@ -1,0 +1,316 @@
+#include "checkpoint/state/saved_state.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+
+#include "checkpoint/format/safetensors_header.h"
+#include "core/runtime/lazy_values.h"
+#include "core/model/module_state.h"
+#include "optim/lamb.h"
+#include "optim/state/parameter_parts.h"
+#include "offload/disk/disk_pager.h"
+
+namespace tessera {
+namespace {
+
+// Tensors below this many bytes are written by one replica, not split.
+constexpr int64_t kSplitBytes = int64_t{4} << 20;
+
+// A tensor that fills its memory as [numel], in the order of memory.
+at::Tensor flat_view(const at::Tensor& dense) {
+  return dense.numel() == 0 ? dense.reshape({0}) : dense.as_strided({dense.numel()}, {1});
+}
+
+// The tensor, or where its memory has other values than operators see, which files would have, a copy of those.
+at::Tensor with_values_in_memory(const at::Tensor& tensor) {
+  return has_lazy_values(tensor) ? tensor.detach().clone() : tensor.detach();
+}
+
+at::Tensor whole_in_memory_order(const at::Tensor& tensor, const std::vector<int64_t>& strides) {
+  return flat_view(in_strides(with_values_in_memory(tensor), strides));
+}
+
+// Whether a tensor of the shard's elements has the whole parameter's shape.
+bool is_whole(const at::Tensor& tensor, const NamedShard& shard) {
+  return tensor.sizes() == at::IntArrayRef(shard.sizes) && shard.held.numel() == numel_of(shard.sizes);
+}
+
+// A shard's elements in the order of memory: [held.numel()], a view unless `tensor` has other strides than the shard
+// says. `tensor` has the shape of shard.tensor.
+at::Tensor flat_elements(const at::Tensor& tensor, const NamedShard& shard) {
+  require_strided("'" + shard.fqn + "'", tensor);
+  if (DiskPager::of(tensor) != nullptr)
+    return flat_elements(tensor.clone(), shard);  // on a disk: pointers to it are not to be kept
+  // A shard that holds everything may still be 1-D, as its tensor in a world of one.
+  if (is_whole(tensor, shard)) return whole_in_memory_order(tensor, shard.strides);
+  if (tensor.dim() == 1 && tensor.numel() == shard.held.numel()) return with_values_in_memory(tensor).contiguous();
+  throw std::invalid_argument("the state of '" + shard.fqn + "' has the shape " + to_string(tensor.sizes().vec()) +
+                              "; expected " + to_string(shard.tensor.sizes().vec()));
+}
+
+at::Tensor elements_of(const LocalTensor& local, const Segment& segment) {
+  return local.tensor.narrow(0, segment.memory.begin - local.held.begin, segment.memory.numel());
+}
+
+// Elements of a segment, in the shape of its box.
+at::Tensor as_box(const at::Tensor& elements, const LocalTensor& local, const Segment& segment) {
+  const auto order = memory_order(local.sizes, local.strides);
+  std::vector<int64_t> strides(order.size());
+  int64_t stride = 1;
+  for (size_t i = order.size(); i-- > 0; stride *= segment.box.sizes[order[i]]) strides[order[i]] = stride;
+  return elements.as_strided(segment.box.sizes, strides, elements.storage_offset());
+}
+
+Piece piece_of(const LocalTensor& local, const Segment& segment) {
+  auto order = memory_order(local.sizes, local.strides);
+  if (std::is_sorted(order.begin(), order.end())) order.clear();
+  return {local.fqn,
+          local.tensor.scalar_type(),
+          local.sizes,
+          local.aliases,
+          local.kind,
+          segment.box,
+          [local, segment] { return as_box(elements_of(local, segment).cpu(), local, segment).contiguous(); },
+          segment.memory,
+          std::move(order),
+          [local, segment] { return as_box(elements_of(local, segment), local, segment); }};
+}
+
+// The part of a tensor that replica `index` writes: whole slowest rows, as many for each but the last, so that what all
+// of them write is told in few words.
+Range part_of_replica(const LocalTensor& local, int index) {
+  const auto order = memory_order(local.sizes, local.strides);
+  const int64_t row = order.empty() ? 1 : numel_of(local.sizes) / local.sizes[order[0]];
+  const int64_t even = (local.held.numel() + local.replica_count - 1) / local.replica_count;
+  const int64_t part = (even + row - 1) / row * row;
+  return {std::min(local.held.begin + index * part, local.held.end),
+          std::min(local.held.begin + (index + 1) * part, local.held.end)};
+}
+
+// The default generators of the devices in use.
+std::map<std::string, at::Generator> default_generators(at::Device device) {
+  std::map<std::string, at::Generator> generators{{"cpu", at::globalContext().defaultGenerator(at::kCPU)}};
+  if (device.is_cuda()) generators.emplace("cuda", at::globalContext().defaultGenerator(device));
+  return generators;
+}
+
+}  // namespace
+
+NamedOptimizer::NamedOptimizer(const std::vector<NamedShard>& shards, torch::optim::Optimizer& optimizer)
+    : whole_(optimizer),
+      shards_(dynamic_cast<const OptimizerShards*>(&optimizer)),
+      state_kind_(optimizer_kind(optimizer)),
+      kind_(dynamic_cast<const Lamb*>(shards_ == nullptr ? &whole_ : &shards_->local()) == nullptr ? state_kind_
+                                                                                                   : "Lamb") {
+  std::map<const void*, std::string> by_tensor;
+  for (const NamedShard& shard : shards) by_tensor[shard.tensor.unsafeGetTensorImpl()] = shard.fqn;
+  for (const auto& group : optimizer.param_groups()) {
+    auto& names = groups_.emplace_back();
+    std::set<std::string> listed;
+    for (size_t i = 0; i < group.params().size(); ++i) {
+      const auto found = by_tensor.find(group.params()[i].unsafeGetTensorImpl());
+      if (found == by_tensor.end())
+        throw std::invalid_argument(
+            "the optimizer's group " + std::to_string(groups_.size() - 1) + " has parameter number " +
+            std::to_string(i) + ", which is not one of the model's: build the optimizer from the wrapper's parameters");
+      // A module lists a tied one under each of its names.
+      if (listed.insert(found->second).second) names.push_back(found->second);
+      names_.insert(found->second);
+    }
+  }
+}
+
+const torch::optim::OptimizerParamState* NamedOptimizer::state(const NamedShard& shard) const {
+  if (!keeps(shard)) return nullptr;
+  const auto found = whole_.state().find(shard.tensor.unsafeGetTensorImpl());
+  return found == whole_.state().end() ? nullptr : found->second.get();
+}
+
+void NamedOptimizer::set_state(const NamedShard& shard, std::unique_ptr<torch::optim::OptimizerParamState> state) {
+  whole_.state().erase(shard.tensor.unsafeGetTensorImpl());
+  if (state) whole_.state()[shard.tensor.unsafeGetTensorImpl()] = std::move(state);
+}
+
+std::pair<at::Tensor, at::Tensor> host_like(const NamedShard& shard, at::ScalarType dtype) {
+  const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
+  const at::Tensor tensor = is_whole(shard.tensor, shard) ? at::empty_strided(shard.sizes, shard.strides, options)
+                                                          : at::empty({shard.held.numel()}, options);
+  return {tensor, flat_view(tensor)};
+}
+
+std::string state_name(const std::string& key, const std::string& fqn) { return "optim." + key + "." + fqn; }
+
+std::vector<NamedShard> in_dense_order(std::vector<NamedShard> shards) {
+  for (NamedShard& shard : shards)
+    if (!fills_memory(shard.sizes, shard.strides)) shard.strides = row_major_strides(shard.sizes);
+  return shards;
+}
+
+std::vector<LocalTensor> local_buffers(const ModelShards& model) {
+  std::vector<LocalTensor> buffers;
+  std::map<const void*, size_t> known;
+  for (const auto& item : model.named_buffers()) {
+    const at::Tensor& buffer = item.value();
+    if (!buffer.defined()) continue;
+    const auto [found, added] = known.emplace(buffer.unsafeGetTensorImpl(), buffers.size());
+    if (!added) {
+      buffers[found->second].aliases.push_back(item.key());
+      continue;
+    }
+    require_strided("'" + item.key() + "'", buffer);
+    const auto sizes = buffer.sizes().vec();
+    const auto strides = row_major_strides(sizes);
+    buffers.push_back({{item.key(),
+                        {},
+                        sizes,
+                        strides,
+                        {0, buffer.numel()},
+                        whole_in_memory_order(buffer, strides),
+                        model.comm()->rank(),
+                        model.comm()->size()},
+                       TensorKind::kBuffer});
+  }
+  return buffers;
+}
+
+std::vector<NamedShard> shards_beside(const std::vector<std::shared_ptr<Stateful>>& beside) {
+  std::vector<NamedShard> all;
+  for (const auto& stateful : beside)
+    for (NamedShard shard : in_dense_order(stateful->state_shards())) {
+      shard.fqn = "beside." + stateful->state_name() + "." + shard.fqn;
+      shard.aliases.clear();
+      all.push_back(std::move(shard));
+    }
+  return all;
+}
+
+std::vector<LocalTensor> local_tensors(const ModelShards& model, const std::vector<NamedShard>& shards,
+                                       const NamedOptimizer* optimizer,
+                                       const std::vector<std::shared_ptr<Stateful>>& beside) {
+  std::vector<LocalTensor> tensors;
+  for (const NamedShard& shard : shards) {
+    LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kParameter});
+    local.tensor = flat_elements(shard.tensor, shard);
+    // A sharded optimizer's owner has the exact values; what it sends the others may be rounded.
+    if (optimizer != nullptr && optimizer->sharded() && optimizer->has(shard.fqn))
+      local.replica = 0, local.replica_count = optimizer->keeps(shard) ? 1 : 0;
+  }
+  for (auto& buffer : local_buffers(model)) tensors.push_back(std::move(buffer));
+  for (const NamedShard& shard : shards) {
+    const auto* state = optimizer == nullptr ? nullptr : optimizer->state(shard);
+    if (state == nullptr) continue;
+    for (const auto& [key, tensor] : read_state(*state, shard.tensor).tensors) {
+      LocalTensor& local =
+          tensors.emplace_back(LocalTensor{state_shard(key, shard, *model.comm()), TensorKind::kState});
+      local.fqn = state_name(key, shard.fqn);
+      local.aliases.clear();
+      if (form_of_state(key) == StateForm::kElements) {
+        local.tensor = flat_elements(tensor, shard);
+      } else {
+        const Range saved = saved_part(key, shard);
+        local.tensor = with_values_in_memory(tensor).narrow(0, saved.begin - local.held.begin, saved.numel());
+        local.held = saved;
+      }
+      if (optimizer->sharded()) local.replica = 0, local.replica_count = 1;
+    }
+  }
+  for (const NamedShard& shard : shards_beside(beside)) {
+    LocalTensor& local = tensors.emplace_back(LocalTensor{shard, TensorKind::kBeside});
+    local.tensor = flat_elements(shard.tensor, shard);
+  }
+  std::set<std::string> names;
+  for (const LocalTensor& local : tensors) {
+    check_dtype(local.fqn, local.tensor.scalar_type());
+    check_tensor_name(local.fqn, "the model");
+    for (const auto& alias : local.aliases) check_tensor_name(alias, "the model");
+    if (!names.insert(local.fqn).second)
+      throw std::invalid_argument("two tensors of the model and its optimizer are named '" + local.fqn + "'");
+  }
+  return tensors;
+}
+
+SavedOptimizer local_optimizer(const std::vector<NamedShard>& shards, NamedOptimizer& optimizer) {
+  SavedOptimizer saved{.kind = optimizer.kind()};
+  auto& groups = optimizer.whole().param_groups();
+  for (size_t i = 0; i < groups.size(); ++i) {
+    saved.groups.push_back({read_options(groups[i].options()), optimizer.groups()[i]});
+    for (const auto& [name, option] : saved.groups.back().options)
+      if (const double* number = std::get_if<double>(&option); number != nullptr && !std::isfinite(*number))
+        throw std::invalid_argument("the option '" + name + "' of the optimizer's group " + std::to_string(i) +
+                                    " is not finite");
+  }
+  for (const NamedShard& shard : shards) {
+    // A rank that holds no element of it may not have counted its steps: its numbers are not taken.
+    if (shard.held.numel() == 0 && numel_of(shard.sizes) > 0) continue;
+    if (const auto* state = optimizer.state(shard))
+      for (const auto& [key, number] : read_state(*state).numbers) saved.numbers[shard.fqn][key] = number;
+  }
+  return saved;
+}
+
+std::vector<Piece> pieces_of(const std::vector<LocalTensor>& tensors, int rank) {
+  std::vector<Piece> pieces;
+  std::map<int, std::vector<int64_t>> loads;  // by replica count: bytes that each replica writes
+  for (const LocalTensor& local : tensors) {
+    const bool is_buffer = local.kind == TensorKind::kBuffer;
+    if (numel_of(local.sizes) == 0) {  // written by whoever is first to have it
+      if (local.kind == TensorKind::kState ? local.replica == 0 : rank == 0)
+        pieces.push_back(piece_of(local, {whole_box(local.sizes), {0, 0}}));
+      continue;
+    }
+    if ((is_buffer && rank != 0) || local.replica_count == 0) continue;  // rank 0, or the owner, writes it
+    Range own = local.held;
+    if (local.replica_count > 1 && !is_buffer) {
+      const auto bytes = static_cast<int64_t>(local.tensor.nbytes());
+      auto& load = loads.try_emplace(local.replica_count, local.replica_count, 0).first->second;
+      if (bytes >= kSplitBytes) {
+        own = part_of_replica(local, local.replica);
+      } else {
+        const auto least = std::min_element(load.begin(), load.end());
+        *least += bytes;
+        if (least - load.begin() != local.replica) continue;
+      }
+    }
+    for (const Segment& segment : segments_of(local.sizes, local.strides, own))
+      pieces.push_back(piece_of(local, segment));
+  }
+  return pieces;
+}
+
+void synchronize(at::Device device) {
+  if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+}
+
+GeneratorStates generator_states(at::Device device) {
+  GeneratorStates states;
+  for (auto& [name, generator] : default_generators(device)) {
+    const std::lock_guard lock(generator.mutex());
+    const at::Tensor state = generator.get_state();
+    states[name] = std::string(static_cast<const char*>(state.const_data_ptr()), state.nbytes());
+  }
+  return states;
+}
+
+void set_generator_states(const GeneratorStates& states, at::Device device) {
+  for (auto& [name, generator] : default_generators(device)) {
+    const auto found = states.find(name);
+    if (found == states.end()) continue;
+    const auto& bytes = found->second;
+    const std::lock_guard lock(generator.mutex());
+    const at::Tensor state = generator.get_state();
+    // A state of another length is another libtorch's; set_state() would stop the program.
+    if (state.nbytes() != bytes.size()) continue;
+    std::memcpy(state.mutable_data_ptr(), bytes.data(), bytes.size());
+    generator.set_state(state);
+  }
+}
+
+}  // namespace tessera

@@ -1,0 +1,61 @@
+#include "checkpoint/storage/file_lock.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+std::string host_name() {
+  char name[256] = "";
+  if (::gethostname(name, sizeof name - 1) != 0) return "an unknown host";
+  return name;
+}
+
+}  // namespace
+
+FileLock::FileLock(FileLock&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+FileLock& FileLock::operator=(FileLock&& other) noexcept {
+  if (this != &other) {
+    release();
+    descriptor_ = std::exchange(other.descriptor_, -1);
+  }
+  return *this;
+}
+
+FileLock::~FileLock() { release(); }
+
+void FileLock::release() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  descriptor_ = -1;
+}
+
+LockOutcome FileLock::take(const std::filesystem::path& file, bool exclusive) {
+  release();
+  descriptor_ = ::open(file.c_str(), (exclusive ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (descriptor_ < 0) return LockOutcome::kNoLocks;
+  struct flock whole {};
+  whole.l_type = exclusive ? F_WRLCK : F_RDLCK;
+  whole.l_whence = SEEK_SET;
+  if (::fcntl(descriptor_, F_OFD_SETLK, &whole) == 0) return LockOutcome::kTaken;
+  const int error = errno;
+  release();
+  return error == EAGAIN || error == EACCES ? LockOutcome::kHeldByOther : LockOutcome::kNoLocks;
+}
+
+std::string process_name() { return "process " + std::to_string(::getpid()) + " on " + host_name(); }
+
+bool is_of_ended_process(const std::string& name) {
+  int process = 0, end = 0;
+  if (std::sscanf(name.c_str(), "process %d on %n", &process, &end) != 1 || end == 0 || process <= 0) return false;
+  return name.compare(static_cast<size_t>(end), std::string::npos, host_name()) == 0 && ::kill(process, 0) != 0 &&
+         errno == ESRCH;
+}
+
+}  // namespace tessera

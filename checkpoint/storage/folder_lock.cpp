@@ -1,0 +1,41 @@
+#include "checkpoint/storage/folder_lock.h"
+
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "checkpoint/format/entries.h"
+#include "checkpoint/format/errors.h"
+
+namespace tessera {
+
+namespace fs = std::filesystem;
+
+FolderLock::FolderLock(const fs::path& folder) : file_(fs::absolute(folder) / ".tessera.lock") {
+  if (is_remote(folder))
+    throw std::invalid_argument("'" + folder.string() + "' has no locks: FolderLock is for local folders");
+  make_directories(file_.parent_path());
+  std::ofstream(file_, std::ios::app).flush();  // makes it
+  const LockOutcome outcome = lock_.take_exclusive(file_);
+  const std::string holder = first_line(file_);
+  if (outcome == LockOutcome::kHeldByOther)
+    throw CheckpointError(folder.string() + ": is in use by " + (holder.empty() ? "another process" : holder) +
+                          ": one job at a time can write there");
+  if (outcome == LockOutcome::kNoLocks && !holder.empty() && !is_of_ended_process(holder))
+    throw CheckpointError(folder.string() + ": seems to be in use by " + holder +
+                          "; this file system has no locks: if that job has ended, remove " + file_.string());
+  std::ofstream text(file_, std::ios::trunc);
+  text << process_name() << '\n' << std::flush;
+  if (!text) fail_at(file_, "cannot be written");
+}
+
+FolderLock::FolderLock(FolderLock&& other) noexcept
+    : file_(std::exchange(other.file_, {})), lock_(std::move(other.lock_)) {}
+
+FolderLock::~FolderLock() {
+  if (file_.empty()) return;  // moved from
+  std::ofstream(file_, std::ios::trunc).flush();
+}
+
+}  // namespace tessera

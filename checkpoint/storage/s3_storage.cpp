@@ -1,0 +1,318 @@
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <set>
+
+#include "checkpoint/storage/s3_client.h"
+#include "checkpoint/storage/storage.h"
+
+namespace tessera {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kPartBytes = 16 * kMiB;  // S3 takes parts of at least 5 MiB, but for the last
+constexpr int64_t kMaxParts = 10000;
+constexpr size_t kUploads = 4;             // parts of a file under way
+constexpr int64_t kFirstBytes = 64 << 10;  // read when a file is opened: mostly all of its header
+constexpr int64_t kWindowBytes = kMiB;     // read where less is asked for
+constexpr size_t kWindows = 8;             // kept
+
+std::string range_text(int64_t begin, int64_t end) { return std::to_string(begin) + "-" + std::to_string(end - 1); }
+
+// Says what failed, for which file.
+template <class Work>
+auto told_of(const fs::path& path, FileAction action, ThrowFailure fail, Work work) {
+  try {
+    return work();
+  } catch (const S3Error& error) {
+    throw_with(fail, {path, action, 0, error.what(), dynamic_cast<const S3Unanswered*>(&error) != nullptr});
+  }
+}
+
+// Small reads come from windows that are kept, so that a header, or one small tensor after the other, is one request.
+class S3Input : public InputFile {
+ public:
+  S3Input(const fs::path& path, std::shared_ptr<S3Client> client, ThrowFailure fail)
+      : InputFile(path), client_(std::move(client)), location_(s3_location(path.native())), fail_(fail) {
+    told_of(path, FileAction::kOpen, fail_, [&] {
+      S3Response response;
+      try {
+        response = client_->send({.method = "GET", .location = location_, .range = range_text(0, kFirstBytes)});
+      } catch (const S3Error& error) {
+        if (error.status() != 416) throw;  // an empty file has no such range
+        return;
+      }
+      if (response.status == 404) throw S3Error(404, "there is no such object");
+      const std::string& range = response.headers["content-range"];  // "bytes 0-65535/403177472"
+      const size_t slash = range.find('/');
+      bytes_ = response.status == 206 && slash != std::string::npos ? std::stoll(range.substr(slash + 1))
+                                                                    : response.body_bytes;
+      tag_ = response.headers["etag"];
+      windows_.push_back({0, std::make_shared<const std::string>(std::move(response.body))});
+    });
+  }
+
+  int64_t bytes() const override { return bytes_; }
+
+  void read(void* data, int64_t bytes, int64_t position) const override {
+    if (bytes == 0) return;
+    told_of(path(), FileAction::kRead, fail_, [&] {
+      if (position + bytes > bytes_) throw S3Error(0, "ends at byte " + std::to_string(bytes_));
+      char* to = static_cast<char*>(data);
+      if (take(to, bytes, position)) return;
+      if (bytes >= kWindowBytes) return fetch(to, bytes, position);
+      std::string text(static_cast<size_t>(std::min(kWindowBytes, bytes_ - position)), '\0');
+      fetch(text.data(), static_cast<int64_t>(text.size()), position);
+      std::memcpy(to, text.data(), static_cast<size_t>(bytes));
+      const std::lock_guard lock(mutex_);
+      windows_.push_back({position, std::make_shared<const std::string>(std::move(text))});
+      if (windows_.size() > kWindows) windows_.erase(windows_.begin() + 1);  // the first has the header
+    });
+  }
+
+ private:
+  struct Window {
+    int64_t begin;
+    std::shared_ptr<const std::string> text;
+  };
+
+  bool take(char* to, int64_t bytes, int64_t position) const {
+    std::shared_ptr<const std::string> text;
+    int64_t begin = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto found = std::find_if(windows_.begin(), windows_.end(), [&](const Window& window) {
+        return window.begin <= position && position + bytes <= window.begin + static_cast<int64_t>(window.text->size());
+      });
+      if (found == windows_.end()) return false;
+      text = found->text;
+      begin = found->begin;
+    }
+    std::memcpy(to, text->data() + (position - begin), static_cast<size_t>(bytes));
+    return true;
+  }
+
+  void fetch(char* to, int64_t bytes, int64_t position) const {
+    auto response = client_->send({.method = "GET",
+                                   .location = location_,
+                                   .range = range_text(position, position + bytes),
+                                   .target = to,
+                                   .target_bytes = bytes});
+    if (response.status == 404) throw S3Error(404, "was removed while it was read");
+    if (response.status != 206 || response.body_bytes != bytes)
+      throw S3Error(response.status,
+                    "gave " + std::to_string(response.body_bytes) + " bytes; expected " + std::to_string(bytes));
+    if (response.headers["etag"] != tag_) throw S3Error(0, "was replaced while it was read");
+  }
+
+  const std::shared_ptr<S3Client> client_;
+  const S3Location location_;
+  const ThrowFailure fail_;
+  int64_t bytes_ = 0;
+  std::string tag_;
+  mutable std::mutex mutex_;
+  mutable std::vector<Window> windows_;
+};
+
+// In parts, some under way while the next is filled. The first, which is known last, is sent last. A file of one part
+// is one request.
+class S3Output : public OutputFile {
+ public:
+  S3Output(fs::path path, std::shared_ptr<S3Client> client, ThrowFailure fail, int64_t start_bytes, int64_t bytes)
+      : path_(std::move(path)), client_(std::move(client)), location_(s3_location(path_.native())), fail_(fail) {
+    auto whole = [](int64_t n) { return (n + kMiB - 1) / kMiB * kMiB; };
+    part_bytes_ = std::max({kPartBytes, whole(bytes / (kMaxParts - 1)), whole(start_bytes)});
+    part_.reserve(static_cast<size_t>(std::min(part_bytes_, bytes)));
+    part_.resize(static_cast<size_t>(start_bytes));
+  }
+
+  ~S3Output() override {
+    for (auto& upload : uploads_) upload.wait();
+    if (upload_id_.empty()) return;
+    try {
+      client_->send({.method = "DELETE", .location = location_, .query = {{"uploadId", upload_id_}}});
+    } catch (const std::exception&) {  // the bucket's rule for parts that were left clears it away
+    }
+  }
+
+  void append(const void* data, int64_t bytes) override {
+    const char* from = static_cast<const char*>(data);
+    while (bytes > 0) {
+      if (static_cast<int64_t>(part_.size()) == part_bytes_) send_part();
+      const int64_t count = std::min(bytes, part_bytes_ - static_cast<int64_t>(part_.size()));
+      part_.append(from, static_cast<size_t>(count));
+      from += count;
+      bytes -= count;
+    }
+  }
+
+  void finish(std::string_view start) override {
+    told_of(path_, FileAction::kWrite, fail_, [&] {
+      std::string& first = first_.empty() ? part_ : first_;
+      first.replace(0, start.size(), start);
+      if (first_.empty()) {
+        put(client_->send({.method = "PUT", .location = location_, .body = part_}));
+        return;
+      }
+      begin_upload(std::move(part_));
+      tags_[0] = upload(1, first_);
+      while (!uploads_.empty()) await_one();
+      complete();
+      upload_id_.clear();
+    });
+  }
+
+ private:
+  static S3Response put(S3Response response) {
+    if (response.status == 404) throw S3Error(404, "404 NoSuchBucket: there is no such bucket");
+    return response;
+  }
+
+  void send_part() {
+    told_of(path_, FileAction::kWrite, fail_, [&] {
+      if (first_.empty()) {
+        const auto response = put(client_->send({.method = "POST", .location = location_, .query = {{"uploads", ""}}}));
+        const auto ids = xml_texts(response.body, "UploadId");
+        if (ids.empty()) throw S3Error(response.status, "the service gave no UploadId");
+        upload_id_ = ids[0];
+        first_ = std::move(part_);
+        tags_.emplace_back();
+      } else {
+        begin_upload(std::move(part_));
+      }
+      part_.clear();
+      part_.reserve(static_cast<size_t>(part_bytes_));
+    });
+  }
+
+  // Returns the tag of a part.
+  std::string upload(size_t number, const std::string& part) const {
+    auto response = client_->send({.method = "PUT",
+                                   .location = location_,
+                                   .query = {{"partNumber", std::to_string(number)}, {"uploadId", upload_id_}},
+                                   .body = part});
+    if (response.status == 404) throw S3Error(404, "the upload was aborted by somebody else");
+    return response.headers["etag"];
+  }
+
+  void begin_upload(std::string part) {
+    while (uploads_.size() >= kUploads) await_one();
+    tags_.emplace_back();
+    uploads_.push_back(std::async(std::launch::async, [this, number = tags_.size(), own = std::move(part)] {
+      return std::pair(number, upload(number, own));
+    }));
+  }
+
+  void await_one() {
+    auto upload = std::move(uploads_.front());
+    uploads_.pop_front();
+    auto [number, tag] = upload.get();
+    tags_[number - 1] = std::move(tag);
+  }
+
+  void complete() {
+    std::string list = "<CompleteMultipartUpload>";
+    for (size_t i = 0; i < tags_.size(); ++i)
+      list += "<Part><PartNumber>" + std::to_string(i + 1) + "</PartNumber><ETag>" + tags_[i] + "</ETag></Part>";
+    list += "</CompleteMultipartUpload>";
+    const auto response =
+        client_->send({.method = "POST", .location = location_, .query = {{"uploadId", upload_id_}}, .body = list});
+    // An answer that was lost: asked again, the service knows the upload no more, and the file is there.
+    if (response.status == 404 && client_->send({.method = "HEAD", .location = location_}).status != 200)
+      throw S3Error(404, "the upload was aborted by somebody else");
+  }
+
+  const fs::path path_;
+  const std::shared_ptr<S3Client> client_;
+  const S3Location location_;
+  const ThrowFailure fail_;
+  int64_t part_bytes_ = 0;
+  std::string part_;   // that is being filled
+  std::string first_;  // once there is a second
+  std::string upload_id_;
+  std::vector<std::string> tags_;
+  std::deque<std::future<std::pair<size_t, std::string>>> uploads_;
+};
+
+class S3Storage : public Storage {
+ public:
+  explicit S3Storage(ThrowFailure fail) : Storage(fail), client_(std::make_shared<S3Client>()) {}
+
+  std::unique_ptr<InputFile> open(const fs::path& path) const override {
+    return std::make_unique<S3Input>(path, client_, fail_);
+  }
+  std::unique_ptr<OutputFile> create(const fs::path& path, int64_t start_bytes, int64_t bytes) const override {
+    return std::make_unique<S3Output>(path, client_, fail_, start_bytes, bytes);
+  }
+  void put(const fs::path& path, std::string_view text, bool) const override {
+    S3Output(path, client_, fail_, static_cast<int64_t>(text.size()), static_cast<int64_t>(text.size())).finish(text);
+  }
+  std::string beginning(const fs::path& path, int64_t max_bytes) const override {
+    return told_of(path, FileAction::kRead, fail_, [&] {
+      try {
+        const auto response =
+            client_->send({.method = "GET", .location = s3_location(path.native()), .range = range_text(0, max_bytes)});
+        return response.status == 404 ? std::string() : response.body.substr(0, static_cast<size_t>(max_bytes));
+      } catch (const S3Error& error) {
+        if (error.status() != 416) throw;  // it is empty
+        return std::string();
+      }
+    });
+  }
+  bool exists(const fs::path& file) const override {
+    return told_of(file, FileAction::kLookAt, fail_, [&] {
+      return client_->send({.method = "HEAD", .location = s3_location(file.native())}).status != 404;
+    });
+  }
+  std::vector<std::string> list(const fs::path& folder) const override { return list(folder, false); }
+  void remove(const fs::path& file) const override {
+    told_of(file, FileAction::kWrite, fail_,
+            [&] { client_->send({.method = "DELETE", .location = s3_location(file.native())}); });
+  }
+  void remove_all(const fs::path& folder) const override {
+    for (const auto& name : list(folder, true)) remove(folder / name);
+  }
+  int reading_threads() const override { return 8; }
+  int64_t reading_bytes() const override { return int64_t{8} << 20; }
+
+ private:
+  std::vector<std::string> list(const fs::path& folder, bool recursive) const {
+    const S3Location location = s3_location(folder.native());
+    const std::string prefix = location.key.empty() ? "" : location.key + "/";
+    std::set<std::string> names;
+    std::string token;
+    told_of(folder, FileAction::kRead, fail_, [&] {
+      do {
+        S3Request request{.method = "GET", .location = {location.bucket, ""}};
+        if (!token.empty()) request.query.emplace_back("continuation-token", token);
+        if (!recursive) request.query.emplace_back("delimiter", "/");
+        request.query.emplace_back("encoding-type", "url");
+        request.query.emplace_back("list-type", "2");
+        request.query.emplace_back("prefix", prefix);
+        const auto response = client_->send(request);
+        if (response.status == 404) throw S3Error(404, "there is no bucket '" + location.bucket + "'");
+        std::vector<std::string> keys = xml_texts(response.body, "Key");
+        for (const auto& group : xml_texts(response.body, "CommonPrefixes"))
+          for (auto& key : xml_texts(group, "Prefix")) keys.push_back(std::move(key));
+        for (const auto& encoded : keys)
+          if (const std::string key = percent_decoded(encoded); key.size() > prefix.size() && key.starts_with(prefix))
+            names.insert(key.substr(prefix.size()));
+        const auto next = xml_texts(response.body, "NextContinuationToken");
+        token = next.empty() ? "" : next[0];
+      } while (!token.empty());
+    });
+    return {names.begin(), names.end()};
+  }
+
+  const std::shared_ptr<S3Client> client_;
+};
+
+}  // namespace
+
+std::unique_ptr<Storage> make_s3_storage(ThrowFailure fail) { return std::make_unique<S3Storage>(fail); }
+
+}  // namespace tessera

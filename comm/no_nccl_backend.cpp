@@ -1,8 +1,0 @@
-// Stands in for nccl_backend.cpp in builds without TESSERA_CUDA.
-#include "tessera/comm/nccl_communicator.h"
-
-namespace tessera {
-
-std::shared_ptr<NcclBackends> nccl_backends() { return nullptr; }
-
-}  // namespace tessera

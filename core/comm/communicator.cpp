@@ -1,0 +1,348 @@
+#include "core/comm/communicator.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "core/comm/agreement.h"
+#include "core/comm/backend_all_reduce.h"
+#include "core/comm/host_results.h"
+#include "core/comm/reduce_scatter_pieces.h"
+#include "core/memory/memory_kind.h"
+#include "core/trace/trace.h"
+
+namespace tessera {
+namespace {
+
+struct KindTraits {
+  const char* name;
+  SpanKind span;
+  bool has_shards, reduces;
+};
+// By Collective::Kind.
+constexpr KindTraits kTraits[] = {
+    {"all-gather", SpanKind::kGather, true, false},
+    {"reduce-scatter", SpanKind::kReduce, true, true},
+    {"all-reduce", SpanKind::kReduce, false, true},
+    {"broadcast", SpanKind::kGather, false, false},
+    {"reduce", SpanKind::kReduce, false, true},
+    {"scatter", SpanKind::kGather, true, false},
+    {"backend all-reduce", SpanKind::kReduce, false, true},
+    {"all-to-all", SpanKind::kGather, false, false},
+};
+
+// An operation with a span of its own, from here until it is waited for, and one for the wait.
+class TracedOperation : public Pending::Operation {
+ public:
+  TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
+      : traits_(traits), what_(what.empty() ? traits.name : what), pending_(std::move(pending)) {}
+  void finish() override {
+    const auto waits = Trace::Clock::now();
+    pending_.wait();
+    const auto end = Trace::Clock::now();
+    Trace::active()->add(SpanKind::kWait, what_, traits_.name, waits, end);
+    Trace::active()->add(traits_.span, what_, traits_.name, began_, end);
+  }
+
+ private:
+  const KindTraits& traits_;
+  const std::string what_;
+  const Trace::Clock::time_point began_ = Trace::Clock::now();
+  Pending pending_;
+};
+
+thread_local uint64_t begun_here = 0;
+
+// The first few by number: an error is to be read, also of a group of thousands.
+std::string ranks_text(const std::vector<int>& members) {
+  constexpr size_t kMostNamed = 8;
+  const size_t named = std::min(members.size(), kMostNamed);
+  const std::vector<int> first(members.begin(), members.begin() + static_cast<std::ptrdiff_t>(named));
+  const std::string more = members.size() > named ? c10::str(" and ", members.size() - named, " more") : "";
+  return c10::str("ranks ", c10::Join(", ", first), more);
+}
+
+// The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
+// nothing here may be recorded by autograd.
+void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  c10::InferenceMode quiet;
+  if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
+}
+
+bool is_reducible(at::ScalarType dtype, ReduceOp op) {
+  const bool is_floating = dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble;
+  const bool is_integral =
+      dtype == at::kByte || dtype == at::kChar || dtype == at::kShort || dtype == at::kInt || dtype == at::kLong;
+  return is_floating || (is_integral && op != ReduceOp::kAverage);
+}
+
+}  // namespace
+
+Communicator::~Communicator() = default;
+
+// Made for every operation: a stream would take longer than the rest of starting one.
+std::string Collective::description() const {
+  return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
+}
+
+namespace {
+
+// Throws std::invalid_argument, with the operation and the rank, unless something holds.
+struct Require {
+  const Collective& collective;
+  const int rank;
+  void operator()(bool holds, const auto&... otherwise) const {
+    if (!holds) throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank, ": ", otherwise...));
+  }
+};
+
+void check_all_to_all(const Collective& collective, int rank, int size, const Require& require) {
+  const at::Tensor &received = collective.full, &sent = collective.shard;
+  const auto require_counts = [&](const std::vector<int64_t>& counts, const at::Tensor& tensor, const char* name) {
+    require(static_cast<int>(counts.size()) == size, counts.size(), " counts of what is ", name,
+            ", expected one per rank: ", size);
+    for (int64_t count : counts) require(count >= 0, "a count of ", count);
+    const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
+  };
+  require_counts(collective.counts, received, "received");
+  require_counts(collective.send_counts, sent, "sent");
+  require(collective.counts[rank] == collective.send_counts[rank], "sends itself ", collective.send_counts[rank],
+          " elements, receives ", collective.counts[rank]);
+  require(received.scalar_type() == sent.scalar_type(), "receives ", received.scalar_type(), " and sends ",
+          sent.scalar_type(), ", expected one dtype");
+}
+
+}  // namespace
+
+void Communicator::check(Collective& collective) const {
+  const KindTraits& traits = kTraits[collective.kind];
+  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  const Require require{collective, rank_};
+  const auto flatten = [&](at::Tensor& tensor, const char* name) {
+    require(tensor.defined(), name, " is undefined");
+    require(tensor.device() == device_, name, " is on ", tensor.device(), ", expected ", device_);
+    require(tensor.is_contiguous(), name, " is not contiguous; shape ", tensor.sizes());
+    require(!tensor.is_conj() && !tensor.is_neg(), name,
+            " has a conjugate or negative bit, by which its memory has other values, expected none: clone() it");
+    if (tensor.dim() != 1 || tensor.requires_grad()) tensor = tensor.detach().view({-1});
+  };
+  require(root >= 0 && root < size_, "root ", root, ", expected 0 to ", size_ - 1);
+  if (kind == Collective::kScatter && rank_ != root) {
+    full.reset();
+  } else if (!pieces.empty()) {
+    flatten(shard, "the shard");
+    for (at::Tensor& piece : pieces) {
+      flatten(piece, "a piece of the full tensor");
+      require(piece.scalar_type() == shard.scalar_type(), "a piece of the full tensor is ", piece.scalar_type(),
+              " and the shard ", shard.scalar_type(), ", expected one dtype");
+    }
+    if (!exchanges_pieces(*this)) full = at::cat(std::exchange(pieces, {}));
+  } else {
+    flatten(full, traits.has_shards ? "the full tensor" : "the tensor");
+    numel = full.numel();
+  }
+  if (traits.has_shards) {
+    flatten(shard, "the shard");
+    if (counts.empty()) counts.assign(size_, shard.numel());
+    require(static_cast<int>(counts.size()) == size_, counts.size(), " counts, expected one per rank: ", size_);
+    for (int64_t count : counts) require(count >= 0, "a count of ", count);
+    require(shard.numel() == counts[rank_], "the shard has ", shard.numel(), " elements, expected ", counts[rank_]);
+    numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+    const auto full_numel = std::accumulate(pieces.begin(), pieces.end(), int64_t{0},
+                                            [](int64_t sum, const at::Tensor& piece) { return sum + piece.numel(); });
+    require(pieces.empty() || full_numel == numel, "the full tensor's pieces have ", full_numel, " elements, expected ",
+            numel);
+    if (full.defined()) {
+      require(full.numel() == numel, "the full tensor has ", full.numel(), " elements, expected ", numel);
+      require(full.scalar_type() == shard.scalar_type(), "the full tensor is ", full.scalar_type(), " and the shard ",
+              shard.scalar_type(), ", expected one dtype");
+    }
+  }
+  if (kind == Collective::kAllToAll) {
+    flatten(shard, "the tensor to send");
+    check_all_to_all(collective, rank_, size_, require);
+    numel = 0;  // ranks differ in it
+  }
+  const bool is_average = op == ReduceOp::kAverage;
+  if (!traits.reduces) return;
+  const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
+  require(is_reducible(dtype, op), "the tensor is ", dtype, ", expected ",
+          is_average ? "" : "an integral type of 8 to 64 bits, ", "Half, BFloat16, Float or Double",
+          is_average ? " for an average" : "");
+}
+
+at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
+}
+
+uint64_t Communicator::begun_by_this_thread() { return begun_here; }
+
+void Communicator::refuse_second_thread(const std::string& what) {
+  const std::string reason = c10::str(
+      what, " on rank ", rank_, " of ", size_,
+      ": another thread is in a call of this communicator, which one thread at a time may call; expected a group "
+      "for each thread: split()");
+  abort(reason);
+  throw CommError(reason);
+}
+
+Pending Communicator::begin(Collective collective) {
+  check(collective);
+  for (const auto& counter : counters_) counter->add_collective();
+  ++begun_here;
+  const KindTraits& traits = kTraits[collective.kind];
+  if (size_ > 1) {
+    const std::string what = Trace::active() == nullptr ? "" : collective.what;
+    const MemoryKindScope kind(MemoryKind::kTransport);
+    Pending pending = start(std::move(collective));
+    if (Trace::active() == nullptr || pending.done()) return pending;
+    return Pending(std::make_unique<TracedOperation>(traits, what, std::move(pending)));
+  }
+  const bool gathers = collective.kind == Collective::kAllGather || collective.kind == Collective::kAllToAll;
+  if (collective.shard.defined())
+    copy_bytes(gathers ? collective.full : collective.shard, gathers ? collective.shard : collective.full);
+  return {};
+}
+
+Pending Communicator::all_gather(at::Tensor full, at::Tensor shard, std::vector<int64_t> counts,
+                                 std::string_view what) {
+  return begin({Collective::kAllGather, std::move(full), std::move(shard), std::string(what), std::move(counts)});
+}
+
+Pending Communicator::reduce_scatter(at::Tensor shard, at::Tensor full, ReduceOp op, std::vector<int64_t> counts,
+                                     std::string_view what) {
+  return begin(
+      {Collective::kReduceScatter, std::move(full), std::move(shard), std::string(what), std::move(counts), op});
+}
+
+Pending reduce_scatter_pieces(Communicator& comm, at::Tensor shard, std::vector<at::Tensor> pieces, ReduceOp op,
+                              std::string_view what) {
+  if (pieces.size() == 1) return comm.reduce_scatter(std::move(shard), std::move(pieces[0]), op, {}, what);
+  Collective collective{Collective::kReduceScatter, {}, std::move(shard), std::string(what), {}, op};
+  collective.pieces = std::move(pieces);
+  return comm.begin(std::move(collective));
+}
+
+bool exchanges_pieces(const Communicator& comm) { return comm.size() > 1 && comm.takes_pieces(); }
+
+Pending Communicator::all_reduce(at::Tensor tensor, ReduceOp op, std::string_view what) {
+  return begin({Collective::kAllReduce, std::move(tensor), {}, std::string(what), {}, op});
+}
+
+Pending backend_all_reduce(Communicator& comm, at::Tensor tensor, std::string_view what) {
+  return comm.begin({Collective::kBackendAllReduce, std::move(tensor), {}, std::string(what)});
+}
+
+Pending Communicator::broadcast(at::Tensor tensor, int root, std::string_view what) {
+  return begin({Collective::kBroadcast, std::move(tensor), {}, std::string(what), {}, ReduceOp::kSum, root});
+}
+
+Pending Communicator::reduce(at::Tensor tensor, int root, ReduceOp op, std::string_view what) {
+  return begin({Collective::kReduce, std::move(tensor), {}, std::string(what), {}, op, root});
+}
+
+Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::vector<int64_t> counts,
+                              std::string_view what) {
+  return begin({Collective::kScatter, std::move(full), std::move(shard), std::string(what), std::move(counts),
+                ReduceOp::kSum, root});
+}
+
+Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
+                                 std::vector<int64_t> send_counts, std::string_view what) {
+  return begin({Collective::kAllToAll, std::move(receive), std::move(send), std::string(what),
+                std::move(receive_counts), ReduceOp::kSum, 0, std::move(send_counts)});
+}
+
+void Communicator::barrier(std::string_view what) {
+  c10::InferenceMode quiet;
+  if (what.empty()) what = "barrier";
+  at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
+  all_reduce(arrived, ReduceOp::kMax, what).wait();
+  if (device_.is_cuda()) to_host(arrived, what);  // the host, too, must not pass before the others arrive
+}
+
+void Communicator::settle(std::string_view what) {
+  if (size_ > 1) require_ended(what, /*all=*/true);
+  std::unique_lock lock(parts_mutex_);
+  const auto parts = parts_;
+  lock.unlock();
+  for (const auto& part : parts) part->settle(what);
+}
+
+at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what) {
+  at::Tensor copy = result.cpu();
+  if (size_ > 1) require_ended(what, /*all=*/false);
+  return copy;
+}
+
+std::shared_ptr<Communicator> Communicator::split(int color, int key) {
+  if (size_ > 1) require_other_ranks("the colors of a split");
+  c10::InferenceMode quiet;
+  const at::Tensor own = at::tensor({color, key}, at::TensorOptions(at::kCPU).dtype(at::kLong));
+  const at::Tensor all = gather_to_host(*this, own, "the colors of a split");
+  const auto pairs = all.accessor<int64_t, 2>();
+  std::vector<int> members;
+  for (int rank = 0; rank < size_; ++rank)
+    if (color >= 0 && pairs[rank][0] == color) members.push_back(rank);
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) { return pairs[a][1] < pairs[b][1]; });
+  return group_of(members, color);
+}
+
+std::shared_ptr<Communicator> Communicator::split_by(const std::function<int(int rank)>& color_of) {
+  std::vector<int> members;
+  std::vector<std::string> colors;
+  const int color = color_of(rank_);
+  for (int rank = 0; rank < size_; ++rank) {
+    const int other = color_of(rank);
+    if (other == color) members.push_back(rank);
+    colors.push_back(c10::str("color ", other, " of rank ", rank));
+  }
+  if (size_ > 1) require_agreement(*this, "the colors of a split", colors);
+  return group_of(members, color);
+}
+
+std::shared_ptr<Communicator> Communicator::group_of(const std::vector<int>& members, int color) {
+  std::unique_lock lock(parts_mutex_);
+  const int64_t number = splits_++;
+  lock.unlock();
+  const auto self = std::find(members.begin(), members.end(), rank_);
+  const int position = self == members.end() ? -1 : static_cast<int>(self - members.begin());
+  auto part = make_part(c10::str("split", number, "/", color), members, position);
+  if (!part) return nullptr;
+  part->label_ = c10::str(ranks_text(members), " of ", size_, label_.empty() ? "" : ", in ", label_);
+  part->counters_.insert(part->counters_.end(), counters_.begin(), counters_.end());
+  lock.lock();
+  parts_.push_back(part);
+  return part;
+}
+
+void Communicator::abort(const std::string& reason) noexcept {
+  abort_this(reason);
+  std::unique_lock lock(parts_mutex_);
+  const auto parts = parts_;
+  lock.unlock();
+  for (const auto& part : parts) part->abort(reason);
+}
+
+std::map<std::string, double> Communicator::take_waits() { return counters_.front()->take_waits(); }
+
+void Communicator::count_sent(int64_t bytes) noexcept {
+  for (const auto& counter : counters_) counter->add_sent(bytes);
+}
+
+void Communicator::count_wait(std::chrono::nanoseconds duration, const std::string& operation) {
+  for (const auto& counter : counters_) counter->add_wait(duration, operation);
+}
+
+Traffic Communicator::traffic() const noexcept { return counters_.front()->total(); }
+
+}  // namespace tessera

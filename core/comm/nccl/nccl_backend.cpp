@@ -1,0 +1,41 @@
+// The only file that includes ProcessGroupNCCL.hpp, built with TESSERA_CUDA: how NCCL's groups are made.
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "core/comm/nccl/nccl_communicator.h"
+
+namespace tessera {
+namespace {
+
+// c10d's watchdog ends the process after its timeout; ours, which names who and what, comes first.
+constexpr auto kBehindOurs = std::chrono::minutes(2);
+
+class NcclGroups : public NcclBackends {
+ public:
+  c10::intrusive_ptr<c10d::Backend> make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                         at::Device device, std::chrono::milliseconds timeout) override {
+    auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options(timeout));
+    group->setBoundDeviceId(device);
+    group->eagerConnectSingleDevice(device);
+    return group;
+  }
+  // By ncclCommSplit: without another exchange of addresses.
+  c10::intrusive_ptr<c10d::Backend> split(c10d::Backend& parent, const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks, std::chrono::milliseconds timeout) override {
+    auto group = parent.split(store, ranks, options(timeout));
+    if (group) group->setBoundDeviceId(parent.getBoundDeviceId());
+    return group;
+  }
+
+ private:
+  static c10::intrusive_ptr<c10d::ProcessGroupNCCL::Options> options(std::chrono::milliseconds timeout) {
+    auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/true);
+    options->timeout = timeout + kBehindOurs;
+    return options;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<NcclBackends> nccl_backends() { return std::make_shared<NcclGroups>(); }
+
+}  // namespace tessera

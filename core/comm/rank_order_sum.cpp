@@ -1,0 +1,107 @@
+#include "core/comm/rank_order_sum.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+
+#include <algorithm>
+
+#include "core/runtime/parallel_over.h"
+
+namespace tessera {
+namespace {
+
+constexpr int64_t kBlockNumel = 1024;     // of accumulators: stays in the first-level cache
+constexpr int64_t kGrainNumel = 1 << 16;  // below this a second thread costs more than it brings
+
+// min and max keep NaN, as torch's do, whichever side it is on.
+template <class Accumulator>
+Accumulator least(Accumulator one, Accumulator other) {
+  return other < one || other != other ? other : one;
+}
+template <class Accumulator>
+Accumulator most(Accumulator one, Accumulator other) {
+  return other > one || other != other ? other : one;
+}
+
+// out[i] = combine(one[i], other[i]): where `out` is one of them, it is so from the same element on.
+template <class Out, class One, class Other, class Combine>
+void join(Out* out, const One* one, const Other* other, int64_t numel, Combine combine) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < numel; ++i) out[i] = static_cast<Out>(combine(one[i], other[i]));
+}
+
+// Block by block, of which no part is copied first and no sum last: such a copy is a call of its own for each block, or
+// `rep movs`, and neither reads ahead of itself in the part's memory as a loop does.
+template <class Scalar, class Combine, class End>
+void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, int64_t begin, int64_t end, Combine combine,
+                  End ends) {
+  using Accumulator = at::opmath_type<Scalar>;
+  const auto combine_last = [&](Accumulator one, Accumulator other) { return ends(combine(one, other)); };
+  if (parts.size() == 1) {
+    for (int64_t i = begin; i < end; ++i) out[i] = static_cast<Scalar>(ends(static_cast<Accumulator>(parts[0][i])));
+    return;
+  }
+  const Scalar* const last = parts.back();
+  if (parts.size() == 2) return join(out + begin, parts[0] + begin, last + begin, end - begin, combine_last);
+  Accumulator sum[kBlockNumel];
+  for (int64_t block = begin; block < end; block += kBlockNumel) {
+    const int64_t numel = std::min(kBlockNumel, end - block);
+    join(sum, parts[0] + block, parts[1] + block, numel, combine);
+    for (size_t part = 2; part + 1 < parts.size(); ++part) join(sum, sum, parts[part] + block, numel, combine);
+    join(out + block, sum, last + block, numel, combine_last);
+  }
+}
+
+template <class Scalar>
+void reduce_range(Scalar* out, const std::vector<const Scalar*>& parts, ReduceOp op, int64_t begin, int64_t end) {
+  using Accumulator = at::opmath_type<Scalar>;
+  const auto whole = [](Accumulator value) { return value; };
+  const auto add = [](Accumulator one, Accumulator other) { return static_cast<Accumulator>(one + other); };
+  switch (op) {
+    case ReduceOp::kSum:
+      return reduce_range(out, parts, begin, end, add, whole);
+    case ReduceOp::kAverage:
+      return reduce_range(out, parts, begin, end, add, [divisor = static_cast<Accumulator>(parts.size())](auto sum) {
+        return static_cast<Accumulator>(sum / divisor);
+      });
+    case ReduceOp::kMax:
+      return reduce_range(out, parts, begin, end, most<Accumulator>, whole);
+    case ReduceOp::kMin:
+      return reduce_range(out, parts, begin, end, least<Accumulator>, whole);
+  }
+}
+
+// over(numel, body) calls body(begin, end) for all of them.
+template <class Over>
+void reduce_over(void* out, const std::vector<const void*>& parts, at::ScalarType dtype, ReduceOp op, Over over) {
+  AT_DISPATCH_ALL_TYPES_AND2(at::kHalf, at::kBFloat16, dtype, "reduce_in_rank_order", [&] {
+    std::vector<const scalar_t*> values;
+    for (const void* part : parts) values.push_back(static_cast<const scalar_t*>(part));
+    auto* result = static_cast<scalar_t*>(out);
+    over([&](int64_t begin, int64_t end) { reduce_range(result, values, op, begin, end); });
+  });
+}
+
+std::vector<const void*> places_of(const std::vector<at::Tensor>& parts) {
+  std::vector<const void*> places;
+  for (const at::Tensor& part : parts) places.push_back(part.const_data_ptr());
+  return places;
+}
+
+}  // namespace
+
+void reduce_in_rank_order(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+  reduce_in_rank_order(out.mutable_data_ptr(), places_of(parts), out.numel(), out.scalar_type(), op);
+}
+
+void reduce_in_rank_order(void* out, const std::vector<const void*>& parts, int64_t numel, at::ScalarType dtype,
+                          ReduceOp op) {
+  reduce_over(out, parts, dtype, op, [numel](auto body) { parallel_over(0, numel, kGrainNumel, body); });
+}
+
+void reduce_in_rank_order_here(const at::Tensor& out, const std::vector<at::Tensor>& parts, ReduceOp op) {
+  reduce_over(out.mutable_data_ptr(), places_of(parts), out.scalar_type(), op,
+              [&](auto body) { body(0, out.numel()); });
+}
+
+}  // namespace tessera

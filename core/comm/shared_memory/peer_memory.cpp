@@ -1,0 +1,407 @@
+#include "core/comm/shared_memory/peer_memory.h"
+
+#include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "core/memory/container_limits.h"
+
+namespace tessera {
+
+// What a member says of its process, as it was when the group was made: the board is read once, so that whoever writes
+// there later makes this rank reach for no other process.
+struct PeerMemory::Process {
+  explicit Process(const SharedBoard::Member& member)
+      : pid(member.pid), magic(member.magic), magic_address(member.magic_address) {}
+
+  bool is_this() const { return pid == ::getpid(); }
+  bool is_reached() const {
+    if (is_this()) return true;
+    uint64_t word = 0;
+    iovec own{&word, sizeof(word)};
+    iovec theirs{reinterpret_cast<void*>(magic_address), sizeof(word)};
+    return ::process_vm_readv(pid, &own, 1, &theirs, 1, 0) == static_cast<ssize_t>(sizeof(word)) && word == magic;
+  }
+
+  pid_t pid;
+  uint64_t magic, magic_address;
+};
+
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr char kNone[] = "none";  // no destructor: a thread that was left behind may use it while the process ends
+
+// How long close() gives a peer that is copying; too short for a large message costs memory, not correctness.
+constexpr auto kCopyGrace = std::chrono::seconds(1);
+
+// What the others look for, to find out whether they reach this process: a number of its own, or it could be another
+// one that has got its process id.
+const uint64_t& magic() {
+  static const uint64_t number = [] {
+    uint64_t random = 0;
+    return ::getrandom(&random, sizeof(random), 0) == sizeof(random) ? random : uint64_t{1};
+  }();
+  return number;
+}
+
+uint64_t operation_of(uint64_t tag) { return tag >> 32; }
+
+uint64_t as_integer(const void* address) { return reinterpret_cast<uintptr_t>(address); }
+
+std::string first_line(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+// Equal for two processes exactly if a process id names the same process for both: one boot, PID namespace and user.
+std::string host_identity() {
+  char name[64] = {};
+  if (::readlink("/proc/self/ns/pid", name, sizeof(name) - 1) < 0) return kNone;
+  const std::string boot = first_line("/proc/sys/kernel/random/boot_id");
+  return boot.empty() ? kNone : c10::str(boot, "/", name, "/", ::geteuid());
+}
+
+// Texts that ranks show each other through the store, each under a key of its own.
+struct Notices {
+  c10d::Store& store;
+  const int rank;
+
+  void put(const std::string& kind, const std::string& text) { store.set(key(kind, rank), text); }
+  std::vector<std::string> of(const std::string& kind, const std::vector<int>& ranks) {
+    std::vector<std::string> keys, texts;
+    for (int peer : ranks) keys.push_back(key(kind, peer));
+    for (const auto& bytes : store.multiGet(keys)) texts.emplace_back(bytes.begin(), bytes.end());
+    return texts;
+  }
+  static std::string key(const std::string& kind, int rank) { return c10::str("tessera/memory/", kind, "/", rank); }
+};
+
+// In their order; none where this rank is not to take part. Each rank reads the list of its host alone, which is whole
+// once all ranks of the group have signed in somewhere.
+std::vector<int> ranks_of_host(Notices& notices, int size, std::chrono::milliseconds timeout, bool is_wanted) {
+  const bool is_switched_off = c10::utils::check_env("TESSERA_PEER_MEMORY") == false;
+  const std::string identity = is_wanted && !is_switched_off ? host_identity() : kNone;
+  const std::string list = "tessera/memory/host/" + identity + "/", all = "tessera/memory/all_signed_in";
+  c10d::Store& store = notices.store;
+  if (identity != kNone) store.set(list + std::to_string(store.add(list + "ranks", 1)), std::to_string(notices.rank));
+  if (store.add("tessera/memory/signed_in", 1) == size) store.set(all, "yes");
+  store.wait({all}, timeout);
+  if (identity == kNone) return {};
+  std::vector<std::string> keys;
+  for (int64_t i = 1, count = store.add(list + "ranks", 0); i <= count; ++i) keys.push_back(list + std::to_string(i));
+  std::vector<int> host;
+  for (const auto& bytes : store.multiGet(keys)) host.push_back(std::stoi(std::string(bytes.begin(), bytes.end())));
+  std::sort(host.begin(), host.end());
+  return host;
+}
+
+bool all_agree(Notices& notices, const std::string& kind, const std::vector<int>& host, bool answer) {
+  notices.put(kind, answer ? "yes" : "no");
+  const auto answers = notices.of(kind, host);
+  return std::all_of(answers.begin(), answers.end(), [](const std::string& text) { return text == "yes"; });
+}
+
+// The board of a host's ranks, if all of them have opened it and reach each other's memory, else null.
+std::shared_ptr<SharedBoard> share_board(Notices& notices, int rank, const std::vector<int>& host) {
+  const int ranks = static_cast<int>(host.size());
+  const auto self = std::find(host.begin(), host.end(), rank) - host.begin();
+  std::shared_ptr<SharedBoard> board;
+  try {
+    if (self == 0) {
+      board = SharedBoard::create(ranks);
+      notices.put("board", board->notice());
+    } else {
+      board = SharedBoard::open(notices.of("board", {host.front()})[0], ranks);
+    }
+    SharedBoard::Member& member = board->member(static_cast<int>(self));
+    member.pid = ::getpid();
+    member.magic = magic();
+    member.magic_address = as_integer(&magic());
+  } catch (const std::runtime_error&) {  // not allowed here
+    if (self == 0) notices.put("board", kNone);
+  }
+  bool reaches_all = all_agree(notices, "opened", host, board != nullptr);
+  for (int peer = 0; reaches_all && peer < ranks; ++peer)
+    reaches_all = PeerMemory::Process(board->member(peer)).is_reached();
+  if (!all_agree(notices, "reaches", host, reaches_all)) return nullptr;
+  if (self == 0) board->close_fd();
+  return board;
+}
+
+// What lets the ranks of a host read this process's memory; null if all of them are threads of it.
+std::unique_ptr<TracerPermission> permit(Notices& notices, const std::vector<int>& host) {
+  notices.put("lineage", c10::Join(" ", lineage()));
+  std::vector<std::vector<pid_t>> lineages;
+  for (const std::string& text : notices.of("lineage", host)) {
+    std::istringstream pids(text);
+    lineages.emplace_back(std::istream_iterator<pid_t>(pids), std::istream_iterator<pid_t>());
+  }
+  const bool is_alone = std::all_of(lineages.begin(), lineages.end(),
+                                    [](const auto& pids) { return !pids.empty() && pids.front() == ::getpid(); });
+  return is_alone ? nullptr : std::make_unique<TracerPermission>(common_ancestor(lineages));
+}
+
+}  // namespace
+
+// The other rank's process by a descriptor, which never means another one, as its number may once it has ended; without
+// one (-1) where the kernel has none to give, and for the process itself.
+struct PeerMemory::Peer {
+  explicit Peer(const SharedBoard::Member& member) : process(member) {
+    if (process.is_this()) return;
+    descriptor = static_cast<int>(::syscall(SYS_pidfd_open, process.pid, 0));
+    if (descriptor >= 0 && !process.is_reached()) ::close(std::exchange(descriptor, -1));  // it has just ended
+  }
+  Peer(Peer&& other) noexcept : process(other.process), descriptor(std::exchange(other.descriptor, -1)) {}
+  ~Peer() {
+    if (descriptor >= 0) ::close(descriptor);
+  }
+
+  const Process process;
+  int descriptor = -1;
+};
+
+std::unique_ptr<PeerMemory> PeerMemory::connect(c10d::Store& store, int rank, int size,
+                                                std::chrono::milliseconds timeout, bool is_wanted) {
+  Notices notices{store, rank};
+  const auto host = ranks_of_host(notices, size, timeout, is_wanted);
+  if (host.size() < 2) return nullptr;
+  auto permission = permit(notices, host);
+  auto board = share_board(notices, rank, host);
+  if (!board) return nullptr;
+  std::vector<int> local(size, -1);
+  std::vector<Peer> peers;
+  for (int i = 0; i < board->ranks(); ++i) {
+    local[host[i]] = i;
+    peers.emplace_back(board->member(i));
+  }
+  return std::unique_ptr<PeerMemory>(
+      new PeerMemory(rank, std::move(local), std::move(board), std::move(peers), std::move(permission), timeout));
+}
+
+PeerMemory::PeerMemory(int rank, std::vector<int> local, std::shared_ptr<SharedBoard> board, std::vector<Peer> peers,
+                       std::unique_ptr<TracerPermission> permission, std::chrono::milliseconds timeout)
+    : rank_(rank),
+      local_(std::move(local)),
+      board_(std::move(board)),
+      peers_(std::move(peers)),
+      permission_(std::move(permission)),
+      timeout_(timeout),
+      may_spin_(board_->ranks() <= available_cores()) {}
+
+PeerMemory::~PeerMemory() { close(); }
+
+bool PeerMemory::is_alive(int peer) const {
+  const auto& [process, descriptor] = peers_[local_[peer]];
+  if (descriptor < 0) return process.is_reached();
+  pollfd ends{descriptor, POLLIN, 0};
+  return ::poll(&ends, 1, 0) == 0;  // readable as soon as it has ended, reaped or not
+}
+
+void PeerMemory::copy(bool to_peer, void* own, uint64_t theirs, uint64_t bytes, int peer) const {
+  const Process& process = peers_[local_[peer]].process;
+  if (process.is_this()) {
+    void* other = PublishedMemory::find(theirs, bytes, to_peer);
+    std::memcpy(to_peer ? other : own, to_peer ? own : other, bytes);
+    return;
+  }
+  if (!is_alive(peer)) throw std::runtime_error("its process is gone");  // and its number may be another one's
+  for (uint64_t done = 0; done < bytes;) {
+    iovec here{static_cast<std::byte*>(own) + done, bytes - done};
+    iovec there{reinterpret_cast<void*>(theirs + done), bytes - done};
+    const ssize_t moved = to_peer ? ::process_vm_writev(process.pid, &here, 1, &there, 1, 0)
+                                  : ::process_vm_readv(process.pid, &here, 1, &there, 1, 0);
+    if (moved > 0) {
+      done += static_cast<uint64_t>(moved);
+    } else if (moved == 0 || errno != EINTR) {
+      throw std::system_error(moved == 0 ? EFAULT : errno, std::generic_category(),
+                              "reaching the memory of its process");
+    }
+  }
+}
+
+PeerMemory::Announced PeerMemory::announce(SharedBoard::State kind, const at::Tensor& tensor, int peer, uint64_t tag) {
+  const bool is_send = kind == SharedBoard::kSend;
+  void* const data = is_send ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
+  const int self = local_[rank_], other = local_[peer];
+  SharedBoard::Channel& channel = is_send ? board_->channel(self, other) : board_->channel(other, self);
+  const auto until = steady_clock::now() + timeout_;
+  PublishedMemory published;
+  if (peers_[other].process.is_this()) published = PublishedMemory(data, tensor.nbytes(), /*is_written=*/!is_send);
+  const uint64_t address = published.number() != 0 ? published.number() : as_integer(data);
+  SharedBoard::Announced made;
+  const auto try_to_announce = [&] {
+    if (member(rank_).has_left.load() != 0) throw std::runtime_error("this rank has left the group");
+    made = SharedBoard::announce(channel, kind, tag, {address, tensor.nbytes()}, kAtOnceBytes, until);
+    return made.slot != nullptr;
+  };
+  if (!try_to_announce()) {
+    // Full, of what this rank's peer has yet to match, of what nobody has copied, and of what either has yet to free.
+    const auto outcome = watch(peer, SharedBoard::kNoOperation, until, [&] {
+      copy_all_matched([&](const Announcement& message) { return message.peer == peer; });
+      if (reap()) SharedBoard::notify(member(peer), self);
+      return try_to_announce();
+    });
+    if (outcome != Outcome::kDone)
+      throw std::runtime_error(c10::str("it is ", size_t{SharedBoard::Channel::kSlots}, " messages behind"));
+  }
+  Announced message = std::make_shared<Announcement>(
+      Announcement{made.slot, kind, data, tensor.nbytes(), tag, peer, std::move(published)});
+  if (made.state == SharedBoard::kOtherBytes) {
+    SharedBoard::notify(member(peer), self);
+    throw std::runtime_error(c10::str("it has ", made.slot->side(SharedBoard::opposite(kind)).bytes,
+                                      " bytes where this rank has ", message->bytes));
+  }
+  if (made.state == SharedBoard::copying(kind)) {
+    copy_claimed(*message);
+    return nullptr;
+  }
+  if (made.state == SharedBoard::kMatched) SharedBoard::notify(member(peer), self, operation_of(tag));
+  if (announced_.size() >= reap_at_) reap();
+  announced_.push_back(message);
+  return message;
+}
+
+// What this rank has claimed.
+void PeerMemory::copy_claimed(Announcement& message) {
+  const auto notifies = c10::make_scope_exit([&] { SharedBoard::notify(member(message.peer), local_[rank_]); });
+  try {
+    const uint64_t theirs = message.slot->side(SharedBoard::opposite(message.kind)).address;
+    copy(message.kind == SharedBoard::kSend, message.data, theirs, message.bytes, message.peer);
+  } catch (const std::exception& error) {
+    message.slot->state.store(SharedBoard::kBroken, std::memory_order_release);
+    throw Unreachable(message.peer, error.what());
+  }
+  copied_bytes_ += message.bytes;
+  message.published = {};
+  std::exchange(message.slot, nullptr)->state.store(SharedBoard::kDone, std::memory_order_release);
+}
+
+void PeerMemory::copy_if_matched(const Announced& message) {
+  if (message && message->slot != nullptr && SharedBoard::claim(*message->slot, message->kind)) copy_claimed(*message);
+}
+
+// What is received first: this rank needs it, and where the peer waits too, that one does the same.
+template <class IsMeant>
+void PeerMemory::copy_all_matched(IsMeant is_meant) {
+  for (const auto kind : {SharedBoard::kReceive, SharedBoard::kSend})
+    for (const Announced& message : announced_)
+      if (message->kind == kind && is_meant(*message)) copy_if_matched(message);
+}
+
+// Frees the slots of messages that are over, and forgets those. Whether there were any.
+bool PeerMemory::reap() {
+  bool freed = false;
+  std::erase_if(announced_, [&](const Announced& message) {
+    if (message->slot != nullptr && message->slot->state.load(std::memory_order_acquire) == SharedBoard::kDone) {
+      message->published = {};
+      std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
+      freed = true;
+    }
+    return message->slot == nullptr;
+  });
+  reap_at_ = 2 * announced_.size() + 64;
+  return freed;
+}
+
+PeerMemory::Outcome PeerMemory::wait(const Announced& message, Deadline until) {
+  if (!message || message->slot == nullptr) return Outcome::kDone;
+  uint32_t state = SharedBoard::kFree;
+  const auto is_over = [&] {
+    state = message->slot->state.load(std::memory_order_acquire);
+    return state == SharedBoard::kDone || state == SharedBoard::kOtherBytes || state == SharedBoard::kBroken;
+  };
+  const uint64_t operation = operation_of(message->tag);
+  const Outcome outcome = watch(message->peer, operation, until, [&] {
+    if (is_over()) return true;
+    copy_all_matched([&](const Announcement& other) { return operation_of(other.tag) == operation; });
+    return message->slot == nullptr || is_over();
+  });
+  if (outcome != Outcome::kDone || message->slot == nullptr) return outcome;
+  if (state == SharedBoard::kOtherBytes) return Outcome::kOtherBytes;
+  if (state == SharedBoard::kBroken) return Outcome::kPeerLeft;
+  message->published = {};
+  std::exchange(message->slot, nullptr)->state.store(SharedBoard::kFree, std::memory_order_release);
+  return Outcome::kDone;
+}
+
+template <class IsOver>
+PeerMemory::Outcome PeerMemory::watch(int peer, uint64_t operation, Deadline until, IsOver is_over) {
+  SharedBoard::Member& self = member(rank_);
+  if (is_over()) return Outcome::kDone;
+  const auto began = steady_clock::now();
+  auto asked = began;
+  self.awaited.store(local_[peer]);
+  self.awaited_operation.store(operation);
+  for (;;) {
+    // is_over() is asked last: a peer that has left finished its messages first, so they are seen.
+    const uint32_t seen = self.events.load();
+    const bool has_left = member(peer).has_left.load() != 0;
+    if (is_over()) return Outcome::kDone;
+    if (interrupted_.load()) return Outcome::kInterrupted;
+    if (has_left) return Outcome::kPeerLeft;
+    const auto now = steady_clock::now();
+    if (may_spin_ && now - began < kSpin) continue;
+    if (now >= until) return Outcome::kTimedOut;
+    if (now - asked >= kAskEvery) {
+      asked = now;
+      if (!is_alive(peer)) return Outcome::kPeerDied;
+    }
+    SharedBoard::sleep(self, seen, std::min<std::chrono::nanoseconds>(kAskEvery, until - now));
+  }
+}
+
+void PeerMemory::interrupt() {
+  interrupted_.store(true);
+  SharedBoard::notify(member(rank_), SharedBoard::kAnyone);
+  board_->ring();
+}
+
+bool PeerMemory::close() noexcept {
+  if (member(rank_).has_left.exchange(1) != 0) return !may_be_touched_.load();
+  const int self = local_[rank_];
+  const auto until = steady_clock::now() + kCopyGrace;
+  for (size_t rank = 0; rank < local_.size(); ++rank) {
+    const int other = local_[rank];
+    if (other < 0 || other == self) continue;
+    const auto while_copying = [&] {
+      std::this_thread::yield();
+      return is_alive(static_cast<int>(rank));
+    };
+    const auto take_back = [&](SharedBoard::Channel& channel, SharedBoard::State kind) {
+      try {
+        return SharedBoard::take_back(channel, kind, until, while_copying);
+      } catch (const std::exception&) {
+        return !is_alive(static_cast<int>(rank));  // it died, and touches nothing any more; or has stopped in there
+      }
+    };
+    const bool gives = take_back(board_->channel(self, other), SharedBoard::kSend);
+    const bool takes = take_back(board_->channel(other, self), SharedBoard::kReceive);
+    if (!gives || !takes) may_be_touched_ = true;
+    SharedBoard::notify(board_->member(other), self);
+  }
+  board_->ring();
+  permission_.reset();
+  return !may_be_touched_;
+}
+
+}  // namespace tessera

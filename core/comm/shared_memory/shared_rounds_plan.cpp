@@ -1,0 +1,46 @@
+#include "core/comm/shared_memory/shared_rounds_plan.h"
+
+#include <algorithm>
+
+namespace tessera {
+namespace {
+
+// Above, one copy from memory to memory takes less time than two by way of a slot.
+constexpr int64_t kMostNumel = 1 << 16;
+// Of all ranks, for memory's sake.
+constexpr int64_t kMostNumelOfAll = 1 << 21;
+// Above, with more than two ranks, all-reduces send less in two steps.
+constexpr int64_t kMostReducedNumel = 1 << 14;
+
+}  // namespace
+
+SharedRoundsPlan::SharedRoundsPlan(int ranks)
+    : ranks_(ranks),
+      most_numel_(std::min(kMostNumel, kMostNumelOfAll / ranks)),
+      most_reduced_numel_(ranks == 2 ? most_numel_ : std::min(most_numel_, kMostReducedNumel)) {}
+
+size_t SharedRoundsPlan::entry(uint64_t round, int rank) const {
+  return participant(ranks_) +
+         (round % kRounds * static_cast<uint64_t>(ranks_) + static_cast<uint64_t>(rank)) * sizeof(Entry);
+}
+
+size_t SharedRoundsPlan::slot(int rank, uint64_t slot) const {
+  const size_t first = (entry(kRounds - 1, ranks_) + kPageBytes - 1) / kPageBytes * kPageBytes;
+  return first + (static_cast<size_t>(rank) * kRounds + slot) * slot_bytes();
+}
+
+uint64_t RoundSlots::take(uint64_t round, const std::function<uint64_t()>& ask) {
+  const auto find = [this] {
+    return std::find_if(rounds_.begin(), rounds_.end(), [this](uint64_t last) { return last < left_; });
+  };
+  auto found = find();
+  if (found == rounds_.end() && !rounds_.empty()) {
+    left_ = ask();
+    found = find();
+  }
+  if (found == rounds_.end()) found = rounds_.insert(found, round);
+  *found = round;
+  return static_cast<uint64_t>(found - rounds_.begin());
+}
+
+}  // namespace tessera

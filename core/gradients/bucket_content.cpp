@@ -1,0 +1,123 @@
+#include "core/gradients/bucket_content.h"
+
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace tessera {
+
+namespace {
+
+[[noreturn]] void throw_changed(const GradientBucket& bucket, size_t member,
+                                const std::vector<PlannedParameter>& parameters, int rank) {
+  throw std::logic_error("the gradient of parameter '" + parameters[bucket.members[member]].fqn + "' on rank " +
+                         std::to_string(rank) +
+                         " was changed in place after it had been handed over: a hook that changes a gradient has to "
+                         "return another tensor");
+}
+
+}  // namespace
+
+BucketContent BucketContent::of_members(size_t members) {
+  BucketContent content;
+  content.filled.assign(members, false);
+  return content;
+}
+
+void BucketContent::borrow(size_t piece, const at::Tensor& values) {
+  uses.begin(values.device());
+  parts[piece] = {values, /*is_borrowed=*/true, values._version()};
+}
+
+int64_t BucketContent::borrowed_bytes() const {
+  int64_t bytes = 0;
+  for (const Part& part : parts)
+    if (part.is_borrowed) bytes += static_cast<int64_t>(part.values.nbytes());
+  return bytes;
+}
+
+void BucketContent::require_as_borrowed(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
+                                        int rank) const {
+  for (size_t piece = 0; piece < parts.size(); ++piece)
+    if (parts[piece].is_borrowed && parts[piece].values._version() != parts[piece].version)
+      throw_changed(bucket, *bucket.pieces[piece].member, parameters, rank);
+}
+
+bool BucketContent::may_wait(const at::Tensor& gradient) {
+  constexpr size_t kSmallBytes = size_t{256} << 10;
+  return !gradient.is_cpu() && gradient.layout() == at::kStrided && !gradient.is_inference() &&
+         gradient.nbytes() <= kSmallBytes;
+}
+
+void BucketContent::wait_for_more(size_t member, const at::Tensor& gradient) {
+  uses.use();
+  waiting.push_back({member, gradient, gradient._version(), current_stream(gradient.device())});
+}
+
+void BucketContent::put(const GradientBucket& bucket, size_t member, const at::Tensor& gradient, bool is_first) {
+  is_first ? uses.use() : uses.join();
+  const at::Tensor place = place_of(bucket, member);
+  is_first ? place.copy_(gradient) : place.add_(gradient);
+}
+
+at::Tensor BucketContent::place_of(const GradientBucket& bucket, size_t member) const {
+  const size_t piece = bucket.piece_of[member];
+  const int64_t offset = bucket.layout.offset(static_cast<int64_t>(member)) - bucket.pieces[piece].range.begin;
+  return view_in(parts[piece].values, bucket.geometries[member], offset);
+}
+
+void BucketContent::copy_waiting(const GradientBucket& bucket, const std::vector<PlannedParameter>& parameters,
+                                 int rank) {
+  if (waiting.empty()) return;
+  uses.join();
+  const c10::Stream here = current_stream(waiting[0].gradient.device());
+  std::vector<at::Tensor> places, gradients;
+  for (const Waiting& each : std::exchange(waiting, {})) {
+    if (each.gradient._version() != each.version) throw_changed(bucket, each.member, parameters, rank);
+    if (each.stream != here) each.gradient.record_stream(here);
+    places.push_back(place_of(bucket, each.member));
+    gradients.push_back(each.gradient);
+  }
+  at::_foreach_copy_(places, gradients);
+}
+
+void BucketContent::fill_gaps(const GradientBucket& bucket, bool between_members) const {
+  const FlatLayout& layout = bucket.layout;
+  std::vector<at::Tensor> gaps;
+  auto add_gap = [&](int64_t from, int64_t to) {
+    for (size_t piece = 0; piece < parts.size() && from < to; ++piece) {
+      const Range& range = bucket.pieces[piece].range;
+      const int64_t end = std::min(to, range.end);
+      if (from >= end) continue;
+      gaps.push_back(parts[piece].values.narrow(0, from - range.begin, end - from));
+      from = end;
+    }
+  };
+  int64_t end = 0;
+  for (size_t member = 0; member < bucket.members.size(); ++member) {
+    const int64_t begin = layout.offset(static_cast<int64_t>(member));
+    const int64_t end_of_member = begin + layout.numel(static_cast<int64_t>(member));
+    if (!between_members && !filled[member]) add_gap(begin, end_of_member);
+    if (!between_members || !filled[member]) continue;  // else cleared with the gap that it lies in
+    add_gap(end, begin);
+    end = end_of_member;
+  }
+  if (between_members) add_gap(end, layout.full_numel());
+  if (parts[0].values.is_cpu()) {
+    for (at::Tensor& gap : gaps) gap.zero_();
+  } else if (!gaps.empty()) {
+    at::_foreach_zero_(gaps);  // one launch
+  }
+}
+
+bool BucketContent::forget(const GradientBucket& bucket, size_t member) {
+  filled[member] = false;
+  if (Part& part = parts[bucket.piece_of[member]]; part.is_borrowed) part = {};
+  std::erase_if(waiting, [&](const Waiting& each) { return each.member == member; });
+  return std::none_of(filled.begin(), filled.end(), [](bool is_filled) { return is_filled; });
+}
+
+}  // namespace tessera

@@ -1,0 +1,135 @@
+#include "core/gradients/shard_norm.h"
+
+#include <ATen/OpMathType.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/fmin.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "core/comm/host_results.h"
+#include "core/runtime/lazy_values.h"
+
+namespace tessera {
+namespace {
+
+constexpr double kNormMargin = 1e-6;  // torch's
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+bool has_rows(const at::Tensor& shard) {
+  return shard.is_cpu() && shard.layout() == at::kStrided && shard.is_contiguous() &&
+         shard.numel() >= 2 * norm_row_numel;
+}
+
+// libtorch takes a tensor's norm on one thread of the host's, but those of rows on all.
+at::Tensor norm_by_rows(const at::Tensor& shard, double norm_type) {
+  const at::Tensor flat = shard.view({-1});
+  const int64_t rows = flat.numel() / norm_row_numel, in_rows = rows * norm_row_numel;
+  const at::Tensor all_rows = flat.narrow(0, 0, in_rows).view({rows, norm_row_numel});
+  at::Tensor norms = at::linalg_vector_norm(all_rows, norm_type, {1});
+  if (in_rows < flat.numel()) {  // nothing has no largest value
+    const at::Tensor rest = at::linalg_vector_norm(flat.narrow(0, in_rows, flat.numel() - in_rows), norm_type);
+    norms = at::cat({norms, rest.view({1})});
+  }
+  return at::linalg_vector_norm(norms, norm_type);
+}
+
+// The p-th power of this rank's norm, or the largest absolute value; NaN stays NaN. On the shards' device, one number.
+at::Tensor local_contribution(const std::vector<at::Tensor>& shards, double norm_type, at::Device device) {
+  std::vector<at::Tensor> others, norms;
+  for (const at::Tensor& shard : shards) {
+    if (has_rows(shard))
+      norms.push_back(norm_by_rows(shard, norm_type));
+    else if (shard.numel() > 0)
+      others.push_back(shard);
+  }
+  if (!others.empty())
+    for (at::Tensor& norm : at::_foreach_norm(others, norm_type)) norms.push_back(std::move(norm));
+  if (norms.empty()) return at::zeros({1}, at::TensorOptions().dtype(at::kDouble).device(device));
+  for (at::Tensor& norm : norms) norm = norm.to(norms[0].device(), at::kDouble);
+  const at::Tensor all = at::stack(norms);
+  return (norm_type == kInfinity ? all.max() : all.pow_(norm_type).sum()).view({1}).to(device);
+}
+
+// By dtype and device, which a foreach wants to be the same. It writes to no tensor of lazy values; zeros stay.
+void scale(const std::vector<at::Tensor>& shards, const at::Tensor& factor) {
+  std::vector<at::Tensor> rest;
+  for (const at::Tensor& shard : shards) {
+    if (!has_lazy_values(shard))
+      rest.push_back(shard);
+    else if (!shard._is_zerotensor())
+      shard.mul_(factor.to(shard.device()).squeeze());
+  }
+  while (!rest.empty()) {
+    const at::Tensor first = rest[0];
+    const auto others = std::stable_partition(rest.begin(), rest.end(), [&](const at::Tensor& shard) {
+      return shard.scalar_type() == first.scalar_type() && shard.device() == first.device();
+    });
+    const std::vector<at::Tensor> alike(rest.begin(), others);
+    const at::ScalarType dtype = at::toOpMathType(first.scalar_type());
+    const at::Tensor there = factor.to(first.device(), dtype).squeeze();
+    // Offloaded gradients take a pass through the host's memory, which 1 is not worth: it has come to the host anyway.
+    const bool is_one = !factor.is_cpu() && there.is_cpu() && there.item<double>() == 1;
+    if (!is_one) at::_foreach_mul_(alike, there);
+    rest.erase(rest.begin(), others);
+  }
+}
+
+}  // namespace
+
+void require_clip_arguments(double max_norm, double norm_type) {
+  if (!(max_norm >= 0) || !(norm_type > 0))
+    throw std::invalid_argument(c10::str("clip_grad_norm_: max_norm is ", max_norm, " and norm_type ", norm_type,
+                                         ", expected max_norm >= 0 and norm_type > 0"));
+}
+
+GradNorm clip_shards_by_norm(const std::vector<at::Tensor>& shards, double max_norm, double norm_type,
+                             bool error_if_nonfinite, Communicator& comm, const std::vector<at::Tensor>& also) {
+  require_clip_arguments(max_norm, norm_type);
+  const auto op = norm_type == kInfinity ? ReduceOp::kMax : ReduceOp::kSum;
+  at::Tensor norm = local_contribution(shards, norm_type, comm.device());
+  // Ranks that clip by other numbers have diverged: each would scale its own part.
+  comm.all_reduce(norm, op, c10::str("the gradient norm of type ", norm_type, ", clipped to ", max_norm)).wait();
+  if (norm_type != kInfinity) norm.pow_(1.0 / norm_type);
+  if (error_if_nonfinite)
+    if (const double value = comm.to_host(norm, "the gradient norm").item<double>(); !std::isfinite(value))
+      throw std::runtime_error("clip_grad_norm_ on rank " + std::to_string(comm.rank()) +
+                               ": the norm of the gradients is " + std::to_string(value));
+  // fmin() is 1 for NaN: gradients are left as they are.
+  const at::Tensor factor = at::fmin(at::full_like(norm, max_norm).div_(norm + kNormMargin), at::ones_like(norm));
+  scale(shards, factor);
+  scale(also, factor);
+  return norm.is_cpu() ? GradNorm(norm.item<double>()) : GradNorm(std::move(norm));
+}
+
+bool clips_gradients(double norm, double max_norm) { return !(max_norm / (norm + kNormMargin) >= 1); }
+
+std::vector<double> norms_over_ranks(const std::vector<at::Tensor>& parts, Communicator* comm) {
+  if (parts.empty()) return {};
+  const auto any = std::ranges::find_if(parts, [](const at::Tensor& part) { return part.defined(); });
+  const at::Device device = comm != nullptr      ? comm->device()
+                            : any != parts.end() ? any->device()
+                                                 : at::Device(at::kCPU);
+  const at::Tensor none = at::zeros({}, at::TensorOptions().dtype(at::kDouble).device(device));
+  std::vector<at::Tensor> norms;  // on the device until all are known: one synchronisation with the host
+  for (const at::Tensor& part : parts)
+    norms.push_back(
+        part.defined() && part.numel() > 0 ? at::linalg_vector_norm(part, 2, {}, false, at::kDouble).to(device) : none);
+  at::Tensor squares = at::stack(norms).square_();
+  squares = comm != nullptr ? reduce_to_host(*comm, squares, ReduceOp::kSum, "the norms of parameters") : squares.cpu();
+  squares.sqrt_();
+  return {squares.const_data_ptr<double>(), squares.const_data_ptr<double>() + squares.numel()};
+}
+
+}  // namespace tessera

@@ -1,0 +1,165 @@
+#include "core/launch/launch.h"
+
+#include <c10/util/StringUtil.h>
+#include <c10/util/env.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "core/comm/backends.h"
+#include "core/comm/descriptors.h"
+#include "core/comm/group_process.h"
+#include "core/launch/device_choice.h"
+#include "core/launch/last_words.h"
+#include "core/launch/launch_environment.h"
+#include "core/launch/local_address.h"
+#include "core/launch/rendezvous.h"
+#include "core/memory/memory_cache.h"
+#include "core/trace/trace.h"
+
+namespace tessera {
+namespace {
+
+LaunchEnvironment read_launch_environment() {
+  return parse_launch_environment([](const char* name) { return std::getenv(name); });
+}
+
+template <class... Parts>
+void require(bool holds, const Parts&... otherwise) {
+  if (!holds) throw std::invalid_argument(c10::str(otherwise...));
+}
+
+// Beyond a year clocks that it is added to overflow.
+void require_timeout(const InitOptions& options, const char* who) {
+  require(options.timeout > std::chrono::milliseconds::zero() && options.timeout <= std::chrono::hours(24 * 365), who,
+          ": InitOptions::timeout is ", options.timeout.count(), " ms; expected more than 0 and at most a year");
+}
+
+// Backend and device that the options mean: where one is not given, the other decides.
+struct Choice {
+  bool nccl;
+  at::Device device;
+};
+
+Choice choose(const InitOptions& options, const LaunchEnvironment& environment) {
+  const std::string& backend = options.backend;
+  require(backend.empty() || backend == "gloo" || backend == "nccl", "tessera::init: InitOptions::backend is \"",
+          backend, "\"; expected \"gloo\", \"nccl\", or empty for the device's own");
+  require_timeout(options, "tessera::init");
+  const at::Device device = options.device.value_or(backend == "nccl" ? at::kCUDA : at::kCPU);
+  require(device.is_cpu() || device.is_cuda(), "tessera::init: InitOptions::device is ", device,
+          "; expected cpu or cuda");
+  const bool nccl = backend.empty() ? device.is_cuda() : backend == "nccl";
+  require(nccl == device.is_cuda(), "tessera::init: InitOptions::backend is \"", backend,
+          "\" and InitOptions::device is ", device, "; expected gloo with cpu or nccl with cuda");
+  require(nccl || !options.registered_memory,
+          "tessera::init: InitOptions::registered_memory is NCCL's, and this group "
+          "would be gloo's");
+  if (!nccl) return {false, at::kCPU};
+  const int visible_count = visible_cuda_devices();
+  if (visible_count > 0) return {true, choose_cuda_device(device, environment, visible_count)};
+  // No CUDA here: the backend says so.
+  return {true, device.has_index() ? device : at::Device(at::kCUDA, 0)};
+}
+
+// The address of this rank if that is not to be found out.
+std::string given_address(bool nccl) {
+  // NCCL reads a variable of its own, NCCL_SOCKET_IFNAME, and asks nobody for an address.
+  if (nccl) return "none";
+  const std::string interface = c10::utils::get_env("GLOO_SOCKET_IFNAME").value_or("");
+  return interface.empty() ? "" : interface_address(interface);
+}
+
+}  // namespace
+
+bool launched() { return read_launch_environment().launched(); }
+
+std::shared_ptr<Communicator> init(InitOptions options) {
+  open_standard_descriptors();
+  const auto environment = read_launch_environment();
+  const auto [nccl, device] = choose(options, environment);
+  if (!environment.note.empty()) {
+    TORCH_WARN("tessera::init: ", environment.note);
+  }
+
+  if (options.cache_memory) cache_memory();
+  const int rank = environment.rank, size = environment.world_size;
+  Trace::set_rank_of_process(rank);
+  // Each rank of the host is watched by a descriptor, and the store has a connection to every rank.
+  const bool serves_store = rank == 0 && !environment.agent_serves_store;
+  if (size > 1)
+    require_descriptors(environment.local_world_size + (serves_store ? size : 0),
+                        c10::str("rank ", rank, " of ", size));
+  Rendezvous found{c10::make_intrusive<c10d::HashStore>(), "127.0.0.1", {}};
+  if (size > 1) found = rendezvous(environment, given_address(nccl), options.timeout);
+  if (found.traced_run) Trace::active()->join(*found.traced_run);
+  if (nccl && visible_cuda_devices() > 0) use_cuda_device(device);
+  if (size > 1) tell_when_terminated();
+  return nccl ? make_nccl_communicator(found.store, rank, size, device,
+                                       {.timeout = options.timeout,
+                                        .registered_memory = options.registered_memory,
+                                        .serves_store = serves_store})
+              : make_gloo_communicator(found.store, rank, size,
+                                       {found.address, options.timeout, options.peer_memory, serves_store});
+}
+
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body) {
+  run_ranks(world, std::move(body), {});
+}
+
+void run_ranks(int world, std::function<void(std::shared_ptr<Communicator>)> body, InitOptions options) {
+  require(world >= 1, "run_ranks: world is ", world, ", expected at least 1");
+  require_timeout(options, "run_ranks");
+  const bool nccl = options.backend == "nccl" || (options.device && options.device->is_cuda());
+  require(options.backend.empty() || options.backend == (nccl ? "nccl" : "gloo"), "run_ranks: backend '",
+          options.backend, "', expected gloo with cpu or nccl with cuda");
+  require(!options.device || (!options.device->has_index() && options.device->is_cuda() == nccl) ||
+              options.device->is_cpu(),
+          "run_ranks: device ", options.device.value_or(at::kCPU), ", expected cpu, or cuda without an index");
+  require(nccl || !options.registered_memory,
+          "run_ranks: InitOptions::registered_memory is NCCL's, and this group would "
+          "be gloo's");
+  require(!nccl || visible_cuda_devices() == 0 || world <= visible_cuda_devices(), "run_ranks: ", world,
+          " ranks, but this process sees ", visible_cuda_devices(), " CUDA devices: each rank has its own");
+
+  if (!nccl && (!options.peer_memory || c10::utils::check_env("TESSERA_PEER_MEMORY") == false))
+    require_descriptors(world * tcp_descriptors(world),
+                        c10::str("the connections of ", world, " ranks in one process"));
+  if (options.cache_memory) cache_memory();
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  auto rank_main = [&](int rank) {
+    std::shared_ptr<Communicator> comm;
+    Trace::set_rank_of_thread(rank);
+    set_memory_rank_of_thread(rank);
+    try {
+      if (nccl) {
+        const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(rank));
+        if (visible_cuda_devices() > 0) use_cuda_device(device);
+        comm = make_nccl_communicator(store, rank, world, device, {options.timeout, options.registered_memory});
+      } else {
+        comm = make_gloo_communicator(store, rank, world, {"127.0.0.1", options.timeout, options.peer_memory});
+      }
+      body(comm);
+    } catch (...) {
+      {
+        std::lock_guard lock(mutex);
+        if (!first_error) first_error = std::current_exception();
+      }
+      // The others see this error, at once, in whatever they wait for.
+      if (comm) comm->abort(text_of(std::current_exception()));
+    }
+  };
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world; ++rank) ranks.emplace_back(rank_main, rank);
+  for (std::thread& rank : ranks) rank.join();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+}  // namespace tessera

@@ -1,0 +1,351 @@
+#include "core/launch/launch_environment.h"
+
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
+#include <charconv>
+#include <initializer_list>
+#include <iterator>
+#include <numeric>
+#include <stdexcept>
+
+#include "core/comm/fingerprint.h"
+
+namespace tessera {
+namespace {
+
+constexpr size_t kMaxHosts = 65536;
+constexpr int kMaxPort = 65535;
+constexpr int kMaxRanks = 1 << 20;
+constexpr auto kTorchrunVariables = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"};
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... message) {
+  throw std::invalid_argument(c10::str("tessera::init: ", message...));
+}
+
+std::optional<int64_t> to_number(std::string_view text) {
+  int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+using NameList = std::initializer_list<const char*>;
+
+// The environment, with errors that name variables.
+class Variables {
+ public:
+  explicit Variables(const GetVariable& get) : get_(get) {}
+
+  // Set to something. An empty value counts as not set, as `VAR= program` in a shell means it.
+  bool has(const char* name) const { return text(name).has_value(); }
+
+  std::optional<std::string> text(const char* name) const {
+    const char* value = get_(name);
+    return value == nullptr || *value == '\0' ? std::nullopt : std::optional<std::string>(value);
+  }
+
+  std::optional<std::string> first_text(NameList names) const {
+    for (const char* name : names)
+      if (auto value = text(name)) return value;
+    return std::nullopt;
+  }
+
+  // A number in [low, high], or nothing if the variable is not set.
+  std::optional<int> number(const char* name, int low, int high) const {
+    const auto value = text(name);
+    if (!value) return std::nullopt;
+    const auto parsed = to_number(*value);
+    if (!parsed || *parsed < low || *parsed > high)
+      fail(name, "=", *value, ": expected a whole number from ", low, " to ", high);
+    return static_cast<int>(*parsed);
+  }
+
+  // "RANK=1, WORLD_SIZE is not set"
+  std::string describe(NameList names) const {
+    std::vector<std::string> all;
+    for (const char* name : names)
+      all.push_back(has(name) ? c10::str(name, "=", *text(name)) : c10::str(name, " is not set"));
+    return c10::Join(", ", all);
+  }
+
+  [[noreturn]] void fail_half_set(std::string_view launcher, NameList names, std::string_view expected) const {
+    fail(launcher, "'s environment is half set: ", describe(names), "; expected ", expected);
+  }
+
+ private:
+  const GetVariable& get_;
+};
+
+bool is_loopback(const std::string& address) {
+  return address == "localhost" || address == "::1" || address.starts_with("127.");
+}
+
+// Rank and size by one launcher; what its variables are called, for errors.
+struct Group {
+  const char* launcher;
+  const char* rank_name;
+  const char* size_name;
+  int rank;
+  int size;
+};
+
+// The group of a launcher with one variable for the rank and one for the size; nothing if neither is set.
+std::optional<Group> read_group(const Variables& variables, const char* launcher, const char* rank_name,
+                                const char* size_name) {
+  const auto size = variables.number(size_name, 1, kMaxRanks);
+  const auto rank = variables.number(rank_name, 0, kMaxRanks - 1);
+  if (!rank && !size) return std::nullopt;
+  if (!rank || !size) variables.fail_half_set(launcher, {rank_name, size_name}, "both or neither");
+  if (*rank >= *size) fail(variables.describe({rank_name, size_name}), ": expected a rank below the size of the world");
+  return Group{launcher, rank_name, size_name, *rank, *size};
+}
+
+std::optional<Group> read_open_mpi_group(const Variables& variables) {
+  auto group = read_group(variables, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
+  return group && group->size > 1 ? group : std::nullopt;
+}
+
+// Whether srun started this process as a task of a step. Slurm gives batch scripts SLURM_PROCID=0 and the job's
+// SLURM_NTASKS as well, and shells of salloc the latter, but no variable of a step; those two have SLURM_SUBMIT_DIR (so
+// do tasks, which inherit it). With neither, somebody set srun's variables by hand, and means them.
+bool in_slurm_step(const Variables& variables) {
+  if (variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"})) return true;
+  return !variables.has("SLURM_SUBMIT_DIR") && (variables.has("SLURM_PROCID") || variables.has("SLURM_NTASKS"));
+}
+
+std::optional<Group> read_slurm_group(const Variables& variables) {
+  if (!in_slurm_step(variables)) return std::nullopt;
+  // SLURM_NTASKS can be the whole job's where a step is smaller, so the step's own number is first.
+  const char* size_name = variables.has("SLURM_STEP_NUM_TASKS") ? "SLURM_STEP_NUM_TASKS" : "SLURM_NTASKS";
+  auto group = read_group(variables, "Slurm", "SLURM_PROCID", size_name);
+  return group && group->size > 1 ? group : std::nullopt;
+}
+
+// torchrun's group; nothing if it is not set, or not as a whole and `other` says the same: scripts for Slurm and MPI
+// often export one of RANK and WORLD_SIZE for other programs' sake. Where both launchers name a group, it must be the
+// same, or torchrun's LOCAL_WORLD_SIZE ranks must have been started by each rank of the other.
+std::optional<Group> read_torchrun_group(const Variables& variables, const std::optional<Group>& other) {
+  const auto rank = variables.number("RANK", 0, kMaxRanks - 1);
+  const auto size = variables.number("WORLD_SIZE", 1, kMaxRanks);
+  const bool is_whole = rank.has_value() == size.has_value();
+  if (!other && !is_whole)
+    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
+  if (other && (rank || size)) {
+    const bool is_same = rank.value_or(other->rank) == other->rank && size.value_or(other->size) == other->size;
+    if (is_same && !is_whole) return std::nullopt;
+    const auto local = variables.number("LOCAL_WORLD_SIZE", 1, kMaxRanks);
+    const bool is_nested =
+        rank && size && local && int64_t{other->size} * *local == *size && *rank / *local == other->rank;
+    if (!is_same && !is_nested)
+      fail("two launchers contradict each other: torchrun's ", variables.describe({"RANK", "WORLD_SIZE"}), ", but ",
+           other->launcher, "'s ", variables.describe({other->rank_name, other->size_name}),
+           "; unset the variables of one of them");
+  }
+  return read_group(variables, "torchrun", "RANK", "WORLD_SIZE");
+}
+
+LaunchEnvironment start_environment(const Variables& variables, const Group& group) {
+  return {.launcher = group.launcher,
+          .rank = group.rank,
+          .world_size = group.size,
+          .local_rank = group.size == 1 ? 0 : -1,
+          .local_world_size = group.size == 1 ? 1 : 0,
+          .token = variables.text("TESSERA_STORE_TOKEN").value_or("")};
+}
+
+// Local rank and local size by the variables of these names, where they are set. On one host they
+// are the rank and the size themselves.
+void read_local(const Variables& variables, const char* rank_name, const char* size_name,
+                LaunchEnvironment& environment) {
+  if (const auto size = variables.number(size_name, 1, environment.world_size)) environment.local_world_size = *size;
+  if (const auto rank = variables.number(rank_name, 0, environment.world_size - 1)) environment.local_rank = *rank;
+  if (environment.one_host() && environment.local_rank < 0) environment.local_rank = environment.rank;
+  if (environment.local_world_size > 0 && environment.local_rank >= environment.local_world_size)
+    fail(variables.describe({rank_name, size_name}), ": expected a local rank below the local size");
+}
+
+LaunchEnvironment parse_torchrun(const Variables& variables, const Group& group) {
+  auto environment = start_environment(variables, group);
+  environment.master_address = variables.text("MASTER_ADDR").value_or("");
+  environment.master_port = variables.number("MASTER_PORT", 1, kMaxPort).value_or(0);
+  if (group.size > 1 && (environment.master_address.empty() || environment.master_port == 0))
+    variables.fail_half_set("torchrun", kTorchrunVariables,
+                            "MASTER_ADDR and MASTER_PORT, where rank 0 is met, for a world of more than one rank");
+  if (is_loopback(environment.master_address) && !variables.has("LOCAL_WORLD_SIZE"))
+    environment.local_world_size = group.size;  // whoever reaches that address is on this host
+  read_local(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE", environment);
+  environment.job = variables.text("TORCHELASTIC_RUN_ID").value_or("");
+  environment.agent_serves_store = variables.text("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  environment.restart_count = variables.number("TORCHELASTIC_RESTART_COUNT", 0, INT32_MAX).value_or(0);
+  return environment;
+}
+
+// MASTER_ADDR and MASTER_PORT if set; else loopback for one host, and a port made from the job's id.
+void find_master(const Variables& variables, const char* id_name, LaunchEnvironment& environment) {
+  environment.master_address = variables.text("MASTER_ADDR").value_or("");
+  if (environment.master_address.empty() && environment.one_host()) environment.master_address = "127.0.0.1";
+  if (const auto port = variables.number("MASTER_PORT", 1, kMaxPort)) {
+    environment.master_port = *port;
+  } else if (!environment.job.empty()) {
+    environment.master_port = derived_port(environment.job);
+  } else {
+    variables.fail_half_set(environment.launcher, {id_name, "MASTER_PORT"},
+                            "one of the two, for the port where rank 0 is met");
+  }
+}
+
+LaunchEnvironment parse_open_mpi(const Variables& variables, const Group& group) {
+  auto environment = start_environment(variables, group);
+  read_local(variables, "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", environment);
+  environment.job = variables.first_text({"OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE"}).value_or("");
+  find_master(variables, "PMIX_NAMESPACE", environment);
+  if (environment.master_address.empty())
+    fail("Open MPI's ranks are on several hosts (",
+         variables.describe({"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MASTER_ADDR"}),
+         "); expected MASTER_ADDR, the address of rank 0's host: mpirun -x MASTER_ADDR=<host> ...");
+  return environment;
+}
+
+// How many tasks run on this node, 0 if Slurm's variables do not say or say it of another step.
+int slurm_local_size(const Variables& variables, int world_size, size_t hosts) {
+  if (hosts == 1) return world_size;
+  if (const auto text = variables.first_text({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})) {
+    const auto counts = expand_task_counts(*text);
+    const auto node = variables.number("SLURM_NODEID", 0, kMaxRanks).value_or(0);
+    const bool even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
+    const bool of_this_step = std::accumulate(counts.begin(), counts.end(), int64_t{0}) == world_size;
+    if (of_this_step && (even || variables.has("SLURM_NODEID")) && static_cast<size_t>(node) < counts.size())
+      return counts[static_cast<size_t>(node)];
+  }
+  const auto per_node = variables.number("SLURM_NTASKS_PER_NODE", 1, kMaxRanks).value_or(0);
+  const bool fits = int64_t{per_node} * static_cast<int64_t>(std::max<size_t>(hosts, 1)) == world_size;
+  return fits ? per_node : 0;
+}
+
+LaunchEnvironment parse_slurm(const Variables& variables, const Group& group) {
+  auto environment = start_environment(variables, group);
+  const auto list = variables.first_text({"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
+  const auto hosts = list ? expand_host_list(*list) : std::vector<std::string>();
+  environment.local_world_size = slurm_local_size(variables, group.size, hosts.size());
+  if (const auto rank = variables.number("SLURM_LOCALID", 0, group.size - 1)) environment.local_rank = *rank;
+  if (environment.one_host() && environment.local_rank < 0) environment.local_rank = environment.rank;
+
+  if (const auto id = variables.first_text({"SLURM_JOB_ID", "SLURM_JOBID"}))
+    environment.job = *id + "." + variables.first_text({"SLURM_STEP_ID", "SLURM_STEPID"}).value_or("0");
+  find_master(variables, "SLURM_JOB_ID", environment);
+  if (environment.master_address.empty() && !hosts.empty()) environment.master_address = hosts.front();
+  if (environment.master_address.empty())
+    variables.fail_half_set(
+        "Slurm", {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "MASTER_ADDR"},
+        "a list of nodes or MASTER_ADDR, for the host of rank 0");
+  return environment;
+}
+
+// A world of one: no launcher started this process.
+LaunchEnvironment parse_none(const Variables& variables) {
+  LaunchEnvironment environment;
+  const bool in_slurm_job = variables.has("SLURM_SUBMIT_DIR") && !in_slurm_step(variables);
+  if (in_slurm_job && variables.number("SLURM_NTASKS", 1, kMaxRanks).value_or(1) > 1)
+    environment.note =
+        c10::str("this process belongs to a Slurm job (", variables.describe({"SLURM_JOB_ID", "SLURM_NTASKS"}),
+                 ") but srun did not start it: it is a world of one");
+  const bool in_launcher = in_slurm_job || variables.has("OMPI_COMM_WORLD_RANK") || variables.has("SLURM_PROCID");
+  if (!in_launcher && (variables.has("MASTER_ADDR") || variables.has("MASTER_PORT")))
+    variables.fail_half_set("torchrun", kTorchrunVariables, "all of them, or none for a world of one");
+  return environment;
+}
+
+// Its pieces between commas; one where there is no comma.
+std::vector<std::string_view> split(std::string_view text) {
+  std::vector<std::string_view> pieces;
+  for (size_t begin = 0; begin <= text.size(); begin += pieces.back().size() + 1)
+    pieces.push_back(text.substr(begin, text.find(',', begin) - begin));
+  return pieces;
+}
+
+[[noreturn]] void fail_malformed(std::string_view list) { fail("cannot read the list of nodes \"", list, "\""); }
+
+// The entries between two brackets: "03-05,9" -> 03 04 05 9, with the width of the first number kept.
+std::vector<std::string> expand_ranges(std::string_view ranges, std::string_view list) {
+  std::vector<std::string> entries;
+  for (const auto range : split(ranges)) {
+    const auto dash = range.find('-');
+    const auto first_text = range.substr(0, dash);
+    const auto first = to_number(first_text);
+    const auto last = dash == std::string_view::npos ? first : to_number(range.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last < *first || *last - *first >= int64_t{kMaxHosts}) fail_malformed(list);
+    for (int64_t number = *first; number <= *last; ++number) {
+      auto digits = std::to_string(number);
+      if (digits.size() < first_text.size()) digits.insert(0, first_text.size() - digits.size(), '0');
+      entries.push_back(std::move(digits));
+    }
+  }
+  return entries;
+}
+
+// One host expression without commas outside of brackets, with any number of these.
+std::vector<std::string> expand_host(std::string_view host, std::string_view list) {
+  const auto open = host.find('['), close = host.find(']');
+  if (open == std::string_view::npos && close == std::string_view::npos) return {std::string(host)};
+  if (close == std::string_view::npos || close < open) fail_malformed(list);
+  const auto entries = expand_ranges(host.substr(open + 1, close - open - 1), list);
+  const auto tails = expand_host(host.substr(close + 1), list);
+  if (entries.size() * tails.size() > kMaxHosts) fail("too many nodes in \"", list, "\"");
+  std::vector<std::string> hosts;
+  for (const auto& entry : entries)
+    for (const auto& tail : tails) hosts.push_back(c10::str(host.substr(0, open), entry, tail));
+  return hosts;
+}
+
+}  // namespace
+
+std::vector<std::string> expand_host_list(std::string_view list) {
+  std::vector<std::string> hosts;
+  for (size_t begin = 0, end = 0; begin <= list.size(); begin = end + 1) {
+    for (end = begin; end < list.size() && list[end] != ','; ++end)
+      if (list[end] == '[') end = std::min(list.find(']', end), list.size() - 1);
+    if (end == begin) fail_malformed(list);
+    auto expanded = expand_host(list.substr(begin, end - begin), list);
+    std::move(expanded.begin(), expanded.end(), std::back_inserter(hosts));
+    if (hosts.size() > kMaxHosts) fail("too many nodes in \"", list, "\"");
+  }
+  return hosts;
+}
+
+std::vector<int> expand_task_counts(std::string_view counts) {
+  std::vector<int> expanded;
+  for (const auto entry : split(counts)) {
+    const auto open = entry.find("(x");
+    const bool is_repeated = open != std::string_view::npos;
+    const auto tasks = to_number(entry.substr(0, open));
+    const auto nodes = is_repeated && entry.ends_with(')') ? to_number(entry.substr(open + 2, entry.size() - open - 3))
+                                                           : std::optional<int64_t>(is_repeated ? 0 : 1);
+    if (!tasks || !nodes || *tasks < 0 || *tasks > kMaxRanks || *nodes < 1 || *nodes > int64_t{kMaxHosts})
+      fail("cannot read the tasks per node \"", counts, "\", as in 4(x2),3");
+    expanded.insert(expanded.end(), static_cast<size_t>(*nodes), static_cast<int>(*tasks));
+  }
+  return expanded;
+}
+
+int derived_port(std::string_view text) noexcept {
+  const uint64_t hash = Fingerprint().add(text).value();
+  return 15000 + static_cast<int>((hash ^ (hash >> 32)) % 16000);
+}
+
+LaunchEnvironment parse_launch_environment(const GetVariable& get) {
+  const Variables variables(get);
+  // What torchrun itself started has nothing to do with the launcher that torchrun runs under.
+  const bool by_torchrun = variables.has("TORCHELASTIC_RUN_ID");
+  const auto open_mpi = by_torchrun ? std::nullopt : read_open_mpi_group(variables);
+  // Under mpirun, Slurm's variables are those of the daemon that mpirun started with srun.
+  const auto slurm = by_torchrun || open_mpi ? std::nullopt : read_slurm_group(variables);
+  const auto& other = open_mpi ? open_mpi : slurm;
+  if (const auto torchrun = read_torchrun_group(variables, other)) return parse_torchrun(variables, *torchrun);
+  if (open_mpi) return parse_open_mpi(variables, *open_mpi);
+  if (slurm) return parse_slurm(variables, *slurm);
+  return parse_none(variables);
+}
+
+}  // namespace tessera

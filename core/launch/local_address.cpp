@@ -1,0 +1,116 @@
+#include "core/launch/local_address.h"
+
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+struct Socket {
+  explicit Socket(const addrinfo& to) : fd(::socket(to.ai_family, to.ai_socktype | SOCK_CLOEXEC, 0)) {}
+  Socket(const Socket&) = delete;
+  Socket& operator=(const Socket&) = delete;
+  ~Socket() {
+    if (fd >= 0) ::close(fd);
+  }
+  const int fd;
+};
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+// The addresses of a host, or why there are none.
+std::pair<AddressList, std::string> resolve(const std::string& host, int port, int type) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = type;
+  addrinfo* found = nullptr;
+  const int code = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
+  return std::pair(AddressList(code == 0 ? found : nullptr, ::freeaddrinfo), code == 0 ? "" : ::gai_strerror(code));
+}
+
+std::string numeric(const sockaddr* address, socklen_t length) {
+  char text[NI_MAXHOST];
+  const int code = ::getnameinfo(address, length, text, sizeof(text), nullptr, 0, NI_NUMERICHOST);
+  if (code != 0) throw std::runtime_error(std::string("cannot read an address of this host: ") + ::gai_strerror(code));
+  return text;
+}
+
+// Empty if connected; a connection that takes longer than `timeout_ms` counts as failed.
+std::string connect_within(const Socket& socket, const addrinfo& address, int timeout_ms) {
+  ::fcntl(socket.fd, F_SETFL, O_NONBLOCK);
+  if (::connect(socket.fd, address.ai_addr, address.ai_addrlen) == 0) return {};
+  if (errno != EINPROGRESS) return std::strerror(errno);
+  pollfd waiting{socket.fd, POLLOUT, 0};
+  if (::poll(&waiting, 1, timeout_ms) <= 0) return std::strerror(ETIMEDOUT);
+  int error = 0;
+  socklen_t length = sizeof(error);
+  ::getsockopt(socket.fd, SOL_SOCKET, SO_ERROR, &error, &length);
+  return error == 0 ? std::string() : std::strerror(error);
+}
+
+}  // namespace
+
+std::string interface_address(const std::string& name) {
+  ifaddrs* first = nullptr;
+  if (::getifaddrs(&first) != 0) throw std::runtime_error(std::string("getifaddrs: ") + std::strerror(errno));
+  const std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> interfaces(first, ::freeifaddrs);
+  std::string ipv6, others;
+  for (const ifaddrs* entry = first; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr) continue;
+    const int family = entry->ifa_addr->sa_family;
+    if (family != AF_INET && family != AF_INET6) continue;
+    if (name != entry->ifa_name) {
+      if (family == AF_INET) others += (others.empty() ? "" : ", ") + std::string(entry->ifa_name);
+    } else if (family == AF_INET) {
+      return numeric(entry->ifa_addr, sizeof(sockaddr_in));
+    } else if (ipv6.empty()) {
+      ipv6 = numeric(entry->ifa_addr, sizeof(sockaddr_in6));
+    }
+  }
+  if (!ipv6.empty()) return ipv6;
+  throw std::invalid_argument("tessera::init: GLOO_SOCKET_IFNAME=" + name +
+                              ": expected one network interface of this host that has an address (" + others + ")");
+}
+
+std::string address_towards(const std::string& host, int port) {
+  auto [addresses, reason] = resolve(host, port, SOCK_DGRAM);
+  for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
+    const Socket socket(*entry);
+    sockaddr_storage own{};
+    socklen_t length = sizeof(own);
+    // Connecting a datagram socket only makes the kernel choose a route, and with it an address.
+    if (::connect(socket.fd, entry->ai_addr, entry->ai_addrlen) == 0 &&
+        ::getsockname(socket.fd, reinterpret_cast<sockaddr*>(&own), &length) == 0)
+      return numeric(reinterpret_cast<const sockaddr*>(&own), length);
+    reason = std::strerror(errno);
+  }
+  throw std::runtime_error("no way to " + host + ": " + reason);
+}
+
+bool is_loopback_address(const std::string& address) {
+  return address.starts_with("127.") || address == "::1" || address.starts_with("::ffff:127.");
+}
+
+std::string try_connect(const std::string& host, int port, int timeout_ms) {
+  auto [addresses, reason] = resolve(host, port, SOCK_STREAM);
+  for (const addrinfo* entry = addresses.get(); entry != nullptr; entry = entry->ai_next) {
+    const Socket socket(*entry);
+    reason = socket.fd < 0 ? std::strerror(errno) : connect_within(socket, *entry, timeout_ms);
+    if (reason.empty()) return {};
+  }
+  return reason;
+}
+
+}  // namespace tessera

@@ -1,0 +1,438 @@
+#include <arpa/inet.h>
+#include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "core/comm/descriptors.h"
+#include "core/launch/launch.h"
+#include "core/launch/rendezvous.h"
+#include "core/memory/container_limits.h"
+
+extern char** environ;
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long ranks that were asked to end may take before they are killed.
+constexpr std::chrono::seconds kGrace{5};
+constexpr int kPollIntervalMs = 100;
+constexpr int kEndingSignals[] = {SIGINT, SIGTERM, SIGHUP};
+
+[[noreturn]] void throw_errno(const char* call) {
+  throw std::system_error(errno, std::generic_category(), std::string("tessera::spawn_local: ") + call);
+}
+
+// The socket of the store: bound first, so that ranks can be told the port, and listening already, so that they queue
+// up until there is a store.
+class ListeningSocket {
+ public:
+  ListeningSocket() : fd_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    if (fd_ < 0) throw_errno("socket");
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    if (::bind(fd_, reinterpret_cast<const sockaddr*>(&address), length) != 0 || ::listen(fd_, SOMAXCONN) != 0 ||
+        ::getsockname(fd_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
+      const int error = errno;
+      close();
+      errno = error;
+      throw_errno("bind to a free port of 127.0.0.1");
+    }
+    port_ = ntohs(address.sin_port);
+  }
+  ListeningSocket(const ListeningSocket&) = delete;
+  ListeningSocket& operator=(const ListeningSocket&) = delete;
+  ~ListeningSocket() { close(); }
+
+  void close() noexcept {
+    if (fd_ >= 0) ::close(fd_);
+    fd_ = -1;
+  }
+  int fd() const noexcept { return fd_; }
+  int release() noexcept { return std::exchange(fd_, -1); }
+  int port() const noexcept { return port_; }
+
+ private:
+  int fd_;
+  int port_ = 0;
+};
+
+// Blocks the signals that end a program, until the end of the scope: supervise() reads them from a descriptor. What the
+// caller ignores (SIGHUP under nohup) stays ignored.
+class BlockedSignals {
+ public:
+  BlockedSignals() {
+    sigset_t waited;
+    sigemptyset(&waited);
+    for (const int signal : kEndingSignals) {
+      struct sigaction action {};
+      ::sigaction(signal, nullptr, &action);
+      if (action.sa_handler != SIG_IGN) sigaddset(&waited, signal);
+    }
+    ::pthread_sigmask(SIG_BLOCK, &waited, &old_mask_);
+    fd_ = ::signalfd(-1, &waited, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (fd_ < 0) throw_errno("signalfd");
+  }
+  BlockedSignals(const BlockedSignals&) = delete;
+  BlockedSignals& operator=(const BlockedSignals&) = delete;
+  ~BlockedSignals() {
+    ::pthread_sigmask(SIG_SETMASK, &old_mask_, nullptr);
+    ::close(fd_);
+  }
+
+  int fd() const noexcept { return fd_; }
+  const sigset_t& old_mask() const noexcept { return old_mask_; }
+
+ private:
+  int fd_ = -1;
+  sigset_t old_mask_{};
+};
+
+// NAME=value texts of a child's environment: this process's own, with torchrun's set anew.
+std::vector<std::string> child_environment(int rank, int world, const ListeningSocket& socket,
+                                           const std::string& token) {
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const auto name = text.substr(0, text.find('='));
+    if (!name.starts_with("TORCHELASTIC_")) variables[name] = text.substr(std::min(name.size() + 1, text.size()));
+  }
+  for (const char* name : {"RANK", "LOCAL_RANK"}) variables[name] = std::to_string(rank);
+  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) variables[name] = std::to_string(world);
+  variables["MASTER_ADDR"] = "127.0.0.1";
+  variables["MASTER_PORT"] = std::to_string(socket.port());
+  variables["TORCHELASTIC_USE_AGENT_STORE"] = "True";  // the store is here, and outlives whichever rank ends first
+  variables["TESSERA_STORE_TOKEN"] = token;
+  // Every rank would otherwise start a thread per core, and the ranks would fight for the cores: far slower than one
+  // process. torchrun gives each rank 1 thread; the cores divided by the ranks leaves none idle either.
+  variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, available_cores() / world)));
+
+  std::vector<std::string> entries;
+  for (const auto& [name, value] : variables) entries.push_back(c10::str(name, "=", value));
+  return entries;
+}
+
+c10::intrusive_ptr<c10d::Store> serve(ListeningSocket& socket) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(socket.port());
+  options.isServer = true;
+  options.waitWorkers = false;
+  options.masterListenFd = socket.release();
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+std::string random_token() {
+  uint64_t numbers[2];
+  if (::getrandom(numbers, sizeof(numbers), 0) != sizeof(numbers)) throw_errno("getrandom");
+  return c10::str(numbers[0], "-", numbers[1]);
+}
+
+std::vector<char*> pointers_to(std::vector<std::string>& texts) {
+  std::vector<char*> pointers;
+  for (auto& text : texts) pointers.push_back(text.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+// [Note: the keeper]
+// This process may have a thread that reaps every child, or ignore SIGCHLD, and then nobody learns how a rank has
+// ended; and a process id, once reaped by others, may be anybody's. So the ranks are children of a process between, the
+// keeper, which nobody but supervise() can reap: it sends no signal when it ends (clone() without one), and what wait()
+// and SIG_IGN take are children that do. It is never exec'ed, so from its start to its end it may neither allocate nor
+// lock, as other threads of this process may have held any lock when it was made: system calls alone.
+//
+// It starts the ranks and reports, as the kernel tells it, which of them ends and how. Signals that it gets from this
+// process it passes on, SIGUSR1 as SIGKILL. It ends when they have, and they are killed if it is.
+
+struct Program {
+  const char* path;
+  char** argv;
+  char** environment;
+};
+
+// From the keeper, one write() each.
+struct Report {
+  enum Kind : int32_t { kStarted, kEnded, kFailed } kind;
+  int32_t rank;
+  pid_t pid;
+  int32_t status;  // kEnded: as waitpid() has it; kFailed: errno of fork
+};
+
+struct Keeper {
+  const std::vector<Program>& programs;
+  const std::span<pid_t> pids;  // of as many
+  const sigset_t rank_signal_mask;
+  const pid_t parent;
+  const int reports_fd;
+  const int listening_fd;
+
+  [[noreturn]] void run() const;
+
+ private:
+  [[noreturn]] void become(const Program& program, pid_t keeper) const;
+  void report(Report::Kind kind, size_t rank, int status) const {
+    const Report text{kind, static_cast<int32_t>(rank), pids[rank], status};
+    [[maybe_unused]] const auto written = ::write(reports_fd, &text, sizeof(text));
+  }
+  bool reap(pid_t wanted) const;
+};
+
+// fork(), without what libraries have registered for it (pthread_atfork), which would lock.
+pid_t fork_plainly(int signal_of_end) { return static_cast<pid_t>(::syscall(SYS_clone, signal_of_end, 0, 0, 0, 0)); }
+
+void Keeper::become(const Program& program, pid_t keeper) const {
+  // No orphans: the kernel kills this process when the parent ends. If the parent has ended before
+  // this call, nobody would, so look who the parent is afterwards.
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != keeper) ::_exit(127);
+  ::pthread_sigmask(SIG_SETMASK, &rank_signal_mask, nullptr);
+  ::execve(program.path, program.argv, program.environment);
+  ::execve("/proc/self/exe", program.argv, program.environment);  // the file was moved or deleted
+  constexpr char kMessage[] = "tessera::spawn_local: this program could not be started again\n";
+  [[maybe_unused]] const auto written = ::write(STDERR_FILENO, kMessage, sizeof(kMessage) - 1);
+  ::_exit(127);
+}
+
+// Whether there was one to reap; of all ranks for -1.
+bool Keeper::reap(pid_t wanted) const {
+  int status = 0;
+  const pid_t pid = ::waitpid(wanted, &status, WNOHANG);
+  for (size_t rank = 0; pid > 0 && rank < pids.size(); ++rank) {
+    if (pids[rank] != pid) continue;
+    report(Report::kEnded, rank, status);
+    pids[rank] = 0;
+  }
+  return pid > 0;
+}
+
+void Keeper::run() const {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(127);
+  sigset_t all, waited;
+  sigfillset(&all);
+  sigemptyset(&waited);
+  for (const int signal : {SIGCHLD, SIGUSR1}) sigaddset(&waited, signal);
+  for (const int signal : kEndingSignals) sigaddset(&waited, signal);
+  ::pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  struct sigaction action {};
+  action.sa_handler = SIG_DFL;
+  ::sigaction(SIGCHLD, &action, nullptr);
+
+  const pid_t self = ::getpid();
+  for (size_t rank = 0; rank < programs.size(); ++rank) {
+    const pid_t pid = fork_plainly(SIGCHLD);
+    if (pid == 0) become(programs[rank], self);
+    pids[rank] = std::max(pid, 0);
+    report(pid > 0 ? Report::kStarted : Report::kFailed, rank, errno);
+  }
+  // Nothing of this process's stays open here for longer than there, the socket above all.
+  for (const auto& [first, last] :
+       {std::pair{3U, static_cast<unsigned>(reports_fd) - 1}, std::pair{static_cast<unsigned>(reports_fd) + 1, ~0U}})
+    ::syscall(SYS_close_range, first, last, 0);
+  ::close(listening_fd);  // where there is no close_range
+  while (std::any_of(pids.begin(), pids.end(), [](pid_t pid) { return pid > 0; })) {
+    siginfo_t info{};
+    const int signal = ::sigwaitinfo(&waited, &info);
+    if (signal == SIGCHLD) {
+      reap(info.si_pid);  // the first to end, of several: the one whose error matters
+      while (reap(-1)) {
+      }
+    } else if (signal > 0 && info.si_pid == parent) {  // not a key on the terminal, which the ranks have felt as well
+      for (const pid_t pid : pids)
+        if (pid > 0) ::kill(pid, signal == SIGUSR1 ? SIGKILL : signal);
+    }
+  }
+  ::_exit(0);
+}
+
+std::string describe_signal(int signal) { return c10::str("signal ", signal, " (", ::strsignal(signal), ")"); }
+
+std::string describe_status(int status) {
+  return WIFSIGNALED(status) ? "was ended by " + describe_signal(WTERMSIG(status))
+                             : c10::str("exited with code ", WEXITSTATUS(status));
+}
+
+void say(const std::string& line) { std::fprintf(stderr, "tessera: %s\n", line.c_str()); }
+
+// The local ranks while they run.
+class Ranks {
+ public:
+  Ranks(const std::vector<Program>& programs, const BlockedSignals& signals, const ListeningSocket& socket)
+      : pids_(programs.size(), 0) {
+    int fds[2];
+    if (::pipe2(fds, O_CLOEXEC) != 0) throw_errno("pipe2");
+    reports_fd_ = fds[0];
+    const Keeper keeper{programs, pids_, signals.old_mask(), ::getpid(), fds[1], socket.fd()};
+    std::fflush(nullptr);  // a child that cannot exec must not print the parent's buffers again
+    keeper_ = fork_plainly(0);
+    if (keeper_ == 0) keeper.run();
+    const int error = errno;
+    ::close(fds[1]);
+    errno = error;
+    if (keeper_ > 0) return;
+    ::close(reports_fd_);
+    throw_errno("fork");
+  }
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+  // Only an exception leaves any alive.
+  ~Ranks() {
+    if (keeper_ > 0) {
+      ::kill(keeper_, SIGUSR1);
+      ::waitpid(keeper_, nullptr, __WALL);
+    }
+    ::close(reports_fd_);
+  }
+
+  // Runs until all have ended; returns the exit code for main(). Calls back as a rank has ended well.
+  int supervise(int signals_fd, std::function<void(int rank)> ended_well) {
+    ended_well_ = std::move(ended_well);
+    for (bool goes_on = true; goes_on;) {
+      pollfd fds[] = {{reports_fd_, POLLIN, 0}, {signals_fd, POLLIN, 0}};
+      ::poll(fds, std::size(fds), kPollIntervalMs);
+      signalfd_siginfo signal{};
+      if (fds[0].revents != 0) goes_on = read_report();
+      if (::read(signals_fd, &signal, sizeof(signal)) == sizeof(signal))
+        interrupt(static_cast<int>(signal.ssi_signo), signal.ssi_code);
+      if (kill_at_ && Clock::now() >= *kill_at_) kill_rest();
+    }
+    int status = 0;
+    ::waitpid(std::exchange(keeper_, 0), &status, __WALL);
+    if (alive() > 0) {  // it did not see them end; they are being killed
+      say("the process that watches over the ranks " + describe_status(status));
+      code_ = code_.value_or(128 + SIGKILL);
+    }
+    return code_.value_or(0);
+  }
+
+ private:
+  std::ptrdiff_t alive() const {
+    return std::count_if(pids_.begin(), pids_.end(), [](pid_t pid) { return pid > 0; });
+  }
+
+  void send(int signal) const { ::kill(keeper_, signal == SIGKILL ? SIGUSR1 : signal); }
+
+  // False once the keeper has ended.
+  bool read_report() {
+    Report report{};
+    const ssize_t count = ::read(reports_fd_, &report, sizeof(report));
+    if (count != static_cast<ssize_t>(sizeof(report))) return count < 0 && errno == EINTR;
+    pid_t& pid = pids_[static_cast<size_t>(report.rank)];
+    if (report.kind == Report::kFailed) {
+      errno = report.status;
+      throw_errno("fork");
+    }
+    pid = report.kind == Report::kStarted ? report.pid : 0;
+    if (report.kind == Report::kEnded) note_end(report);
+    return true;
+  }
+
+  void note_end(const Report& report) {
+    const int status = report.status;
+    const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+    if (code == 0 && !code_) ended_well_(report.rank);
+    if (code == 0 || code_) return;  // later ends are consequences: of the first, or of our signals
+    code_ = code;
+    say(c10::str("rank ", report.rank, " (pid ", report.pid, ") ", describe_status(status),
+                 alive() > 0 ? "; ending the others" : ""));
+    end_rest(SIGTERM);
+  }
+
+  void interrupt(int signal, int origin) {
+    if (interrupted_) return kill_rest();  // asked for the second time: no more grace
+    interrupted_ = true;
+    say(describe_signal(signal) + "; ending all ranks");
+    code_ = code_.value_or(128 + signal);
+    // A key on the terminal has signalled the whole foreground group, the ranks among it.
+    if (origin == SI_KERNEL) signal = 0;
+    end_rest(signal);
+  }
+
+  void end_rest(int signal) {
+    send(signal);
+    if (!kill_at_) kill_at_ = Clock::now() + kGrace;
+  }
+
+  void kill_rest() {
+    for (size_t rank = 0; rank < pids_.size(); ++rank)
+      if (pids_[rank] > 0) say(c10::str("rank ", rank, " (pid ", pids_[rank], ") did not end; killing it"));
+    send(SIGKILL);
+    kill_at_ = Clock::time_point::max();
+  }
+
+  std::function<void(int rank)> ended_well_;
+  std::vector<pid_t> pids_;  // by rank; 0: has ended
+  pid_t keeper_ = 0;
+  int reports_fd_ = -1;
+  std::optional<int> code_;  // of the first failure
+  std::optional<Clock::time_point> kill_at_;
+  bool interrupted_ = false;
+};
+
+}  // namespace
+
+int spawn_local(int world, int argc, char** argv) {
+  if (world < 1)
+    throw std::invalid_argument(c10::str("tessera::spawn_local: world is ", world, "; expected at least 1"));
+  if (launched())
+    throw std::logic_error(
+        "tessera::spawn_local: a launcher has started this process already as a rank (see launched()); "
+        "expected to be called outside of a group");
+  open_standard_descriptors();
+  require_descriptors(world, c10::str("the store of ", world, " ranks"));
+  ListeningSocket socket;
+  const std::string path = std::filesystem::read_symlink("/proc/self/exe");  // by its name, so that ps shows it
+  std::vector<char*> arguments(argv, argv + argc);
+  arguments.push_back(nullptr);
+
+  const std::string token = random_token();
+  std::vector<std::vector<std::string>> environments;
+  std::vector<std::vector<char*>> pointers;
+  std::vector<Program> programs;
+  for (int rank = 0; rank < world; ++rank) {
+    environments.push_back(child_environment(rank, world, socket, token));
+    pointers.push_back(pointers_to(environments.back()));
+    programs.push_back({path.c_str(), arguments.data(), pointers.back().data()});
+  }
+  const BlockedSignals signals;
+  Ranks ranks(programs, signals, socket);
+  const auto store = serve(socket);  // after fork, which would copy none of its threads
+  return ranks.supervise(signals.fd(), [&](int rank) {
+    try {
+      tell_of_end(store, token, rank);
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): those that wait for it then do until the timeout
+    }
+  });
+}
+
+}  // namespace tessera

@@ -1,0 +1,357 @@
+#include "core/layout/deferred.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "core/paging/boxed_tensors.h"
+
+namespace tessera {
+
+// libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
+#define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
+static constexpr auto kDeferredKey = c10::DispatchKey::TESSERA_DEFERRED_KEY;
+
+// What a constructor did, in order. It holds no tensor that it made, only their descriptions: the
+// tensors hold the tape.
+class Tape {
+ public:
+  // A view of one of the storages that the tape knows.
+  struct View {
+    size_t storage;
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;
+  };
+  // An argument that is such a view, as its tensor number 0, or has one as this number of its list.
+  struct Argument {
+    size_t argument, number;
+    View view;
+  };
+  struct Call {
+    c10::OperatorHandle op;
+    torch::jit::Stack arguments;  // without the views
+    std::vector<Argument> views;
+    std::vector<std::optional<size_t>> made;  // by result: the storage, if it is new
+  };
+
+  std::vector<Call> calls;
+  std::vector<size_t> last_use;  // by storage: the call
+  at::Tensor generator_state;    // of the default CPU generator at the beginning
+};
+
+namespace {
+
+// The context of a deferred storage's pointer, which has no data.
+struct TapeStorage {
+  std::shared_ptr<Tape> tape;
+  size_t storage;
+};
+void delete_tape_storage(void* context) { delete static_cast<TapeStorage*>(context); }
+
+const TapeStorage* tape_storage_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
+  const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  return pointer.get_deleter() == &delete_tape_storage ? static_cast<TapeStorage*>(pointer.get_context()) : nullptr;
+}
+
+// What the storage of a tensor that is read from somewhere points to.
+struct Source {
+  ReadElements read;
+  at::Device device;
+};
+void delete_source(void* context) { delete static_cast<Source*>(context); }
+
+const Source* source_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_meta() || !tensor.has_storage()) return nullptr;
+  const at::DataPtr& pointer = tensor.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  return pointer.get_deleter() == &delete_source ? static_cast<Source*>(pointer.get_context()) : nullptr;
+}
+
+at::Tensor read_all(const at::Tensor& tensor, const Source& source) {
+  const at::Tensor values =
+      at::empty_strided(tensor.sizes(), tensor.strides(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
+  source.read({0, tensor.numel()}, values.mutable_data_ptr());
+  return values.to(source.device);
+}
+
+thread_local std::shared_ptr<Tape> recording;
+
+Tape::View view_of(const at::Tensor& tensor, const TapeStorage& known) {
+  return {known.storage, tensor.sizes().vec(), tensor.strides().vec(), tensor.storage_offset()};
+}
+
+at::Tensor view_in(const at::Tensor& tensor, const Tape::View& view) {
+  return tensor.as_strided(view.sizes, view.strides, view.offset);
+}
+
+// Moves the tape's tensors out of the call's arguments, into its views.
+void take_views(Tape& tape, Tape::Call& call) {
+  for (size_t i = 0; i < call.arguments.size(); ++i) {
+    size_t count = 0;
+    replace_boxed_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
+      const size_t number = count++;
+      if (source_of(tensor) != nullptr)
+        throw std::logic_error(
+            "deferred(): " + call.op.schema().name() +
+            " is given a tensor whose values will be read later: change it when the model is wrapped");
+      const TapeStorage* known = tape_storage_of(tensor);
+      if (known == nullptr) return tensor;
+      call.views.push_back({i, number, view_of(tensor, *known)});
+      tape.last_use[known->storage] = tape.calls.size();
+      return at::Tensor();
+    });
+  }
+}
+
+// Ordinary tensors cannot be mixed with meta ones: the recording needs their shapes alone. But as indices they may, and
+// what a mask selects is a matter of its values.
+void substitute_meta(torch::jit::Stack& stack, size_t count) {
+  for (size_t i = stack.size() - count; i < stack.size(); ++i) {
+    if (stack[i].isOptionalTensorList()) continue;
+    replace_boxed_tensors(stack[i], [](const at::Tensor& tensor) {
+      const bool is_ordinary = tensor.defined() && !tensor.is_meta() && tensor.dim() > 0;
+      return is_ordinary ? at::empty_like(tensor, tensor.options().device(at::kMeta)) : tensor;
+    });
+  }
+}
+
+// Makes the storage of a new tensor one of the tape's.
+std::optional<size_t> adopt(const std::shared_ptr<Tape>& tape, const c10::IValue& result) {
+  if (!result.isTensor()) return std::nullopt;
+  const at::Tensor& tensor = result.toTensor();
+  if (!tensor.defined() || !tensor.is_meta() || tape_storage_of(tensor) != nullptr) return std::nullopt;
+  const size_t storage = tape->last_use.size();
+  tape->last_use.push_back(tape->calls.size());
+  tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+      at::DataPtr(nullptr, new TapeStorage{tape, storage}, &delete_tape_storage, at::kMeta));
+  return storage;
+}
+
+bool has_tensor_argument(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.arguments(), [](const c10::Argument& argument) {
+    const auto& type = argument.type();
+    return type->kind() == c10::TypeKind::TensorType ||
+           (type->kind() == c10::TypeKind::ListType &&
+            type->castRaw<c10::ListType>()->getElementType()->kind() == c10::TypeKind::TensorType);
+  });
+}
+
+void record(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(kDeferredKey);
+  if (!recording) return op.callBoxed(stack);
+  Tape& tape = *recording;
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  const auto arguments = torch::jit::last(*stack, count);
+  Tape::Call call{op, torch::jit::Stack(arguments.begin(), arguments.end()), {}, {}};
+
+  const auto device = schema.argumentIndexWithName("device");
+  const bool is_factory = device && !has_tensor_argument(schema);
+  take_views(tape, call);
+  const bool concerns = !call.views.empty();
+  if (!is_factory && !concerns) return op.callBoxed(stack);  // of ordinary tensors alone
+  if (device) {
+    c10::IValue& target = torch::jit::peek(*stack, *device, count);
+    // Options copied from a tensor that is deferred itself say meta.
+    if (target.isDevice() && target.toDevice().is_meta()) call.arguments[*device] = c10::Device(c10::kCPU);
+    if (is_factory || !target.isNone()) target = c10::Device(c10::kMeta);
+  }
+  if (concerns) substitute_meta(*stack, count);
+  op.callBoxed(stack);
+  for (const c10::IValue& result : torch::jit::last(*stack, schema.returns().size()))
+    call.made.push_back(adopt(recording, result));
+  const auto dtype = schema.argumentIndexWithName("dtype");
+  if (is_factory && dtype && call.arguments[*dtype].isNone())  // torch's default may be another later
+    call.arguments[*dtype] = torch::jit::last(*stack, 1)[0].toTensor().scalar_type();
+  tape.calls.push_back(std::move(call));
+}
+
+TORCH_LIBRARY_IMPL(_, TESSERA_DEFERRED_KEY, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
+}
+
+// Operators that draw without taking a generator use the default one: it is lent the tape's state.
+std::mutex default_generator_mutex;
+
+// Runs a tape.
+class Replay {
+ public:
+  explicit Replay(std::shared_ptr<Tape> tape) : tape_(std::move(tape)), generator_(at::detail::createCPUGenerator()) {
+    generator_.set_state(tape_->generator_state);
+  }
+  bool done() const { return next_ == tape_->calls.size(); }
+  // Does the next call. A storage that no later one needs is given to final(storage, a tensor that has it), and freed.
+  template <class Final>
+  void step(Final final) {
+    const Tape::Call& call = tape_->calls[next_];
+    torch::jit::Stack stack = call.arguments;
+    for (auto next = call.views.begin(); next != call.views.end();) {
+      const size_t argument = next->argument;
+      size_t count = 0;
+      replace_boxed_tensors(stack[argument], [&](const at::Tensor& tensor) {
+        const size_t number = count++;
+        if (next == call.views.end() || next->argument != argument || next->number != number) return tensor;
+        return at((next++)->view);
+      });
+    }
+    run(call, stack);
+    for (size_t i = 0; i < call.made.size(); ++i)
+      if (call.made[i]) real_[*call.made[i]] = stack[i].toTensor();
+    stack.clear();
+    ++next_;
+    std::erase_if(real_, [&](const auto& entry) {
+      const bool is_final = tape_->last_use[entry.first] < next_;
+      if (is_final) final(entry.first, entry.second);
+      return is_final;
+    });
+  }
+
+ private:
+  at::Tensor at(const Tape::View& view) const { return view_in(real_.at(view.storage), view); }
+  void run(const Tape::Call& call, torch::jit::Stack& stack) {
+    const auto generator = call.op.schema().argumentIndexWithName("generator");
+    if (generator) {
+      if (stack[*generator].isNone()) stack[*generator] = generator_;
+      return call.op.callBoxed(stack);
+    }
+    if (!call.op.hasTag(at::Tag::nondeterministic_seeded)) return call.op.callBoxed(stack);
+    std::lock_guard lock(default_generator_mutex);
+    at::Generator common = at::detail::getDefaultCPUGenerator();
+    const at::Tensor before = common.get_state();
+    common.set_state(generator_.get_state());
+    call.op.callBoxed(stack);
+    generator_.set_state(common.get_state());
+    common.set_state(before);
+  }
+
+  const std::shared_ptr<Tape> tape_;
+  at::Generator generator_;
+  size_t next_ = 0;
+  std::map<size_t, at::Tensor> real_;  // by storage: a tensor that has it
+};
+
+}  // namespace
+
+DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDeferredKey) {
+  if (recording) throw std::logic_error("deferred() inside deferred()");
+  auto generator = at::detail::getDefaultCPUGenerator();
+  {
+    c10::impl::ExcludeDispatchKeyGuard ordinary(kDeferredKey);
+    std::lock_guard lock(generator.mutex());
+    tape_->generator_state = generator.get_state();
+  }
+  recording = tape_;
+  if (is_deferred(at::empty({0}, at::kCPU))) return;
+  recording.reset();
+  throw std::runtime_error(
+      "Tessera's fallback for the dispatch key TESTING_ONLY_GenericMode is not called: another library in this process "
+      "uses the key, or this libtorch dropped it");
+}
+
+DeferredScope::~DeferredScope() { recording.reset(); }
+
+bool is_deferred(const at::Tensor& tensor) {
+  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
+}
+
+OrdinaryScope::OrdinaryScope() : ordinary_(kDeferredKey) {}
+
+bool is_deferring() { return recording != nullptr; }
+
+at::Tensor deferred_from(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, at::ScalarType dtype,
+                         at::Device device, ReadElements read) {
+  const OrdinaryScope ordinary;
+  const at::Tensor tensor = at::empty_strided(sizes, strides, at::TensorOptions().dtype(dtype).device(at::kMeta));
+  tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->set_data_ptr_noswap(
+      at::DataPtr(nullptr, new Source{std::move(read), device}, &delete_source, at::kMeta));
+  return tensor;
+}
+
+const ReadElements* reader_of(const at::Tensor& tensor) {
+  const Source* source = source_of(tensor);
+  return source == nullptr ? nullptr : &source->read;
+}
+
+at::Device device_of_values(const at::Tensor& tensor) {
+  const Source* source = source_of(tensor);
+  return source != nullptr ? source->device : is_deferred(tensor) ? at::Device(at::kCPU) : tensor.device();
+}
+
+void replay_deferred(const std::vector<std::vector<at::Tensor>>& batches,
+                     const std::function<void(size_t, const std::vector<at::Tensor>&)>& ready) {
+  struct Wanted {
+    size_t batch, number;
+    Tape::View view;
+  };
+  using Key = std::pair<const Tape*, size_t>;  // of a storage
+  at::NoGradGuard no_grad;
+  std::vector<std::shared_ptr<Tape>> tapes;  // in order of first appearance
+  std::multimap<Key, Wanted> wanted;
+  std::vector<std::vector<at::Tensor>> values(batches.size());
+  std::vector<size_t> missing;
+  for (size_t batch = 0; batch < batches.size(); ++batch) {
+    values[batch].resize(batches[batch].size());
+    missing.push_back(batches[batch].size());
+    for (size_t number = 0; number < batches[batch].size(); ++number) {
+      const at::Tensor& tensor = batches[batch][number];
+      if (source_of(tensor) != nullptr) {
+        --missing[batch];
+        continue;
+      }
+      const TapeStorage* known = tape_storage_of(tensor);
+      if (known == nullptr)
+        throw std::invalid_argument("replay_deferred: a tensor of shape " + c10::str(tensor.sizes()) +
+                                    " is not deferred");
+      if (std::ranges::find(tapes, known->tape) == tapes.end()) tapes.push_back(known->tape);
+      wanted.emplace(Key(known->tape.get(), known->storage), Wanted{batch, number, view_of(tensor, *known)});
+    }
+  }
+  auto hand_over = [&](size_t batch) {
+    for (size_t number = 0; number < batches[batch].size(); ++number)
+      if (const Source* source = source_of(batches[batch][number]))
+        values[batch][number] = read_all(batches[batch][number], *source);
+    ready(batch, std::exchange(values[batch], {}));
+  };
+  for (size_t batch = 0; batch < batches.size(); ++batch)
+    if (missing[batch] == 0) hand_over(batch);
+  for (const auto& tape : tapes) {
+    for (Replay replay(tape); !replay.done();) {
+      std::set<size_t> complete;
+      replay.step([&](size_t storage, const at::Tensor& tensor) {
+        for (auto [entry, end] = wanted.equal_range(Key(tape.get(), storage)); entry != end; ++entry) {
+          const auto& [batch, number, view] = entry->second;
+          values[batch][number] = view_in(tensor, view);
+          if (--missing[batch] == 0) complete.insert(batch);
+        }
+      });
+      for (const size_t batch : complete) hand_over(batch);
+    }
+  }
+}
+
+// set_data() refuses to change the kind of device; the TensorImpl itself keeps its identity.
+void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
+}
+
+void materialize(torch::nn::Module& module) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& list : {module.parameters(), module.buffers()})
+    std::ranges::copy_if(list, std::back_inserter(tensors), &is_deferred);
+  replay_deferred({tensors}, [&](size_t, const std::vector<at::Tensor>& values) {
+    for (size_t i = 0; i < values.size(); ++i) fill_deferred(tensors[i], values[i]);
+  });
+}
+
+}  // namespace tessera

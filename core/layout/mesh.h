@@ -1,0 +1,32 @@
+#pragma once
+
+#include <memory>
+
+#include "core/comm/communicator.h"
+
+namespace tessera {
+
+// Who shards with whom, and who holds the same (a device mesh of two dimensions). World ranks, copies of 2 ranks each:
+//
+//     shard: 0 1 | 2 3 | 4 5      one copy of the model each
+//     replicas: 0 2 4 | 1 3 5     the same part of it each
+//
+// A copy of 4 ranks with secondary copies of 2:
+//
+//     shard:     0 1 2 3 | 4 5 6 7
+//     secondary: 0 1 | 2 3 | 4 5 | 6 7     what was gathered once, in parts of their own
+struct Mesh {
+  std::shared_ptr<Communicator> world;
+  std::shared_ptr<Communicator> shard;      // == world if there is one copy
+  std::shared_ptr<Communicator> replicas;   // null if there is one copy
+  std::shared_ptr<Communicator> secondary;  // null if there is none, or would be `shard`
+
+  int copy() const { return replicas ? replicas->rank() : 0; }
+  int copies() const { return replicas ? replicas->size() : 1; }
+};
+
+// Collective, unless each number is 0 or that of all ranks. Throws std::invalid_argument if ranks_per_copy does not
+// divide the world's size, or ranks_per_secondary_copy that of a copy.
+Mesh make_mesh(std::shared_ptr<Communicator> world, int ranks_per_copy, int ranks_per_secondary_copy);
+
+}  // namespace tessera

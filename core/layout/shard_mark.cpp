@@ -1,0 +1,32 @@
+#include "core/layout/shard_mark.h"
+
+namespace tessera {
+namespace {
+
+// libtorch lets backends hang a value of their own on a tensor; CPU and CUDA have none.
+struct ShardMark : c10::BackendMeta {
+  ShardMark(std::string name, LowPrecisionPart part) : label(std::move(name)), low_precision(std::move(part)) {}
+  const std::string label;
+  const LowPrecisionPart low_precision;
+};
+
+const ShardMark* mark_of(const at::Tensor& tensor) {
+  return dynamic_cast<const ShardMark*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+}
+
+}  // namespace
+
+void mark_as_shard(const at::Tensor& tensor, std::string label, LowPrecisionPart low_precision) {
+  tensor.unsafeGetTensorImpl()->set_backend_meta(
+      c10::make_intrusive<ShardMark>(std::move(label), std::move(low_precision)));
+}
+
+bool is_shard(const at::Tensor& tensor) { return mark_of(tensor) != nullptr; }
+const std::string& shard_label(const at::Tensor& tensor) { return mark_of(tensor)->label; }
+
+const LowPrecisionPart* low_precision_copy_of(const at::Tensor& tensor) {
+  const ShardMark* mark = mark_of(tensor);
+  return mark != nullptr && mark->low_precision.values.defined() ? &mark->low_precision : nullptr;
+}
+
+}  // namespace tessera

@@ -1,0 +1,123 @@
+#include "core/layout/unit_plan.h"
+
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace tessera {
+
+std::string join_names(const std::string& module, const std::string& name) {
+  return module.empty() ? name : module + "." + name;
+}
+
+namespace {
+
+// Walks the module tree three times: in order of registration to see where each parameter is met
+// first, bottom-up to ask the policy, and in order again to hand the parameters out.
+class Planner {
+ public:
+  explicit Planner(const WrapPolicy& policy) : policy_(policy) {}
+
+  std::vector<PlannedUnit> plan(const torch::nn::Module& root, const ParameterPolicies& policies) {
+    full_precision_ = modules_below(root, policies.full_precision);
+    for (const torch::nn::Module* module : modules_below(root, policies.ignored))
+      for (const auto& parameter : module->parameters(/*recurse=*/false))
+        ignored_.insert(parameter.unsafeGetTensorImpl());
+    find_owners(root);
+    claim(root, "", true);
+    units_.push_back({"(root)", {}});
+    collect(root, "", 0);
+    std::erase_if(units_, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
+    return std::move(units_);
+  }
+
+ private:
+  bool is_ignored(const at::Tensor& parameter) const { return ignored_.contains(parameter.unsafeGetTensorImpl()); }
+
+  void find_owners(const torch::nn::Module& module) {
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false))
+      owners_.try_emplace(parameter.value().unsafeGetTensorImpl(), &module);
+    for (const auto& child : module.named_children()) find_owners(*child.value());
+  }
+
+  // Returns the number of elements below the module that no unit has claimed.
+  int64_t claim(const torch::nn::Module& module, const std::string& fqn, bool is_root) {
+    if (!asked_.insert(&module).second) return 0;  // registered in a second place: counted there
+    int64_t unclaimed_numel = 0;
+    for (const auto& child : module.named_children())
+      unclaimed_numel += claim(*child.value(), join_names(fqn, child.key()), false);
+    for (const auto& parameter : module.named_parameters(/*recurse=*/false))
+      if (!is_ignored(parameter.value()) && owners_.at(parameter.value().unsafeGetTensorImpl()) == &module)
+        unclaimed_numel += parameter.value().numel();
+    if (is_root || !policy_ || !policy_(fqn, module, unclaimed_numel)) return unclaimed_numel;
+    claimed_.insert(&module);
+    return 0;
+  }
+
+  void collect(const torch::nn::Module& module, const std::string& fqn, size_t unit) {
+    if (claimed_.erase(&module) > 0) {
+      unit = units_.size();
+      units_.push_back({fqn, {}});
+    }
+    for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
+      const at::Tensor& tensor = entry.value();
+      if (!tensor.defined() || is_ignored(tensor)) continue;
+      const std::string name = join_names(fqn, entry.key());
+      auto& parameters = units_[unit].parameters;
+      const auto [known, is_new] = places_.try_emplace(tensor.unsafeGetTensorImpl(), unit, parameters.size());
+      if (is_new) parameters.push_back({name, {}, tensor, full_precision_.contains(&module)});
+      const auto [owner, index] = known->second;
+      if (!is_new) units_[owner].parameters[index].aliases.push_back(name);
+    }
+    for (const auto& child : module.named_children()) collect(*child.value(), join_names(fqn, child.key()), unit);
+  }
+
+  const WrapPolicy& policy_;
+  std::unordered_set<const torch::nn::Module*> full_precision_;
+  std::unordered_set<const c10::TensorImpl*> ignored_;
+  std::unordered_set<const torch::nn::Module*> asked_, claimed_;
+  std::unordered_map<const c10::TensorImpl*, const torch::nn::Module*> owners_;
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> places_;  // unit, and place in it
+  std::vector<PlannedUnit> units_;
+};
+
+}  // namespace
+
+WrapPolicy wrap_by_size(int64_t min_numel) {
+  if (min_numel < 1)
+    throw std::invalid_argument("wrap_by_size: min_numel is " + std::to_string(min_numel) + ", expected at least 1");
+  return [min_numel](const std::string&, const torch::nn::Module&, int64_t unclaimed_numel) {
+    return unclaimed_numel >= min_numel;
+  };
+}
+
+WrapPolicy wrap_if(std::function<bool(const std::string&, const torch::nn::Module&)> predicate) {
+  if (!predicate) throw std::invalid_argument("wrap_if: the predicate is empty");
+  return [predicate = std::move(predicate)](const std::string& fqn, const torch::nn::Module& module, int64_t) {
+    return predicate(fqn, module);
+  };
+}
+
+std::vector<PlannedUnit> plan_units(const torch::nn::Module& root, const WrapPolicy& policy,
+                                    const ParameterPolicies& parameters) {
+  return Planner(policy).plan(root, parameters);
+}
+
+std::unordered_set<const torch::nn::Module*> modules_below(const torch::nn::Module& root, const WrapPolicy& policy) {
+  std::unordered_set<const torch::nn::Module*> found;
+  if (!policy) return found;
+  auto walk = [&](auto& self, const torch::nn::Module& module, const std::string& fqn, bool inside) -> void {
+    if (!inside && &module != &root) {
+      int64_t numel = 0;
+      for (const auto& parameter : module.parameters()) numel += parameter.numel();
+      inside = policy(fqn, module, numel);
+    }
+    if (inside) found.insert(&module);
+    for (const auto& child : module.named_children()) self(self, *child.value(), join_names(fqn, child.key()), inside);
+  };
+  walk(walk, root, "", false);
+  return found;
+}
+
+}  // namespace tessera

@@ -1,0 +1,75 @@
+#include "core/memory/counted_buffers.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Event.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+namespace tessera {
+
+struct CountedBuffers::Counts {
+  std::mutex mutex;
+  int64_t lent_bytes = 0;
+  int64_t peak_lent_bytes = 0;
+
+  void add(int64_t bytes) {
+    std::lock_guard lock(mutex);
+    lent_bytes += bytes;
+    peak_lent_bytes = std::max(peak_lent_bytes, lent_bytes);
+  }
+};
+
+static void order_behind_current(const c10::Stream& stream) {
+  const c10::Stream current = c10::impl::VirtualGuardImpl(stream.device_type()).getStream(stream.device());
+  if (current == stream) return;
+  c10::Event event(stream.device_type());
+  event.record(current);
+  event.block(stream);
+}
+
+CountedBuffers::CountedBuffers(at::Device device, MemoryKind kind, Memory memory)
+    : device_(device), kind_(kind), memory_(std::move(memory)), counts_(std::make_shared<Counts>()) {}
+
+at::Tensor CountedBuffers::take(int64_t numel, at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device_);
+  // Buffers outlive an evaluation under InferenceMode, whose tensors could not be written later.
+  c10::InferenceMode ordinary(false);
+  const MemoryKindScope kind(kind_);
+  at::Tensor memory = memory_ ? memory_(numel, dtype) : at::empty({numel}, options);
+  if (numel == 0) return memory;
+  const auto bytes = static_cast<int64_t>(memory.nbytes());
+  counts_->add(bytes);
+  void* data = memory.mutable_data_ptr();
+  // libtorch's allocator lends it next to the stream that made it, which need not be the one that is through with it.
+  std::optional<c10::Stream> made_on;
+  if (!device_.is_cpu()) made_on = c10::impl::VirtualGuardImpl(device_.type()).getStream(memory.device());
+  auto give_back = [counts = counts_, memory = std::move(memory), bytes, made_on](void*) mutable {
+    if (made_on) order_behind_current(*made_on);
+    memory.reset();
+    counts->add(-bytes);
+  };
+  return at::from_blob(data, {numel}, std::move(give_back), options);
+}
+
+int64_t CountedBuffers::lent_bytes() const {
+  std::lock_guard lock(counts_->mutex);
+  return counts_->lent_bytes;
+}
+
+int64_t CountedBuffers::peak_lent_bytes() const {
+  std::lock_guard lock(counts_->mutex);
+  return counts_->peak_lent_bytes;
+}
+
+void CountedBuffers::reset_peak() {
+  std::lock_guard lock(counts_->mutex);
+  counts_->peak_lent_bytes = counts_->lent_bytes;
+}
+
+}  // namespace tessera

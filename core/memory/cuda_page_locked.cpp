@@ -1,0 +1,36 @@
+// Built with TESSERA_CUDA.
+#include "core/memory/cuda_page_locked.h"
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace tessera {
+namespace {
+
+class CudaPageLocked final : public PageLockedAllocator {
+ public:
+  void* allocate(size_t bytes) override {
+    void* memory = nullptr;
+    // Portable: for all devices of the process, whichever is the thread's current one now.
+    const cudaError_t error = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable);
+    if (error == cudaSuccess) return memory;
+    static_cast<void>(cudaGetLastError());  // or the next kernel's launch would be said to have failed
+    throw std::runtime_error("CUDA gave no " + std::to_string(bytes) +
+                             " bytes of page-locked host memory: " + cudaGetErrorString(error));
+  }
+  void free(void* memory) noexcept override {
+    // At the end of the process the driver may have gone, and the memory with it.
+    if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
+  }
+};
+
+}  // namespace
+
+PageLockedAllocator* cuda_page_locked_allocator() {
+  static auto* const allocator = new CudaPageLocked;
+  return allocator;
+}
+
+}  // namespace tessera

@@ -1,0 +1,347 @@
+#include "core/memory/memory_cache.h"
+
+#include <ATen/ceil_div.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/env.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace tessera {
+namespace {
+
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr size_t kSharedBytes = 16 * kHugePageBytes;  // mapped at once for blocks below a huge page
+
+size_t page_bytes() {
+  static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+size_t alignment_of(size_t bytes) { return bytes < kHugePageBytes ? page_bytes() : kHugePageBytes; }
+
+void* map_pages(size_t bytes, int protection = PROT_READ | PROT_WRITE) {
+  const size_t alignment = alignment_of(bytes);
+  const size_t reserved_bytes = bytes + alignment - page_bytes();
+  void* const reserved = ::mmap(nullptr, reserved_bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (reserved == MAP_FAILED) return nullptr;
+  auto* const begin = static_cast<std::byte*>(reserved);
+  const auto address = reinterpret_cast<uintptr_t>(reserved);
+  const size_t before_bytes = at::round_up<uintptr_t>(address, alignment) - address;
+  const size_t after_bytes = reserved_bytes - before_bytes - bytes;
+  if (before_bytes > 0) ::munmap(begin, before_bytes);
+  if (after_bytes > 0) ::munmap(begin + before_bytes + bytes, after_bytes);
+  if (alignment == kHugePageBytes) ::madvise(begin + before_bytes, bytes, MADV_HUGEPAGE);
+  return begin + before_bytes;
+}
+
+// The same pages for another number of bytes, and new ones for what is more; elsewhere, if there is no room behind.
+// Null: the system would not, and all is as it was.
+void* resize_pages(void* memory, size_t bytes, size_t new_bytes) {
+  auto* const begin = static_cast<std::byte*>(memory);
+  if (new_bytes <= bytes) {
+    if (new_bytes < bytes) ::munmap(begin + new_bytes, bytes - new_bytes);
+    return memory;
+  }
+  const size_t alignment = alignment_of(new_bytes);
+  void* resized = MAP_FAILED;
+  if (reinterpret_cast<uintptr_t>(memory) % alignment == 0) resized = ::mremap(memory, bytes, new_bytes, 0);
+  if (resized == MAP_FAILED) {
+    void* const target = map_pages(new_bytes, PROT_NONE);
+    if (target == nullptr) return nullptr;
+    resized = ::mremap(memory, bytes, new_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, target);
+    if (resized == MAP_FAILED) {
+      ::munmap(target, new_bytes);
+      return nullptr;
+    }
+  }
+  if (alignment == kHugePageBytes) ::madvise(resized, new_bytes, MADV_HUGEPAGE);
+  return resized;
+}
+
+thread_local int rank_of_thread = MemoryCache::kNoRank;
+
+}  // namespace
+
+MemoryCache::~MemoryCache() {
+  if (watch_) {
+    std::lock_guard lock(watch_->mutex);
+    watch_->cache = nullptr;
+  }
+  release();
+}
+
+void MemoryCache::unmap(const std::vector<Block>& blocks) {
+  for (const Block& block : blocks) ::munmap(block.memory, block.bytes);
+}
+
+void* MemoryCache::take(size_t bytes) {
+  if (bytes > SIZE_MAX / 2) return nullptr;
+  bytes = at::round_up(std::max<size_t>(bytes, 1), page_bytes());
+  std::vector<Block> unused;
+  {
+    std::lock_guard lock(mutex_);
+    const auto fit = idle_by_bytes_.lower_bound({bytes, INT64_MIN});
+    if (fit != idle_by_bytes_.end() && fit->first <= bytes + bytes / 8) {
+      const Block block = take_idle(idle_.find(fit->second));
+      count_live(block.bytes);
+      live_.emplace(block.memory, block.bytes);
+      ++stats_.reused;
+      return block.memory;
+    }
+    if (live_.size() >= kMostBlocks) return nullptr;
+    count_live(bytes);
+    const int64_t most_bytes = stats_.peak_live_bytes + stats_.peak_live_bytes / 8;
+    while (!idle_.empty() &&
+           (stats_.live_bytes + stats_.idle_bytes > most_bytes || live_.size() + idle_.size() >= kMostBlocks))
+      unused.push_back(take_idle(std::prev(idle_.end())));
+  }
+  void* block = remake_one_of(unused, bytes);
+  const bool is_remade = block != nullptr;
+  unmap(unused);
+  if (block == nullptr) block = map_block(bytes);
+  if (block == nullptr) {  // perhaps for what is idle here
+    release();
+    block = map_block(bytes);
+  }
+  std::lock_guard lock(mutex_);
+  if (block == nullptr) {
+    stats_.live_bytes -= static_cast<int64_t>(bytes);
+    stats_.peak_live_bytes = stats_.live_bytes;  // as release() does
+    return nullptr;
+  }
+  live_.emplace(block, bytes);
+  ++(is_remade ? stats_.remade : stats_.mapped);
+  return block;
+}
+
+// What is smaller than a huge page lies beside what was asked for before, so that it is in one, too. Where one of them
+// is unmapped, what shared its page is in small pages from then on.
+void* MemoryCache::map_block(size_t bytes) {
+  if (bytes >= kHugePageBytes) return map_pages(bytes);
+  std::lock_guard lock(mutex_);
+  if (shared_left_bytes_ < bytes) {
+    auto* const more = static_cast<std::byte*>(map_pages(kSharedBytes));
+    if (more == nullptr) return map_pages(bytes);
+    unmap_shared_rest();
+    shared_next_ = more;
+    shared_left_bytes_ = kSharedBytes;
+  }
+  shared_left_bytes_ -= bytes;
+  return std::exchange(shared_next_, shared_next_ + bytes);
+}
+
+void MemoryCache::unmap_shared_rest() {
+  if (shared_left_bytes_ > 0) ::munmap(shared_next_, std::exchange(shared_left_bytes_, 0));
+}
+
+// Of blocks that are to be unmapped: the smallest that is large enough, or else the largest. What a program asks for
+// differs from step to step where its shapes do, and pages that are there already need not be cleared again.
+void* MemoryCache::remake_one_of(std::vector<Block>& unused, size_t bytes) {
+  const auto is_better = [bytes](const Block& one, const Block& other) {
+    const bool is_enough = one.bytes >= bytes;
+    if (is_enough != (other.bytes >= bytes)) return is_enough;
+    return is_enough ? one.bytes < other.bytes : one.bytes > other.bytes;
+  };
+  const auto best = std::min_element(unused.begin(), unused.end(), is_better);
+  if (best == unused.end()) return nullptr;
+  void* const memory = resize_pages(best->memory, best->bytes, bytes);
+  if (memory != nullptr) unused.erase(best);
+  return memory;
+}
+
+void MemoryCache::count_live(size_t bytes) {
+  stats_.live_bytes += static_cast<int64_t>(bytes);
+  stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
+}
+
+MemoryCache::Block MemoryCache::take_idle(std::map<Stamp, Block>::iterator idle) {
+  const auto [stamp, block] = *idle;
+  stats_.idle_bytes -= static_cast<int64_t>(block.bytes);
+  if (block.is_on_call) on_call_bytes_ -= static_cast<int64_t>(block.bytes);
+  idle_by_bytes_.erase({block.bytes, stamp});
+  idle_.erase(idle);
+  return block;
+}
+
+bool MemoryCache::give(void* memory) {
+  Block block{memory, 0, is_tight_.load(std::memory_order_relaxed), rank_of_thread};
+  bool looks = false;
+  {
+    std::lock_guard lock(mutex_);
+    const auto live = live_.extract(memory);
+    if (live.empty()) return false;
+    block.bytes = live.mapped();
+    stats_.live_bytes -= static_cast<int64_t>(block.bytes);
+    given_bytes_ += block.bytes;
+    looks = limit_ && given_bytes_ >= kLookEveryBytes;
+    if (looks) given_bytes_ = 0;
+    if (looks && !watch_) start_watch();
+  }
+  if (block.is_on_call) ::madvise(block.memory, block.bytes, MADV_FREE);  // while it is nobody's
+  {
+    std::lock_guard lock(mutex_);
+    stats_.idle_bytes += static_cast<int64_t>(block.bytes);
+    if (block.is_on_call) on_call_bytes_ += static_cast<int64_t>(block.bytes);
+    const Stamp stamp = --last_stamp_;
+    idle_.emplace(stamp, block);
+    idle_by_bytes_.emplace(block.bytes, stamp);
+  }
+  if (looks) look_at_limit();
+  return true;
+}
+
+// For a while each block that becomes idle is the system's to take, or none; marking costs about as much as writing a
+// tenth of it, in small pages as much as writing all of it.
+int64_t MemoryCache::look_at_limit() {
+  const int64_t needed_bytes = limit_->needed_bytes();
+  std::lock_guard lock(mutex_);
+  const bool is_tight = needed_bytes + on_call_bytes_ > limit_->limit_bytes / 2;  // as if none were marked
+  if (is_tight_.exchange(is_tight) == is_tight || !is_tight) return needed_bytes;
+  for (auto& [stamp, block] : idle_) {
+    if (std::exchange(block.is_on_call, true)) continue;
+    ::madvise(block.memory, block.bytes, MADV_FREE);
+    on_call_bytes_ += static_cast<int64_t>(block.bytes);
+  }
+  return needed_bytes;
+}
+
+// Tensors come and go by the cache, which looks then; anything else takes memory unseen. The thread looks before that
+// could have taken half of what is left.
+void MemoryCache::start_watch() {
+  constexpr double kFillBytesPerSecond = 4e9;
+  watch_ = std::make_shared<Watch>();
+  watch_->cache = this;
+  const auto look = [watch = watch_, limit_bytes = limit_->limit_bytes] {
+    for (double seconds = 0;;) {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      std::lock_guard lock(watch->mutex);
+      if (watch->cache == nullptr) return;
+      const int64_t left_bytes = limit_bytes - watch->cache->look_at_limit();
+      seconds = std::clamp(static_cast<double>(left_bytes) / 2 / kFillBytesPerSecond, 0.005, 1.0);
+    }
+  };
+  ::sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+  try {
+    std::thread(look).detach();
+  } catch (const std::system_error&) {  // no more threads: what gives memory back looks, as ever
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void MemoryCache::release(int rank) {
+  std::vector<Block> unused;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto idle = idle_.begin(); idle != idle_.end();) {
+      const auto next = std::next(idle);
+      if (rank == kNoRank || idle->second.rank == rank || idle->second.rank == kNoRank)
+        unused.push_back(take_idle(idle));
+      idle = next;
+    }
+    stats_.peak_live_bytes = stats_.live_bytes + stats_.idle_bytes;
+    if (live_.empty() && idle_.empty()) unmap_shared_rest();
+  }
+  unmap(unused);
+}
+
+MemoryCache::Stats MemoryCache::stats() const {
+  std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+namespace {
+
+// The process's.
+std::atomic<bool> is_on{false};
+
+std::mutex trimming;  // held by the one thread that trims malloc's memory
+
+// Never destroyed: tensors outlive everything.
+MemoryCache& process_cache() {
+  static auto* const cache = [] {
+    static auto* const made = new MemoryCache(memory_limit(ControlGroups::of_this_process()));
+    ::pthread_atfork(
+        [] {
+          trimming.lock();
+          made->before_fork();
+        },
+        [] {
+          made->after_fork(/*is_child=*/false);
+          trimming.unlock();
+        },
+        [] {
+          made->after_fork(/*is_child=*/true);
+          trimming.unlock();
+        });
+    return made;
+  }();
+  return *cache;
+}
+
+void free_memory(void* memory) {
+  // malloc's blocks start behind its own notes, so few of them are at the start of a page.
+  const bool may_be_block = reinterpret_cast<uintptr_t>(memory) % page_bytes() == 0;
+  if (!may_be_block || !process_cache().give(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
+  c10::profiledCPUMemoryReporter().Delete(memory);
+}
+
+class CachingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = nullptr;
+    if (bytes >= MemoryCache::kSmallestBytes && is_on.load(std::memory_order_relaxed))
+      memory = process_cache().take(bytes);
+    if (memory != nullptr) {
+      c10::profiledCPUMemoryReporter().New(memory, bytes);
+    } else {
+      memory = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);  // throws where there is none
+    }
+    return {memory, memory, &free_memory, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_memory; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+}  // namespace
+
+c10::Allocator* memory_cache_allocator() {
+  static auto* const allocator = new CachingAllocator;
+  return allocator;
+}
+
+void cache_memory() {
+#ifndef __SANITIZE_ADDRESS__
+  if (c10::utils::check_env("TESSERA_MEMORY_CACHE") == false) return;
+  is_on = true;
+  if (c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator()) c10::SetCPUAllocator(memory_cache_allocator());
+#endif
+}
+
+MemoryCache::Stats memory_cache_stats() { return process_cache().stats(); }
+
+void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
+
+void release_freed_memory() {
+  process_cache().release(rank_of_thread);
+#ifdef __GLIBC__
+  // glibc keeps freed blocks below 32 MiB for itself once it has seen them come and go.
+  // One thread at a time: where another allocator serves malloc, glibc's has yet to set itself up, unlocked.
+  std::lock_guard lock(trimming);
+  ::malloc_trim(0);
+#endif
+}
+
+}  // namespace tessera

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/memory/container_limits.h"
+
+namespace tessera {
+
+// Keeps the memory of large CPU tensors for the next ones of their size, as libtorch does on devices
+// (CUDACachingAllocator). A training step asks for the same blocks each time, and glibc serves them badly: a hole that
+// a gradient of 16 MB left does not take the next one, by the few bytes that aligning asks for, and what it gives
+// back to the system comes again as 4,000 page faults.
+//
+// A block is in huge pages where the system grants them (transparent_hugepage: madvise or always): a mapping of its
+// own, or, if it is smaller than such a page, beside others, and unmapped by itself all the same. It is used again for
+// a request of up to 1/8 less, the one freed last first, while it may still be in a processor's cache. Live and idle
+// blocks together stay below 9/8 of the most that was live at one time: before a new block is mapped, those that were
+// idle longest go, and one of them becomes the new one, cut or grown where its pages are (mremap). Where a control
+// group limits memory, and the processes in it need more than half of that, the system may take the pages of idle
+// blocks whenever it is short of any (MADV_FREE), rather than end the process. A thread looks at what they need while
+// there are idle blocks, since what takes the rest need not be tensors. Thread-safe. docs/launch.md has what it is
+// worth.
+class MemoryCache {
+ public:
+  static constexpr size_t kSmallestBytes = size_t{256} << 10;  // below, malloc does well
+  static constexpr size_t kMostBlocks = size_t{1} << 14;       // a process may have 65,530 mappings
+
+  // Bytes and numbers of blocks.
+  struct Stats {
+    int64_t live_bytes = 0;       // in blocks, which are whole pages
+    int64_t idle_bytes = 0;       // kept for what comes
+    int64_t peak_live_bytes = 0;  // since the start or the last release()
+    int64_t mapped = 0;           // how many blocks, since the start
+    int64_t remade = 0;           // how often an idle one was cut or grown to become another, since the start
+    int64_t reused = 0;           // how often one was used again, since the start
+  };
+
+  // `limit`: of the control group, whose share idle blocks yield; empty: none.
+  explicit MemoryCache(std::optional<MemoryLimit> limit = std::nullopt) : limit_(std::move(limit)) {}
+  ~MemoryCache();  // nothing may be live
+  MemoryCache(const MemoryCache&) = delete;
+  MemoryCache& operator=(const MemoryCache&) = delete;
+
+  // At least `bytes` bytes, not initialised, at the start of a page; null if the system has no more or
+  // there are kMostBlocks.
+  void* take(size_t bytes);
+  // False if that is not a block of this cache.
+  bool give(void* block);
+  static constexpr int kNoRank = -1;  // of none
+  // Gives what is idle back to the system: all, or what was freed by threads of this rank and of none. The bound starts
+  // again from what is left.
+  void release(int rank = kNoRank);
+  // As of now.
+  Stats stats() const;
+
+  // Around fork(): the child would wait for ever for a lock that a thread had which it does not have.
+  void before_fork() { mutex_.lock(); }
+  // In both processes.
+  void after_fork(bool is_child) {
+    if (is_child) watch_.reset();  // whose thread stays with the parent
+    mutex_.unlock();
+  }
+
+ private:
+  struct Block {
+    void* memory;
+    size_t bytes;
+    bool is_on_call = false;  // idle, and the system may take its pages
+    int rank = kNoRank;       // of the thread that freed it
+  };
+  // Counts down, so that of equal sizes the one freed last comes first.
+  using Stamp = int64_t;
+
+  // What a thread of the cache's knows of it, which it may outlive.
+  struct Watch {
+    std::mutex mutex;
+    MemoryCache* cache;  // null: it is gone
+  };
+
+  static constexpr size_t kLookEveryBytes = size_t{32} << 20;
+
+  void count_live(size_t bytes);
+  int64_t look_at_limit();
+  void start_watch();
+  void* map_block(size_t bytes);
+  void unmap_shared_rest();
+  Block take_idle(std::map<Stamp, Block>::iterator idle);
+  static void* remake_one_of(std::vector<Block>& unused, size_t bytes);
+  static void unmap(const std::vector<Block>& blocks);
+
+  mutable std::mutex mutex_;
+  std::unordered_map<void*, size_t> live_;
+  std::map<Stamp, Block> idle_;
+  std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
+  Stamp last_stamp_ = 0;
+  std::byte* shared_next_ = nullptr;  // where the next block below a huge page will be
+  size_t shared_left_bytes_ = 0;      // mapped from there on
+  size_t given_bytes_ = 0;            // since the last look at the limit
+  int64_t on_call_bytes_ = 0;         // idle, and the system's to take
+  const std::optional<MemoryLimit> limit_;
+  std::atomic<bool> is_tight_ = false;
+  std::shared_ptr<Watch> watch_;  // null: nobody looks
+  Stats stats_;
+};
+
+// From now on CPU tensors of MemoryCache::kSmallestBytes or more, whatever makes them, have their memory from one
+// MemoryCache of the process; older ones keep theirs. What init() and run_ranks() do unless InitOptions::cache_memory
+// is false. Nothing happens if TESSERA_MEMORY_CACHE=0 is in the environment, if the program has set an allocator of
+// its own (c10::SetCPUAllocator), or in a build with AddressSanitizer, which has to see each tensor come and go.
+// To be called while no other thread makes tensors: so libtorch asks.
+void cache_memory();
+
+// Of the process's cache; zeros where there is none. Any thread.
+MemoryCache::Stats memory_cache_stats();
+
+// Gives back to the system what was freed: the cache's idle blocks and what malloc keeps. For when what
+// came before was not typical of what follows. (torch.cuda.empty_cache, for the CPU.) Any thread; one that is a rank
+// leaves the cache's blocks that other ranks' threads have freed, who are in the middle of a step, maybe.
+void release_freed_memory();
+// This thread is one of several ranks of the process.
+void set_memory_rank_of_thread(int rank);
+
+// The allocator that cache_memory() puts in libtorch; it hands everything on to libtorch's own before that.
+// For allocators that stand before it, as PeakMemory's does.
+c10::Allocator* memory_cache_allocator();
+
+}  // namespace tessera

@@ -1,0 +1,96 @@
+#include "core/model/module_state.h"
+
+#include <ATen/ops/cat.h>
+
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include "core/runtime/lazy_values.h"
+#include "core/runtime/quiet.h"
+
+namespace tessera {
+namespace {
+
+// Below this, tensors are copied together: a message's cost hardly depends on its length.
+constexpr int64_t kSmallBytes = 1 << 20;
+
+bool is_expanded(const at::Tensor& tensor, int64_t dim) { return tensor.stride(dim) == 0 && tensor.size(dim) > 1; }
+
+// Each element once: of an expanded tensor, which cannot be written as a whole, the part that all of it shows.
+at::Tensor distinct_elements(at::Tensor tensor) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (is_expanded(tensor, dim)) tensor = tensor.narrow(dim, 0, 1);
+  return tensor;
+}
+
+}  // namespace
+
+void require_strided(const std::string& label, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided)
+    throw std::invalid_argument(c10::str(label, " has layout ", tensor.layout(),
+                                         ", expected a strided one: register its indices and values, or a dense copy"));
+}
+
+void broadcast_tensors(const std::vector<at::Tensor>& tensors, Communicator& comm, std::string_view what) {
+  if (comm.size() == 1) return;
+  const Quiet quiet;
+  std::map<at::ScalarType, std::vector<at::Tensor>> small;
+  std::vector<Pending> pending;
+  for (const at::Tensor& given : tensors) {
+    if (!given.defined() || given.numel() == 0) continue;
+    const at::Tensor tensor = distinct_elements(given.data());  // of no version: what autograd has saved stays usable
+    if (static_cast<int64_t>(tensor.nbytes()) >= kSmallBytes && tensor.is_contiguous() && !has_lazy_values(tensor) &&
+        tensor.device() == comm.device()) {
+      pending.push_back(comm.broadcast(tensor.view({-1}).view(at::kByte), 0, what));  // bytes: any dtype can travel
+    } else {
+      small[tensor.scalar_type()].push_back(tensor);
+    }
+  }
+  for (auto& [dtype, members] : small) {
+    std::vector<at::Tensor> pieces;
+    for (const at::Tensor& member : members)
+      pieces.push_back(member.reshape({-1}).to(comm.device()).resolve_conj().resolve_neg());
+    const at::Tensor flat = at::cat(pieces);
+    comm.broadcast(flat.view(at::kByte), 0, what).wait();
+    int64_t offset = 0;
+    for (at::Tensor& member : members) {
+      const WritesTo scope(member);
+      member.copy_(flat.narrow(0, offset, member.numel()).view(member.sizes()));
+      offset += member.numel();
+    }
+  }
+  for (Pending& operation : pending) operation.wait();
+}
+
+std::vector<PlannedParameter> registered_parameters(const torch::nn::Module& module) {
+  auto units = plan_units(module, {});
+  return units.empty() ? std::vector<PlannedParameter>() : std::move(units[0].parameters);
+}
+
+std::vector<std::string> describe_parameters(const std::vector<PlannedParameter>& parameters) {
+  std::vector<std::string> lines;
+  for (const PlannedParameter& parameter : parameters) {
+    const at::Tensor& tensor = parameter.tensor;
+    lines.push_back(c10::str("parameter '", parameter.fqn, "' ", tensor.scalar_type(), " ", tensor.sizes(),
+                             tensor.is_contiguous() ? "" : " not contiguous", tensor.requires_grad() ? "" : " frozen",
+                             parameter.full_precision ? " full precision" : ""));
+    for (const std::string& alias : parameter.aliases) lines.back() += " = '" + alias + "'";
+  }
+  return lines;
+}
+
+std::vector<std::string> describe_buffers(const torch::nn::Module& module) {
+  std::vector<std::string> lines;
+  for (const auto& buffer : module.named_buffers()) {
+    lines.push_back("buffer '" + buffer.key() + "' ");
+    if (!buffer.value().defined()) continue;
+    require_strided("buffer '" + buffer.key() + "'", buffer.value());
+    lines.back() += c10::str(buffer.value().scalar_type(), " ", buffer.value().sizes());
+    for (int64_t dim = 0; dim < buffer.value().dim(); ++dim)
+      if (is_expanded(buffer.value(), dim)) lines.back() += c10::str(" expanded in dimension ", dim);
+  }
+  return lines;
+}
+
+}  // namespace tessera

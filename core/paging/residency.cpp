@@ -1,0 +1,225 @@
+#include "core/paging/residency.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/neg.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/jit/serialization/pickler_helper.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "core/paging/boxed_tensors.h"
+#include "core/paging/page_views.h"
+#include "core/paging/recomputes_later.h"
+#include "core/paging/stand_in.h"
+
+namespace tessera {
+
+namespace {
+
+// Operators that neither read nor write data of their tensor arguments, nor check them against the bounds of their
+// storage, as even views do. _backward and set_data do a lot of other things.
+using Names = std::unordered_set<std::string_view>;
+const Names kMetadataOnly = {"aten::detach",
+                             "aten::detach_",
+                             "aten::alias",
+                             "aten::requires_grad_",
+                             "aten::retain_grad",
+                             "aten::set_data",
+                             "aten::_backward",
+                             "aten::is_leaf",
+                             "aten::output_nr",
+                             "aten::_version",
+                             "aten::data",
+                             "aten::is_same_size",
+                             "aten::_has_compatible_shallow_copy_type"};
+
+bool is_metadata_only(const c10::FunctionSchema& schema) {
+  // None of these makes a fresh tensor: most operators are told apart without a look-up by name.
+  const auto& returns = schema.returns();
+  const bool makes_tensor =
+      !returns.empty() && returns[0].alias_info() == nullptr && returns[0].type()->kind() == c10::TypeKind::TensorType;
+  return (!makes_tensor || schema.name() == "aten::data") && kMetadataOnly.contains(schema.name());
+}
+
+// Calls visit(state, tensor, is_written) for each argument that is a view of a page.
+template <class Visit>
+void for_each_paged(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, Visit visit) {
+  const auto& arguments = schema.arguments();
+  const auto values = torch::jit::last(stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i)
+    for_each_boxed_tensor(values[i], [&](const at::Tensor& tensor) {
+      if (!is_paged(tensor)) return;
+      if (Page::State* state = page_state_of(tensor)) visit(*state, tensor, is_written_to(arguments[i]));
+    });
+}
+
+// Tells each pager about the pages of its own that the operator needs, all together.
+void report(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  std::vector<Page*> pages;
+  for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor&, bool) {
+    if (!state.is_always_there() && !state.stand_in && std::ranges::find(pages, state.page) == pages.end())
+      pages.push_back(state.page);
+  });
+  while (!pages.empty()) {
+    Pager* pager = pages.front()->pager();
+    const auto others =
+        std::stable_partition(pages.begin(), pages.end(), [&](Page* page) { return page->pager() == pager; });
+    pager->use({pages.begin(), others});
+    pages.erase(pages.begin(), others);
+  }
+}
+
+struct PagedIn {
+  at::ScalarType from{}, to{};  // activations to be converted, if these differ
+  bool is_done = false;         // by the pager, in the operator's place
+  bool has_stand_ins = false;
+};
+
+PagedIn page_in(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const auto mode = current_grad_mode();
+  bool all_current = true;
+  PagedIn result;
+  for_each_paged(schema, stack, [&](Page::State& state, const at::Tensor& tensor, bool is_written) {
+    if (state.stand_in) {
+      if (is_written)
+        throw std::logic_error(schema.name() + " would change '" + state.name + "', which is " +
+                               state.stand_in->what_it_is() + ": only its values can be used");
+      result.has_stand_ins = true;
+      return;
+    }
+    Pager* pager = state.pager.load(std::memory_order_relaxed);
+    if (pager == nullptr && state.is_always_there()) return;
+    if (pager == nullptr)
+      throw std::logic_error(schema.name() + " was given a parameter of " + state.name +
+                             ", whose FullyShardedDataParallel no longer exists");
+    if (is_written && !state.writable) {
+      if (!pager->refuse(*state.page, tensor, schema.name())) return;
+      result.is_done = true;
+    }
+    if (is_written) ++state.writes;
+    if (Pager* told = state.told_of_writes; told != nullptr)
+      is_written ? told->before_write(state.id_told, tensor.storage_offset()) : told->before_read(state.id_told);
+    if (state.is_always_there()) return;
+    if (state.activations && !schema.is_mutable()) result.from = *state.activations, result.to = tensor.scalar_type();
+    all_current = all_current && state.current.load(std::memory_order_relaxed) == mode && !state.is_stale() &&
+                  (state.device.is_cpu() ||
+                   state.current_stream.load(std::memory_order_relaxed) == current_stream_on(state.device));
+  });
+  if (!all_current && !result.is_done) report(schema, stack);
+  return result;
+}
+
+// Converts the tensors among the last `count` values; recorded by autograd. Returns whether there were any.
+bool convert(torch::jit::Stack& stack, size_t count, at::ScalarType from, at::ScalarType to) {
+  bool any = false;
+  auto converted = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.scalar_type() != from) return tensor;
+    any = true;
+    return tensor.to(to);
+  };
+  for (auto value = stack.end() - static_cast<std::ptrdiff_t>(count); value != stack.end(); ++value)
+    replace_boxed_tensors(*value, converted);
+  return any;
+}
+
+bool returns_views(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.returns(), [](const auto& result) { return result.alias_info() != nullptr; });
+}
+
+// torch::load() into a parameter that is cast while it is used: set_() would keep that dtype over bytes of another.
+bool sets_another_dtype(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  static const c10::OperatorName set_to_tensor("aten::set_", "source_Tensor");
+  if (op.operator_name() != set_to_tensor) return false;
+  const at::Tensor& target = stack.end()[-2].toTensor();
+  return is_paged(target) && target.scalar_type() != stack.back().toTensor().scalar_type();
+}
+
+// Sees every operator that has a view of a page among its arguments, above autograd.
+void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey);
+  // What it calls in turn is looked at for itself.
+  if (is_metadata_only(op.schema())) return op.redispatchBoxed(below, stack);
+  if (sets_another_dtype(op, *stack)) {
+    const at::Tensor source = torch::jit::pop(*stack).toTensor();
+    return stack->back().toTensor().set_data(source);  // which its pager finds, and looks at
+  }
+  const auto [from, to, is_done, has_stand_ins] = page_in(op.schema(), *stack);
+  if (has_stand_ins) return call_with_stand_ins(op, stack);
+  if (is_done) return;  // zero_() returns its argument, which the stack holds
+  const bool converts =
+      from != to && !returns_views(op.schema()) && convert(*stack, op.schema().arguments().size(), from, to);
+  {
+    // An operator of torch's: its arguments are resident until it returns, no need to look at its parts. A user's
+    // kernel may use parameters that are not among its arguments.
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> once;
+    if (op.schema().getNamespace() == "aten") once.emplace(kPagedKey);
+    op.redispatchBoxed(below, stack);
+  }
+  if (converts) convert(*stack, op.schema().returns().size(), to, from);
+}
+
+TORCH_LIBRARY_IMPL(_, TESSERA_PAGED_KEY, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+}  // namespace
+
+Page::GradMode current_grad_mode() {
+  const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  if (c10::GradMode::is_enabled() || RecomputesLater::in_effect())
+    return in_backward ? Page::GradMode::kRecomputing : Page::GradMode::kRecording;
+  return in_backward ? Page::GradMode::kInBackward : Page::GradMode::kNotRecording;
+}
+
+namespace {
+
+// What libtorch's pickler asks of each tensor: torch::save() would write a page's views without their data.
+void refuse_to_pickle(const at::Tensor& tensor, std::unordered_map<std::string, bool>&) {
+  const Page* page = page_of(tensor);
+  if (page == nullptr || tensor.storage().nbytes() > 0 || tensor.numel() == 0) return;
+  throw std::logic_error("torch::save of a parameter of " + page->name() +
+                         ", which is sharded: its data are not here. Save inside summon_full_params(), or with "
+                         "save_full() or save_checkpoint()");
+}
+
+void watch_pickling() {
+  auto& watchers = torch::jit::GetBackendMetaSerialization();
+  for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
+    auto& watcher = watchers[static_cast<size_t>(device)];
+    if (!watcher) watcher.emplace(&refuse_to_pickle, [](const at::Tensor&, std::unordered_map<std::string, bool>&) {});
+  }
+}
+
+}  // namespace
+
+void require_residency() {
+  struct Probe : Pager {
+    bool used = false;
+    void use(const std::vector<Page*>&) override { used = true; }
+    [[noreturn]] bool refuse(const Page& page, const at::Tensor&, const std::string&) override {
+      throw std::logic_error(page.name());
+    }
+  };
+  static const bool works = [] {
+    watch_pickling();
+    Probe probe;
+    Page page(&probe, 0, "a probe", at::kCPU);
+    page.lend(at::zeros({1}, at::kCPU));
+    at::AutoDispatchBelowADInplaceOrView quiet;
+    at::neg(page.view(at::kFloat, {1}, {1}, 0));
+    return probe.used;
+  }();
+  if (!works)
+    throw std::runtime_error(
+        "Tessera's fallback for the dispatch key TESTING_ONLY_GenericWrapper is not called: another library in this "
+        "process uses the key, or this libtorch dropped it");
+}
+
+}  // namespace tessera

@@ -1,0 +1,168 @@
+#include "core/runtime/file.h"
+
+#include <c10/util/StringUtil.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace tessera {
+namespace {
+
+constexpr int kMode = 0666;
+constexpr int kPrivateMode = 0600;
+
+// Without a name from the start where the file system can; else the name goes at once.
+int open_unnamed(const std::string& directory, int flags) {
+  const int descriptor = ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC | flags, kPrivateMode);
+  if (descriptor >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return descriptor;
+  std::string name = directory + "/tessera-XXXXXX";
+  const int named = ::mkostemp(name.data(), O_CLOEXEC | flags);
+  if (named >= 0) ::unlink(name.c_str());
+  return named;
+}
+
+}  // namespace
+
+void throw_with(ThrowFailure throw_failure, const FileFailure& failure) {
+  throw_failure(failure);
+  throw std::logic_error(failure.path.string() + ": a failure that was not thrown");
+}
+
+std::string FileFailure::reason() const { return std::generic_category().message(error_number); }
+
+File::File(std::filesystem::path path, int descriptor, ThrowFailure fail)
+    : path_(std::move(path)), descriptor_(descriptor), throw_failure_(fail) {}
+
+File::File(File&& other) noexcept
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      throw_failure_(other.throw_failure_),
+      is_direct_(other.is_direct_) {}
+
+File::~File() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+void File::throw_failure(FileAction action, int error_number, std::string problem) const {
+  throw_with(throw_failure_, {path_, action, error_number, std::move(problem)});
+}
+
+File File::open_named(const std::filesystem::path& path, int flags, FileAction action, ThrowFailure fail) {
+  const int descriptor = ::open(path.c_str(), flags | O_CLOEXEC | O_NOFOLLOW, kMode);
+  const int error_number = errno;
+  if (descriptor < 0) throw_with(fail, {path, action, error_number, error_number == ELOOP ? "is a symbolic link" : ""});
+  return File(path, descriptor, fail);
+}
+
+File File::create(const std::filesystem::path& path, ThrowFailure fail) {
+  return open_named(path, O_RDWR | O_CREAT | O_EXCL, FileAction::kCreate, fail);
+}
+
+File File::open(const std::filesystem::path& path, ThrowFailure fail) {
+  File file = open_named(path, O_RDONLY | O_NONBLOCK, FileAction::kOpen, fail);  // not to hang on a pipe
+  struct stat status {};
+  if (::fstat(file.descriptor_, &status) != 0) file.throw_failure(FileAction::kLookAt, errno);
+  if (!S_ISREG(status.st_mode)) file.throw_failure(FileAction::kOpen, 0, "is not a regular file");
+  return file;
+}
+
+File File::open_to_write(const std::filesystem::path& path, ThrowFailure fail) {
+  return open_named(path, O_RDWR, FileAction::kOpen, fail);
+}
+
+File File::create_unnamed(const std::filesystem::path& directory, ThrowFailure fail) {
+  int descriptor = open_unnamed(directory.string(), O_DIRECT);
+  const bool is_direct = descriptor >= 0;
+  if (!is_direct && errno == EINVAL) descriptor = open_unnamed(directory.string(), 0);  // tmpfs and others
+  const int error_number = errno;
+  if (descriptor < 0) throw_with(fail, {directory, FileAction::kCreate, error_number, ""});
+  File file(directory, descriptor, fail);
+  file.is_direct_ = is_direct;
+  return file;
+}
+
+int64_t File::bytes() const {
+  struct stat status {};
+  if (::fstat(descriptor_, &status) != 0) throw_failure(FileAction::kLookAt, errno);
+  return status.st_size;
+}
+
+void File::write(const void* data, int64_t bytes, int64_t position) const {
+  const char* from = static_cast<const char*>(data);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t written = ::pwrite(descriptor_, from + done, static_cast<size_t>(bytes - done), position + done);
+    if (written < 0 && errno != EINTR) throw_failure(FileAction::kWrite, errno);
+    done += std::max<ssize_t>(written, 0);
+  }
+}
+
+void File::read(void* data, int64_t bytes, int64_t position) const {
+  char* to = static_cast<char*>(data);
+  for (int64_t done = 0; done < bytes;) {
+    const ssize_t got = ::pread(descriptor_, to + done, static_cast<size_t>(bytes - done), position + done);
+    if (got < 0 && errno != EINTR) throw_failure(FileAction::kRead, errno);
+    if (got == 0)
+      throw_failure(FileAction::kRead, EIO,
+                    c10::str("ends at byte ", position + done, ", ", bytes - done, " bytes early"));
+    done += std::max<ssize_t>(got, 0);
+  }
+}
+
+std::optional<File> File::opened_again() const {
+  // By its descriptor: under its name there may be another by now.
+  const int descriptor = ::open(("/proc/self/fd/" + std::to_string(descriptor_)).c_str(), O_RDONLY | O_CLOEXEC);
+  return descriptor < 0 ? std::nullopt : std::optional<File>(File(path_, descriptor, throw_failure_));
+}
+
+void File::start_writing_out(int64_t position, int64_t bytes) const {
+  ::sync_file_range(descriptor_, position, bytes, SYNC_FILE_RANGE_WRITE);  // only a hint: errors come from sync()
+}
+
+void File::sync() const {
+  if (::fsync(descriptor_) != 0) throw_failure(FileAction::kSync, errno);
+}
+
+void File::resize(int64_t bytes) const {
+  if (::ftruncate(descriptor_, bytes) != 0) throw_failure(FileAction::kResize, errno);
+}
+
+void File::reserve(int64_t bytes) const {
+  int result = 0;
+  do result = ::fallocate(descriptor_, 0, 0, bytes);
+  while (result != 0 && errno == EINTR);
+  // Not posix_fallocate(), which writes where the file system cannot.
+  if (result != 0 && (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO))
+    throw_failure(FileAction::kWrite, errno);
+}
+
+int64_t File::extend(int64_t bytes) {
+  if (bytes % kBlockBytes != 0) throw std::logic_error(c10::str("File::extend: ", bytes, " bytes are no whole blocks"));
+  const int64_t begin = this->bytes();
+  if (bytes == 0) return begin;
+  struct statvfs room {};
+  const int64_t free_bytes =
+      ::fstatvfs(descriptor_, &room) == 0 ? static_cast<int64_t>(room.f_bavail * room.f_frsize) : INT64_MAX;
+  // Asked first, since what cannot be had in full is claimed as far as it goes, and others would miss it.
+  int error = ENOSPC;
+  if (free_bytes >= bytes) do {
+      error = ::posix_fallocate(descriptor_, begin, bytes);
+    } while (error == EINTR);
+  if (error == ENOSPC || error == EFBIG || error == EDQUOT) {
+    (void)!::ftruncate(descriptor_, begin);
+    throw_failure(FileAction::kClaim, error,
+                  c10::str("has no room: ", bytes, " bytes more asked for, ", begin, " in use, ", free_bytes, " free (",
+                           std::generic_category().message(error), ")"));
+  }
+  if (error != 0) throw_failure(FileAction::kClaim, error);
+  return begin;
+}
+
+}  // namespace tessera

@@ -1,0 +1,42 @@
+#include "core/runtime/stream_uses.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+namespace tessera {
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+void order_streams(const c10::Stream& first, const c10::Stream& then) {
+  if (first == then) return;
+  c10::Event event(first.device_type());
+  event.record(first);
+  event.block(then);
+}
+
+void StreamUses::begin(c10::Device device) {
+  users_.clear();
+  ready_.reset();
+  if (device.is_cpu()) return;
+  users_.push_back(current_stream(device));
+  ready_ = std::make_shared<c10::Event>(device.type());
+  ready_->record(users_[0]);
+}
+
+void StreamUses::use() {
+  if (users_.empty()) return;
+  const c10::Stream here = current_stream(users_[0].device());
+  if (std::ranges::find(users_, here) != users_.end()) return;
+  ready_->block(here);
+  users_.push_back(here);
+}
+
+void StreamUses::join() {
+  if (users_.empty()) return;
+  const c10::Stream here = current_stream(users_[0].device());
+  for (const c10::Stream& user : users_) order_streams(user, here);
+  if (std::ranges::find(users_, here) == users_.end()) users_.push_back(here);
+}
+
+}  // namespace tessera

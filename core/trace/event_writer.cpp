@@ -1,0 +1,160 @@
+#include "core/trace/event_writer.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <climits>
+#include <iostream>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "core/trace/append_all.h"
+
+namespace tessera {
+namespace {
+
+// Protocol Buffers' wire format, of the two messages that a scalar takes (tensorflow/core/util/event.proto, and
+// framework/summary.proto): five fields of which none is repeated. protoc and libprotobuf for that would be one more
+// dependency of everything that links Tessera, beside the other libprotobuf that libtorch has inside.
+enum WireType { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+std::string varint(uint64_t value) {
+  std::string bytes;
+  for (; value >= 0x80; value >>= 7) bytes += static_cast<char>(value | 0x80);
+  return bytes + static_cast<char>(value);
+}
+
+// Little-endian on any machine.
+template <class Unsigned>
+std::string fixed(Unsigned value) {
+  std::string bytes;
+  for (size_t i = 0; i < sizeof value; ++i) bytes += static_cast<char>(value >> (8 * i));
+  return bytes;
+}
+
+std::string key(uint32_t field, WireType type) { return varint(field << 3 | type); }
+std::string integer(uint32_t field, int64_t value) {
+  return key(field, kVarint) + varint(static_cast<uint64_t>(value));
+}
+std::string real(uint32_t field, double value) { return key(field, kFixed64) + fixed(std::bit_cast<uint64_t>(value)); }
+std::string real(uint32_t field, float value) { return key(field, kFixed32) + fixed(std::bit_cast<uint32_t>(value)); }
+std::string bytes_of(uint32_t field, std::string_view bytes) {
+  return key(field, kBytes) + varint(bytes.size()) + std::string(bytes);
+}
+
+std::string event(int64_t step, const std::string& what) {
+  const std::chrono::duration<double> now = std::chrono::system_clock::now().time_since_epoch();
+  return real(1, now.count()) + integer(2, step) + what;  // wall_time in seconds, step
+}
+std::string version_event() { return event(0, bytes_of(3, "brain.Event:2")); }  // file_version
+std::string scalar_event(std::string_view tag, double value, int64_t step) {
+  const auto point = bytes_of(1, tag) + real(2, static_cast<float>(value));  // Summary.Value: tag, simple_value
+  return event(step, bytes_of(5, bytes_of(1, point)));                       // summary, its only value
+}
+
+// CRC-32C (Castagnoli), bit by bit: some hundred bytes a point. Boost.CRC has it, but what embeds Tessera's libraries
+// does without Boost, and zlib's and xxHash's checksums are others.
+uint32_t crc32c(std::string_view bytes) {
+  uint32_t crc = 0xFFFFFFFF;
+  for (const char byte : bytes) {
+    crc ^= static_cast<unsigned char>(byte);
+    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (0x82F63B78 & (0 - (crc & 1)));
+  }
+  return ~crc;
+}
+
+// Masked, as checksums of data that has checksums in it are weak (TensorFlow's record_writer.h).
+uint32_t masked_checksum(std::string_view bytes) {
+  const uint32_t crc = crc32c(bytes);
+  return std::rotr(crc, 15) + 0xa282ead8U;
+}
+
+std::string record(const std::string& message) {
+  const auto length = fixed(static_cast<uint64_t>(message.size()));
+  return length + fixed(masked_checksum(length)) + message + fixed(masked_checksum(message));
+}
+
+std::string file_name() {
+  static std::atomic<int> writers = 0;
+  std::array<char, HOST_NAME_MAX + 1> host{};
+  if (::gethostname(host.data(), host.size() - 1) != 0 || host[0] == '\0') host = {"host"};
+  const auto now =
+      std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch());
+  return "events.out.tfevents." + std::to_string(now.count()) + "." + host.data() + "." + std::to_string(::getpid()) +
+         "." + std::to_string(writers++);
+}
+
+std::string reason(int error_number) { return std::generic_category().message(error_number); }
+
+}  // namespace
+
+EventWriter::EventWriter(const std::filesystem::path& folder, Options options)
+    : options_(std::move(options)), path_(folder / file_name()) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error)
+    throw std::runtime_error("EventWriter: cannot make the folder " + folder.string() + ": " + error.message());
+  descriptor_ = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_APPEND | O_CLOEXEC, 0644);
+  if (descriptor_ < 0) throw std::runtime_error("EventWriter: cannot create " + path_.string() + ": " + reason(errno));
+  kept_ = record(version_event());  // TensorBoard wants it first
+  write();
+}
+
+EventWriter::~EventWriter() {
+  flush();
+  ::close(descriptor_);
+}
+
+void EventWriter::scalar(std::string_view tag, double value, int64_t step) {
+  std::string bytes = record(scalar_event(tag, value, step));
+  const std::lock_guard lock(mutex_);
+  if (kept_.size() + bytes.size() > kMaxKeptBytes && !write()) {
+    ++dropped_;
+    return;
+  }
+  kept_ += bytes;
+  if (Clock::now() - flushed_ >= options_.flush_every) write();
+}
+
+bool EventWriter::flush() noexcept {
+  const std::lock_guard lock(mutex_);
+  return write();
+}
+
+int64_t EventWriter::dropped() const {
+  const std::lock_guard lock(mutex_);
+  return dropped_;
+}
+
+bool EventWriter::write() {
+  flushed_ = Clock::now();
+  // A part of a record would hide all that comes after it from readers.
+  const auto [error_number, is_whole] = append_all(descriptor_, kept_, written_bytes_);
+  if (error_number == 0) {
+    written_bytes_ += std::ssize(kept_);
+    kept_.clear();
+    fails_ = false;
+    return true;
+  }
+  if (!std::exchange(fails_, true))
+    tell("EventWriter: cannot write " + path_.string() + ": " + reason(error_number) +
+         (is_whole ? "; the points are kept in memory and tried again" : "; it ends in a part of a record"));
+  return false;
+}
+
+void EventWriter::tell(const std::string& problem) const noexcept {
+  try {
+    if (options_.on_failure)
+      options_.on_failure(problem);
+    else
+      std::cerr << problem + "\n";
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): of a message about curves
+  }
+}
+
+}  // namespace tessera

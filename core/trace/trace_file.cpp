@@ -1,0 +1,109 @@
+#include "core/trace/trace_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "core/trace/append_all.h"
+
+namespace tessera {
+namespace {
+
+std::string error_text(int error_number) { return std::generic_category().message(error_number); }
+
+// A kill can leave a part of the first line.
+bool is_begin_of_trace(std::string_view text) { return text == kTraceBegin.substr(0, text.size()); }
+
+}  // namespace
+
+bool may_hold_trace(const std::string& path) {
+  struct stat status {};
+  if (::stat(path.c_str(), &status) != 0) return true;
+  if (!S_ISREG(status.st_mode)) return false;  // a pipe would not even open
+  return std::ifstream(path) && is_begin_of_trace(begin_of_file(path, kTraceBegin.size()));
+}
+
+std::string begin_of_file(const std::string& path, size_t bytes) {
+  std::string text(bytes, '\0');
+  std::ifstream file(path, std::ios::binary);
+  file.read(text.data(), static_cast<std::streamsize>(bytes));
+  text.resize(static_cast<size_t>(file.gcount()));
+  return text;
+}
+
+TraceAppender::TraceAppender(std::string path)
+    : path_(std::move(path)),
+      descriptor_(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NONBLOCK, 0644)) {
+  try {
+    if (descriptor_ < 0) fail("cannot write " + path_ + ": " + error_text(errno));
+    while (::flock(descriptor_, LOCK_EX) != 0)
+      if (errno != EINTR) fail("cannot write " + path_ + ": " + error_text(errno));
+    struct stat status {};
+    if (::fstat(descriptor_, &status) != 0) fail("cannot write " + path_ + ": " + error_text(errno));
+    std::string text(kTraceBegin.size(), '\0');
+    const ssize_t bytes = S_ISREG(status.st_mode) ? ::pread(descriptor_, text.data(), text.size(), 0) : -1;
+    if (bytes < 0 || !is_begin_of_trace(std::string_view(text).substr(0, static_cast<size_t>(bytes))))
+      fail(path_ + " is not a trace; nothing was written");
+    bytes_ = end_of_lines(status.st_size);
+    if (bytes_ < status.st_size && ::ftruncate(descriptor_, bytes_) != 0)
+      fail("cannot write " + path_ + ": " + error_text(errno));
+  } catch (...) {
+    if (descriptor_ >= 0) ::close(descriptor_);
+    throw;
+  }
+}
+
+TraceAppender::~TraceAppender() { ::close(descriptor_); }
+
+void TraceAppender::fail(const std::string& why) const { throw std::runtime_error("TESSERA_TRACE: " + why); }
+
+// Where the last of the whole lines ends.
+int64_t TraceAppender::end_of_lines(int64_t bytes) const {
+  std::string block(size_t{1} << 12, '\0');
+  while (bytes > 0) {
+    const int64_t begin = std::max(int64_t{0}, bytes - std::ssize(block));
+    const auto count = static_cast<size_t>(bytes - begin);
+    if (::pread(descriptor_, block.data(), count, begin) != static_cast<ssize_t>(count))
+      fail("cannot read " + path_ + ": " + error_text(errno));
+    const auto at = std::string_view(block).substr(0, count).rfind('\n');
+    if (at != std::string_view::npos) return begin + static_cast<int64_t>(at) + 1;
+    bytes = begin;
+  }
+  return 0;
+}
+
+int64_t TraceAppender::number_of(const std::string& run) const {
+  std::vector<std::string> runs;
+  std::ifstream file(path_, std::ios::binary);
+  for (std::string line; std::getline(file, line);) {
+    if (line.compare(1, kRankBegin.size(), kRankBegin) != 0) continue;
+    const auto event = nlohmann::json::parse(line.substr(1), nullptr, /*allow_exceptions=*/false);
+    if (event.is_discarded() || !event.contains("args")) continue;  // of who has changed the file: the merge tells
+    const auto id = event["args"].value("run", "");
+    if (std::find(runs.begin(), runs.end(), id) == runs.end()) runs.push_back(id);
+  }
+  return std::find(runs.begin(), runs.end(), run) - runs.begin();
+}
+
+void TraceAppender::append(std::string lines) {
+  if (lines.empty()) return;
+  if (is_empty()) lines.front() = '[';
+  // Where the file cannot even be cut back, the next to come takes off what is no whole line.
+  const auto [error_number, is_whole] = append_all(descriptor_, lines, bytes_);
+  if (error_number != 0)
+    fail("cannot write " + path_ + ": " + error_text(error_number) +
+         (is_whole ? "" : "; it ends in a part of an event"));
+  bytes_ += std::ssize(lines);
+}
+
+}  // namespace tessera

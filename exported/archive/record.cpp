@@ -1,0 +1,38 @@
+#include "exported/archive/record.h"
+
+#include "exported/archive/fields.h"
+
+namespace tessera {
+
+using nlohmann::json;
+
+namespace {
+
+std::vector<std::string> texts_of(const json& list) {
+  std::vector<std::string> texts;
+  for (const json& text : list) texts.push_back(text_of(text));
+  return texts;
+}
+
+}  // namespace
+
+ExportRecord ExportRecord::read(const Archive& archive) {
+  constexpr const char* kMember = "extra/tessera.json";
+  ExportRecord record;
+  if (!archive.has(kMember)) return record;
+  const json written = parse_archive_json(archive.member(kMember), kMember);
+  record.ties.emplace();
+  for (const json& names : list_field(written, "ties")) record.ties->push_back(texts_of(names));
+  if (written.contains("positional")) record.positional = texts_of(list_field(written, "positional"));
+  if (written.contains("gradients")) record.has_checked_gradients = bool_field(written, "gradients");
+  if (!written.contains("modes") || written["modes"].is_null()) return record;
+  const json& modes = object_field(written, "modes");
+  auto& own = record.modes.emplace();
+  own.training = bool_field(modes, "training");
+  for (std::string& fqn : texts_of(list_field(modes, "always"))) own.always.insert(std::move(fqn));
+  for (const auto& [fqn, mode] : object_field(modes, "pinned").items()) own.pinned[fqn] = bool_of(mode);
+  for (const auto& [fqn, why] : object_field(modes, "fixed").items()) own.fixed[fqn] = text_of(why);
+  return record;
+}
+
+}  // namespace tessera

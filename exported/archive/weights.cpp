@@ -1,0 +1,193 @@
+#include "exported/archive/weights.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "checkpoint/format/box.h"
+#include "checkpoint/full_file/full_file.h"
+#include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/format/slice_reader.h"
+#include "exported/errors.h"
+#include "exported/archive/fields.h"
+
+namespace tessera {
+
+using nlohmann::json;
+
+// ---- descriptions -------------------------------------------------------------------------------
+
+namespace {
+
+std::vector<int64_t> fixed_numbers(const json& list) {
+  std::vector<int64_t> numbers;
+  for (const json& number : list) {
+    numbers.push_back(int_field(number, "as_int"));
+    if (numbers.back() < 0) throw ExportedError("a size or stride is negative");
+  }
+  return numbers;
+}
+
+// Elements from the first to the last, both included, in the storage; nothing if that is 2^62 or more.
+std::optional<int64_t> extent_of(const ExportedTensor& tensor) {
+  constexpr int64_t kLimit = int64_t{1} << 62;
+  int64_t extent = 1;
+  for (size_t i = 0; i < tensor.sizes.size(); ++i) {
+    if (tensor.sizes[i] == 0) return 0;
+    int64_t step = 0;
+    if (__builtin_mul_overflow(tensor.sizes[i] - 1, tensor.strides[i], &step) ||
+        __builtin_add_overflow(extent, step, &extent) || extent > kLimit)
+      return std::nullopt;
+  }
+  return extent;
+}
+
+ExportedTensor read_tensor(const Archive& archive, const std::string& name, const json& entry,
+                           const std::string& folder) {
+  if (bool_field(entry, "use_pickle"))
+    throw ExportedError("'" + name + "' is pickled, which is not read: it is a custom object or a subclass of Tensor");
+  const json& meta = object_field(entry, "tensor_meta");
+  ExportedTensor tensor{name,
+                        dtype_of_export(field(meta, "dtype")),
+                        fixed_numbers(list_field(meta, "sizes")),
+                        fixed_numbers(list_field(meta, "strides")),
+                        int_field(field(meta, "storage_offset"), "as_int"),
+                        bool_field(meta, "requires_grad")};
+  tensor.storage_name = folder + text_field(entry, "path_name");
+  const std::string_view bytes = archive.member(tensor.storage_name);
+  tensor.storage = {bytes.data() - archive.file()->data(), static_cast<int64_t>(bytes.size())};
+  if (layout_of_export(field(meta, "layout")) != static_cast<int64_t>(at::kStrided) ||
+      tensor.sizes.size() != tensor.strides.size())
+    throw ExportedError("'" + name + "' is not an ordinary dense tensor");
+  const auto extent = extent_of(tensor);
+  const int64_t held = tensor.storage.bytes / static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  if (!extent || !tensor_bytes(tensor.sizes, tensor.dtype) || tensor.offset < 0 ||
+      (tensor.storage.bytes > 0 && *extent > 0 && (tensor.offset > held || *extent > held - tensor.offset)))
+    throw ExportedError("'" + name + "' reaches beyond its storage of " + std::to_string(tensor.storage.bytes) +
+                        " bytes");
+  return tensor;
+}
+
+}  // namespace
+
+bool ExportedTensor::has_values() const { return storage.bytes > 0 || numel_of(sizes) == 0; }
+
+bool ExportedTensor::is_tied_to(const ExportedTensor& other) const {
+  return storage_name == other.storage_name && dtype == other.dtype && offset == other.offset && sizes == other.sizes &&
+         strides == other.strides;
+}
+
+std::map<std::string, ExportedTensor> read_tensors(const Archive& archive, const ExportRecord& record,
+                                                   const std::string& config, const std::string& folder) {
+  const json parsed = parse_archive_json(archive.member(config), config);
+  std::map<std::string, ExportedTensor> tensors;
+  for (const auto& [name, entry] : object_field(parsed, "config").items())
+    tensors.emplace(name, read_tensor(archive, name, entry, folder));
+  // Without values there is no memory to be shared.
+  std::map<std::string, std::string> tied;
+  if (record.ties)
+    for (const auto& names : *record.ties)
+      for (const std::string& name : names) tied[name] = names.front();
+  for (auto& [name, tensor] : tensors) {
+    if (tensor.storage.bytes > 0) continue;
+    const auto first = tied.find(name);
+    tensor.storage_name = "of " + (first == tied.end() ? name : first->second);
+  }
+  return tensors;
+}
+
+// ---- the archive's own --------------------------------------------------------------------------
+
+WeightSource read_from(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor,
+                       std::shared_ptr<std::atomic<int64_t>> bytes_read) {
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  const char* first = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
+  return {tensor.dtype, [file, first, element_bytes, bytes_read = std::move(bytes_read)](Range elements, void* target) {
+            const int64_t bytes = elements.numel() * element_bytes;
+            std::memcpy(target, first + elements.begin * element_bytes, static_cast<size_t>(bytes));
+            *bytes_read += bytes;
+          }};
+}
+
+at::Tensor map_tensor(const std::shared_ptr<MappedFile>& file, const ExportedTensor& tensor) {
+  const auto options = at::TensorOptions(at::kCPU).dtype(tensor.dtype);
+  if (numel_of(tensor.sizes) == 0) return at::empty_strided(tensor.sizes, tensor.strides, options);
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(tensor.dtype));
+  char* data = file->data() + tensor.storage.begin + tensor.offset * element_bytes;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(element_bytes) == 0;
+  if (is_aligned) return at::from_blob(data, tensor.sizes, tensor.strides, [file](void*) {}, options);
+  const int64_t extent = *extent_of(tensor);
+  const at::Tensor copy = at::empty({extent}, options);
+  std::memcpy(copy.mutable_data_ptr(), data, static_cast<size_t>(extent * element_bytes));
+  return copy.as_strided(tensor.sizes, tensor.strides);
+}
+
+// ---- safetensors --------------------------------------------------------------------------------
+
+struct WeightFiles::Files {
+  SavedTensors saved;
+  std::map<std::string, std::string> canonical;  // of aliases
+  SliceReader reader;
+  std::shared_ptr<std::atomic<int64_t>> bytes_read;
+  std::set<std::string> used;
+
+  Files(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> counter)
+      : saved(find_full_tensors(path)), reader(saved), bytes_read(std::move(counter)) {
+    for (const auto& [name, tensor] : saved.tensors)
+      for (const std::string& alias : tensor.aliases) canonical[alias] = name;
+  }
+
+  void read(const std::string& name, const ExportedTensor& tensor, Range elements, void* target) {
+    const int64_t before = reader.bytes_read();
+    for (const Segment& segment : segments_of(tensor.sizes, tensor.strides, elements))
+      reader.want(name, segment.box, target, tensor.strides, elements.begin);
+    reader.fetch();
+    *bytes_read += reader.bytes_read() - before;
+  }
+};
+
+WeightFiles::WeightFiles(const std::filesystem::path& path, std::shared_ptr<std::atomic<int64_t>> bytes_read)
+    : files_(std::make_shared<Files>(path, std::move(bytes_read))) {}
+
+WeightFiles::~WeightFiles() = default;
+
+std::optional<WeightSource> WeightFiles::find(const std::vector<std::string>& names, const ExportedTensor& tensor) {
+  std::optional<std::string> found;
+  for (const std::string& name : names) {
+    const auto alias = files_->canonical.find(name);
+    const std::string own = alias == files_->canonical.end() ? name : alias->second;
+    if (!files_->saved.tensors.contains(own)) continue;
+    files_->used.insert(own);
+    if (!found) found = own;
+  }
+  if (!found) return std::nullopt;
+  const SavedTensor& saved = files_->saved.tensors.at(*found);
+  if (saved.shape != tensor.sizes)
+    throw ExportedError("'" + *found + "' is " + to_string(saved.shape) + " in the weights, the model has " +
+                        to_string(tensor.sizes));
+  return WeightSource{saved.dtype, [files = files_, name = *found, tensor](Range elements, void* target) {
+                        files->read(name, tensor, elements, target);
+                      }};
+}
+
+std::vector<std::string> WeightFiles::unused() const {
+  std::vector<std::string> names;
+  for (const auto& [name, tensor] : files_->saved.tensors)
+    if (!files_->used.contains(name)) names.push_back(name);
+  return names;
+}
+
+ReadElements converted(WeightSource source, at::ScalarType dtype) {
+  if (source.dtype == dtype) return std::move(source.read);
+  return [source = std::move(source), dtype](Range elements, void* target) {
+    const at::Tensor own = at::empty({elements.numel()}, at::TensorOptions(at::kCPU).dtype(source.dtype));
+    source.read(elements, own.mutable_data_ptr());
+    at::from_blob(target, {elements.numel()}, at::TensorOptions(at::kCPU).dtype(dtype)).copy_(own);
+  };
+}
+
+}  // namespace tessera

@@ -1,0 +1,104 @@
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "exported/graph/graph.h"
+#include "exported/graph/higher_order_steps.h"
+#include "exported/archive/record.h"
+#include "exported/graph/steps.h"
+
+namespace tessera {
+
+// A call of a module, as a node's metadata has it.
+struct ModuleCall {
+  std::string fqn;         // "layers.0"
+  std::string instance;    // the same, or "layers.0@1" for the second call
+  std::string class_name;  // "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+};
+
+// The calls that a node is part of, outermost first. Empty for nodes that torch.export itself has added.
+std::vector<ModuleCall> module_calls(const nlohmann::json& node);
+
+// Class names by FQN, of all modules that call an operator, in graphs inside graphs too.
+void find_classes(const nlohmann::json& graph, std::map<std::string, std::string>& classes);
+
+// Turns the JSON of graphs into Graphs. Throws ExportedError with node, operator and line for what is not supported.
+class Compiler {
+ public:
+  struct Options {
+    std::vector<std::string> namespaces;           // of operators, beside ATen's
+    std::map<std::string, size_t> state;           // index in Execution::state by name of the graph's input
+    std::map<size_t, std::string> batch_counters;  // by state: the module whose num_batches_tracked it is
+    std::string device_type = "cpu";               // for which the archive was made
+    std::optional<ExportedModes> modes;            // what is known of train() and eval()
+    std::function<bool(const std::string& fqn)> is_checkpointed;  // modules whose activations are computed again
+  };
+  explicit Compiler(Options options) : options_(std::move(options)) {}
+
+  std::shared_ptr<Graph> compile(const nlohmann::json& graph);
+
+  // After compile(): modules with something that train() and eval() switch, in the order of Execution::training, and
+  // whether each was training when it was exported.
+  struct TrainedModule {
+    std::string fqn;
+    bool was_training;
+    std::string why_fixed;  // it cannot be switched; empty if it can
+  };
+  const std::vector<TrainedModule>& trained_modules() const { return trained_; }
+  // Modules with operators that draw random numbers in both modes, and one of their operators.
+  const std::map<std::string, std::string>& random_modules() const { return random_; }
+
+ private:
+  struct Scope;
+  class HigherOrderArguments;
+  struct CallReader;
+  struct Description {
+    std::string text, module;
+  };
+  struct Segment;
+
+  // `state`: which of the graph's inputs are state, by name. A graph within another is given them by its caller.
+  using StateNames = std::map<std::string, size_t>;
+  std::shared_ptr<Graph> compile_graph(const nlohmann::json& graph, const StateNames& state, bool is_top);
+  std::unique_ptr<Step> compile_node(const nlohmann::json& node, Scope& scope);
+  std::unique_ptr<Step> compile_operator(const nlohmann::json& node, Scope& scope, Description description);
+  std::unique_ptr<Step> compile_higher_order(const nlohmann::json& node, const std::string& name, Scope& scope,
+                                             Description description);
+  std::unique_ptr<GraphStep> compile_call(const std::string& name, HigherOrderArguments& arguments, Scope& scope,
+                                          Description description);
+  std::unique_ptr<GraphStep> compile_loop(const std::string& name, CallReader& reader);
+  AutocastStep::Mode autocast_mode(HigherOrderArguments& arguments) const;
+  static void move_state_into(Graph& graph, std::vector<Operand>& operands, const Scope& scope);
+  void note_training_argument(OperatorStep& step, const Scope& scope);
+  void note_mode(const OperatorStep& step);
+  size_t trained_module(const std::string& fqn);
+  void bind_training_arguments();
+  void fold_segments(Graph& graph, const std::vector<std::vector<ModuleCall>>& calls);
+  std::unique_ptr<Step> fold(Graph& graph, const Segment& segment);
+
+  Options options_;
+  struct Switched {
+    OperatorStep* step;
+    TrainingArgument argument;
+    size_t module;
+  };
+  std::vector<Switched> switched_;
+  struct Counter {
+    OperatorStep* step;
+    std::string module;
+  };
+  std::vector<Counter> counters_;
+  std::vector<TrainedModule> trained_;
+  std::map<std::string, std::string> random_;
+};
+
+}  // namespace tessera

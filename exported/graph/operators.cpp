@@ -1,0 +1,91 @@
+#include "exported/graph/operators.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "exported/errors.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::string_view kPrefix = "torch.ops.";
+
+// from_file maps any file. The others make tensors of sizes, strides or indices that they do not check.
+bool is_refused(std::string_view name) {
+  static constexpr std::string_view kNames[] = {"from_file", "_print",      "_reshape_alias", "_dimI",
+                                                "_dimV",     "_coalesced_", "record_stream",  "_dim_arange"};
+  static constexpr std::string_view kPrefixes[] = {"_nested_", "_test_",   "_use_cudnn_",
+                                                   "_cudnn_",  "_mkldnn_", "_symm_"};
+  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames) || name.ends_with("_unsafe") ||
+         std::any_of(std::begin(kPrefixes), std::end(kPrefixes),
+                     [&](std::string_view prefix) { return name.starts_with(prefix); });
+}
+
+}  // namespace
+
+c10::OperatorHandle find_operator(const std::string& target, const std::vector<std::string>& namespaces) {
+  if (!target.starts_with(kPrefix)) throw ExportedError("is not an operator of torch.ops");
+  const std::string path = target.substr(kPrefix.size());
+  const size_t first = path.find('.'), last = path.rfind('.');
+  if (first == std::string::npos || first == last) throw ExportedError("is not an operator of torch.ops");
+  const std::string space = path.substr(0, first), name = path.substr(first + 1, last - first - 1);
+  std::string overload = path.substr(last + 1);
+  if (overload == "default") overload.clear();
+  if (space != "aten" && std::find(namespaces.begin(), namespaces.end(), space) == namespaces.end())
+    throw ExportedError("is of the namespace '" + space +
+                        "', which the archive may not use: ExportedOptions::operator_namespaces allows it, in a "
+                        "program that has its operators; or export with an implementation that does without it");
+  if (space == "aten" && is_refused(name)) throw ExportedError("is an operator that an archive may not call");
+  auto op = c10::Dispatcher::singleton().findSchema({space + "::" + name, overload});
+  if (!op) throw ExportedError("is not in this libtorch, or not in a library of this program");
+  return *op;
+}
+
+std::optional<TrainingArgument> training_argument(const c10::FunctionSchema& schema) {
+  static constexpr std::string_view kFlags[] = {"aten::dropout",
+                                                "aten::dropout_",
+                                                "aten::feature_dropout",
+                                                "aten::feature_dropout_",
+                                                "aten::alpha_dropout",
+                                                "aten::alpha_dropout_",
+                                                "aten::feature_alpha_dropout",
+                                                "aten::feature_alpha_dropout_",
+                                                "aten::native_dropout",
+                                                "aten::batch_norm",
+                                                "aten::native_batch_norm",
+                                                "aten::cudnn_batch_norm",
+                                                "aten::miopen_batch_norm",
+                                                "aten::_batch_norm_impl_index",
+                                                "aten::_native_batch_norm_legit",
+                                                "aten::_native_batch_norm_legit_functional",
+                                                "aten::instance_norm",
+                                                "aten::rrelu",
+                                                "aten::rrelu_",
+                                                "aten::rrelu_with_noise",
+                                                "aten::rrelu_with_noise_",
+                                                "aten::rrelu_with_noise_functional",
+                                                "aten::lstm",
+                                                "aten::gru",
+                                                "aten::rnn_tanh",
+                                                "aten::rnn_relu"};
+  const std::string& name = schema.name();
+  if (std::find(std::begin(kFlags), std::end(kFlags), name) != std::end(kFlags)) {
+    for (const char* argument : {"train", "training", "use_input_stats"})
+      if (const auto index = schema.argumentIndexWithName(argument)) return TrainingArgument{size_t(*index), false};
+  }
+  if (name.find("scaled_dot_product") != std::string::npos)
+    if (const auto index = schema.argumentIndexWithName("dropout_p")) return TrainingArgument{size_t(*index), true};
+  return std::nullopt;
+}
+
+bool evaluates_for_good(const c10::FunctionSchema& schema) {
+  return schema.name() == "aten::_native_batch_norm_legit_no_training" ||
+         schema.name() == "aten::_batch_norm_no_update";
+}
+
+std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema) {
+  const auto index = schema.argumentIndexWithName("running_mean");
+  return index ? std::optional(static_cast<size_t>(*index)) : std::nullopt;
+}
+
+}  // namespace tessera

@@ -1,0 +1,184 @@
+#include "exported/graph/steps.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/_native_batch_norm_legit.h>
+#include <ATen/ops/stack.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "exported/graph/higher_order_steps.h"
+#include "offload/activations/checkpointed.h"
+
+namespace tessera {
+
+// ---- operators ----------------------------------------------------------------------------------
+
+void OperatorStep::run(Frame& frame) const {
+  if (only_in_training_ && frame.execution->training[*only_in_training_] == 0) return;
+  torch::jit::Stack stack;
+  stack.reserve(operands().size());
+  for (const Operand& operand : operands()) stack.push_back(operand.get(frame));
+  if (switch_) apply_switch(stack, *frame.execution);
+  call(stack);
+  size_t result = 0;
+  for (size_t i = 0; i < returns_.size(); ++i) {
+    if (returns_[i] < 0) {
+      set_result(frame, result++, std::move(stack[i]));
+      continue;
+    }
+    const std::vector<at::Tensor> list = stack[i].toTensorVector();
+    TORCH_CHECK(list.size() == static_cast<size_t>(returns_[i]), "it returned ", list.size(), " tensors, when it was ",
+                "exported ", returns_[i]);
+    for (const at::Tensor& tensor : list) set_result(frame, result++, tensor);
+  }
+}
+
+void OperatorStep::call(torch::jit::Stack& stack) const {
+  if (!is_functional_batch_norm_) return op_.callBoxed(stack);
+  auto optional = [&](size_t i) { return stack[i].isNone() ? std::nullopt : std::optional(stack[i].toTensor()); };
+  at::Tensor mean = stack[3].toTensor().clone(), variance = stack[4].toTensor().clone();
+  auto [output, saved_mean, saved_scale] =
+      at::_native_batch_norm_legit(stack[0].toTensor(), optional(1), optional(2), mean, variance, stack[5].toBool(),
+                                   stack[6].toDouble(), stack[7].toDouble());
+  stack = {output, saved_mean, saved_scale, mean, variance};
+}
+
+// A module that is in the mode in which it was exported does what was exported, a dropout that Python has always on,
+// say; in the other mode it does what that mode says.
+void OperatorStep::apply_switch(torch::jit::Stack& stack, const Execution& execution) const {
+  const bool is_training = execution.training[switch_->module] != 0;
+  if (is_training == switch_->module_was_training) return;
+  c10::IValue& argument = stack[switch_->argument.index];
+  if (!switch_->argument.is_probability) {
+    argument = is_training;
+  } else if (!is_training) {
+    argument = 0.0;
+  }
+}
+
+// ---- other graphs -------------------------------------------------------------------------------
+
+std::vector<c10::IValue> GraphStep::take_operands(Frame& frame, size_t first) const {
+  std::vector<c10::IValue> values;
+  for (size_t i = first; i < operands().size(); ++i) values.push_back(operands()[i].get(frame));
+  return values;
+}
+
+void GraphStep::set_results(Frame& frame, std::vector<c10::IValue> values) const {
+  TORCH_CHECK(values.size() == results().size(), "its graph returned ", values.size(), " values, expected ",
+              results().size());
+  for (size_t i = 0; i < values.size(); ++i) set_result(frame, i, std::move(values[i]));
+}
+
+void GradModeStep::run(Frame& frame) const {
+  const at::AutoGradMode mode(mode_);
+  set_results(frame, graph()->run(take_operands(frame), frame.execution));
+}
+
+void AutocastStep::run(Frame& frame) const {
+  // As torch.autocast's __enter__ and __exit__.
+  class Scope {
+   public:
+    Scope(const Mode& mode, at::DeviceType device)
+        : device_(device),
+          was_enabled_(at::autocast::is_autocast_enabled(device)),
+          dtype_(at::autocast::get_autocast_dtype(device)),
+          cache_enabled_(at::autocast::is_autocast_cache_enabled()) {
+      at::autocast::set_autocast_enabled(device, mode.enabled);
+      if (mode.dtype) at::autocast::set_autocast_dtype(device, *mode.dtype);
+      if (mode.cache_enabled) at::autocast::set_autocast_cache_enabled(*mode.cache_enabled);
+      at::autocast::increment_nesting();
+    }
+    ~Scope() {
+      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+      at::autocast::set_autocast_enabled(device_, was_enabled_);
+      at::autocast::set_autocast_dtype(device_, dtype_);
+      at::autocast::set_autocast_cache_enabled(cache_enabled_);
+    }
+
+   private:
+    const at::DeviceType device_;
+    const bool was_enabled_;
+    const at::ScalarType dtype_;
+    const bool cache_enabled_;
+  } scope(mode_, frame.execution->device.type());
+  set_results(frame, graph()->run(take_operands(frame), frame.execution));
+}
+
+void ConditionStep::run(Frame& frame) const {
+  const c10::IValue chosen = operands()[0].get(frame);
+  const bool is_true = chosen.isTensor() ? chosen.toTensor().item<bool>() : chosen.toScalar().toBool();
+  set_results(frame, graph(is_true ? 0 : 1)->run(take_operands(frame, 1), frame.execution));
+}
+
+void LoopStep::run(Frame& frame) const {
+  std::vector<c10::IValue> values = take_operands(frame);
+  auto goes_on = [&] {
+    const c10::IValue answer = graph(0)->run(values, frame.execution).at(0);
+    return answer.isTensor() ? answer.toTensor().item<bool>() : answer.toScalar().toBool();
+  };
+  while (goes_on()) {
+    std::vector<c10::IValue> next = graph(1)->run(values, frame.execution);
+    TORCH_CHECK(next.size() <= values.size(), "its body returned ", next.size(), " values, expected at most ",
+                values.size());
+    std::move(next.begin(), next.end(), values.begin());
+  }
+  values.resize(result_count());
+  set_results(frame, std::move(values));
+}
+
+void ScanStep::run(Frame& frame) const {
+  const std::vector<c10::IValue> values = take_operands(frame);
+  std::vector<c10::IValue> given = values;
+  int64_t count = -1;
+  for (size_t i = carried_; i < carried_ + scanned_; ++i) {
+    const at::Tensor tensor = values[i].toTensor();
+    TORCH_CHECK(tensor.dim() > 0 && (count < 0 || tensor.size(0) == count), "operand ", i, " has the shape ",
+                tensor.sizes(), ", expected ", count < 0 ? 1 : count, " elements or more in its first dimension");
+    count = tensor.size(0);
+  }
+  TORCH_CHECK(count > 0, "there is nothing to go over: expected one element or more, got ", count);
+  std::vector<std::vector<at::Tensor>> stacks(result_count() - carried_);
+  for (int64_t element = 0; element < count; ++element) {
+    for (size_t i = carried_; i < carried_ + scanned_; ++i) given[i] = values[i].toTensor().select(0, element);
+    std::vector<c10::IValue> results = graph()->run(given, frame.execution);
+    std::move(results.begin(), results.begin() + static_cast<std::ptrdiff_t>(carried_), given.begin());
+    for (size_t i = 0; i < stacks.size(); ++i) stacks[i].push_back(results[carried_ + i].toTensor());
+  }
+  given.resize(carried_);
+  for (const auto& stack : stacks) given.emplace_back(at::stack(stack));
+  set_results(frame, std::move(given));
+}
+
+void CheckpointStep::run(Frame& frame) const {
+  std::vector<c10::IValue> inputs = take_operands(frame);
+  std::vector<at::Tensor> tensors;
+  std::vector<size_t> places;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].isTensor() || !inputs[i].toTensor().defined()) continue;
+    tensors.push_back(std::exchange(inputs[i], c10::IValue()).toTensor());
+    places.push_back(i);
+  }
+  // Of the first time; what is no tensor stays so.
+  auto outputs = std::make_shared<std::vector<c10::IValue>>();
+  auto compute = [graph = graph(), execution = frame.execution, others = std::move(inputs), places,
+                  weak = std::weak_ptr(outputs)](const std::vector<at::Tensor>& given) {
+    std::vector<c10::IValue> values = others;
+    for (size_t i = 0; i < places.size(); ++i) values[places[i]] = given[i];
+    values = graph->run(std::move(values), execution);
+    std::vector<at::Tensor> results;
+    for (c10::IValue& value : values)
+      if (value.isTensor() && value.toTensor().defined()) results.push_back(value.toTensor());
+    if (const auto kept = weak.lock(); kept && kept->empty()) *kept = std::move(values);
+    return results;
+  };
+  const std::vector<at::Tensor> results = run_checkpointed(std::move(compute), std::move(tensors));
+  size_t next = 0;
+  for (c10::IValue& value : *outputs)
+    if (value.isTensor() && value.toTensor().defined()) value = results[next++];
+  set_results(frame, std::move(*outputs));
+}
+
+}  // namespace tessera

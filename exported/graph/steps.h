@@ -1,0 +1,95 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exported/graph/graph.h"
+#include "exported/graph/operators.h"
+
+namespace tessera {
+
+// What a node's operator returns, and into how many results a list of it is taken apart: -1 for a value that is one.
+using ReturnLengths = std::vector<int>;
+
+// A node that calls an operator through the dispatcher.
+class OperatorStep : public Step {
+ public:
+  // What train() and eval() switch.
+  struct Switch {
+    TrainingArgument argument;
+    size_t module = 0;         // of Execution::training
+    bool module_was_training;  // when it was exported
+  };
+
+  OperatorStep(std::string description, std::string module, c10::OperatorHandle op, std::vector<Operand> operands,
+               ReturnLengths returns)
+      : Step(std::move(description), std::move(module), std::move(operands)),
+        op_(std::move(op)),
+        returns_(std::move(returns)) {}
+
+  void run(Frame& frame) const override;
+
+  const c10::OperatorHandle& op() const { return op_; }
+  void switch_with(Switch training) { switch_ = training; }
+  // The node counts batches, and does nothing while the module evaluates.
+  void run_only_in_training(size_t module) { only_in_training_ = module; }
+
+ private:
+  void apply_switch(torch::jit::Stack& stack, const Execution& execution) const;
+  void call(torch::jit::Stack& stack) const;
+
+  const c10::OperatorHandle op_;
+  // Decomposed programs have batch norm in a form that libtorch cannot differentiate: it returns the running statistics
+  // instead of changing them.
+  const bool is_functional_batch_norm_ = op_.schema().name() == "aten::_native_batch_norm_legit_functional";
+  const ReturnLengths returns_;
+  std::optional<Switch> switch_;
+  std::optional<size_t> only_in_training_;
+};
+
+// Arithmetic of Python on numbers that come from shapes.
+class NumberStep : public Step {
+ public:
+  using Function = c10::IValue (*)(const std::vector<c10::IValue>& arguments);
+  // The function for a target ("_operator.mul", "torch.sym_max"), if it is one: what may be called with so many
+  // numbers.
+  static Function find(const std::string& target, size_t arguments);
+
+  NumberStep(std::string description, std::string module, Function function, std::vector<Operand> operands)
+      : Step(std::move(description), std::move(module), std::move(operands)), function_(function) {}
+  void run(Frame& frame) const override;
+
+ private:
+  const Function function_;
+};
+
+// A node that runs other graphs, which are given its operands.
+class GraphStep : public Step {
+ public:
+  struct Call {
+    std::string description, module;
+    std::vector<Operand> operands;
+    std::vector<std::shared_ptr<const Graph>> graphs;
+  };
+  explicit GraphStep(Call call)
+      : Step(std::move(call.description), std::move(call.module), std::move(call.operands)),
+        graphs_(std::move(call.graphs)) {}
+
+  // How many results it has: those of its last graph.
+  size_t result_count() const { return graphs_.back()->outputs.size(); }
+  const std::vector<std::shared_ptr<const Graph>>& graphs() const { return graphs_; }
+
+ protected:
+  const std::shared_ptr<const Graph>& graph(size_t index = 0) const { return graphs_[index]; }
+  std::vector<c10::IValue> take_operands(Frame& frame, size_t first = 0) const;
+  void set_results(Frame& frame, std::vector<c10::IValue> values) const;
+
+ private:
+  const std::vector<std::shared_ptr<const Graph>> graphs_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,674 @@
+#include "exported/module/exported_module.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <atomic>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+
+#include "checkpoint/format/box.h"
+#include "exported/archive/archive.h"
+#include "exported/graph/arguments.h"
+#include "exported/graph/compiler.h"
+#include "exported/archive/fields.h"
+#include "exported/graph/linear_uses.h"
+#include "exported/archive/record.h"
+#include "exported/archive/weights.h"
+
+namespace tessera {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr int kSchemaMajor = 8, kFirstMinor = 9, kLastMinor = 15;  // of torch 2.x
+
+// A module of the model, with the name of its class.
+class NamedModule : public torch::nn::Module {
+ public:
+  explicit NamedModule(const std::string& class_name) : torch::nn::Module(class_name) {}
+};
+
+void check_version(const json& program) {
+  const std::string version = text_field(program, "torch_version");
+  const int64_t major = int_field(object_field(program, "schema_version"), "major");
+  int torch_major = 0, torch_minor = 0;
+  const bool is_known = std::sscanf(version.c_str(), "%d.%d", &torch_major, &torch_minor) == 2 && torch_major == 2 &&
+                        torch_minor >= kFirstMinor && torch_minor <= kLastMinor;
+  if (!is_known || major != kSchemaMajor)
+    throw ExportedError("it was exported by torch " + version + " (schema " + std::to_string(major) +
+                        "); expected torch 2." + std::to_string(kFirstMinor) + " to 2." + std::to_string(kLastMinor) +
+                        " (schema " + std::to_string(kSchemaMajor) + ")");
+}
+
+Structure::FieldNames read_named_tuples(const json& graph_module) {
+  Structure::FieldNames names;
+  const auto found = graph_module.find("treespec_namedtuple_fields");
+  if (found == graph_module.end() || !found->is_object()) return names;
+  for (const auto& [type, definition] : found->items())
+    for (const json& name : list_field(definition, "field_names")) names[type].push_back(text_of(name));
+  return names;
+}
+
+std::pair<std::string, std::string> split_name(const std::string& fqn) {
+  const size_t dot = fqn.rfind('.');
+  return dot == std::string::npos ? std::pair(std::string(), fqn) : std::pair(fqn.substr(0, dot), fqn.substr(dot + 1));
+}
+
+}  // namespace
+
+// ---- state --------------------------------------------------------------------------------------
+
+// Everything of a model but its modules: which the builder below makes from an archive.
+class ExportedProgram {
+ public:
+  enum class Kind : uint8_t { kParameter, kBuffer, kHidden };  // hidden: not persistent, or a constant
+  struct StateTensor {
+    std::string fqn;
+    Kind kind;
+    at::Tensor tensor;
+    bool is_constant = false;
+  };
+  // A module that is right in the mode in which it was exported, and in no other.
+  struct FixedModule {
+    torch::nn::Module* module;
+    std::string fqn;
+    bool is_training;
+    std::string why;
+  };
+  enum class OutputKind : uint8_t { kResult, kState, kInput };
+  struct Output {
+    OutputKind kind = OutputKind::kResult;
+    size_t index = 0;                               // what is written to: of `state`, or of the graph's inputs
+    torch::nn::Module* only_in_training = nullptr;  // whose count of batches it is
+  };
+
+  std::vector<StateTensor> state;
+  std::shared_ptr<const Graph> graph;
+  std::unique_ptr<InputSignature> inputs;
+  Structure results;
+  std::vector<Output> outputs;
+  std::vector<torch::nn::Module*> trained_modules;  // in the order of Execution::training
+  std::vector<FixedModule> fixed_modules;
+  at::Device device = at::kCPU;
+  std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
+  std::map<std::string, int> classes;  // number of modules by class
+
+  ExportedValue run(const ExportedInputs& given) const;
+  void move_hidden(at::Device to);
+  void convert_hidden(at::ScalarType to);
+
+ private:
+  void refuse_other_modes() const;
+};
+
+namespace {
+
+ExportedValue value_of(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor();
+  if (value.isNone()) return {};
+  if (value.isBool()) return value.toBool();
+  if (value.isInt()) return value.toInt();
+  if (value.isDouble()) return value.toDouble();
+  if (value.isString()) return value.toStringRef();
+  if (value.isSymInt()) return value.toSymInt().guard_int(__FILE__, __LINE__);
+  throw std::logic_error("a result of an exported model is a " + value.tagKind());
+}
+
+}  // namespace
+
+void ExportedProgram::refuse_other_modes() const {
+  const auto mode = [](bool is_training) { return std::string(is_training ? "train()" : "eval()"); };
+  for (const FixedModule& own : fixed_modules) {
+    if (own.module->is_training() == own.is_training) continue;
+    const std::string who = own.fqn.empty() ? "the model" : "the module '" + own.fqn + "' (" + own.module->name() + ")";
+    throw std::invalid_argument(who + " is in " + mode(!own.is_training) + ", and was exported in " +
+                                mode(own.is_training) + ", from which it cannot be switched: " + own.why);
+  }
+}
+
+ExportedValue ExportedProgram::run(const ExportedInputs& given) const {
+  refuse_other_modes();
+  std::vector<c10::IValue> values = inputs->bind(given, device);
+  std::vector<at::Tensor> mutable_inputs(values.size());
+  for (const Output& output : outputs)
+    if (output.kind == OutputKind::kInput) mutable_inputs[output.index] = values[output.index].toTensor();
+
+  auto execution = std::make_shared<Execution>();
+  execution->device = device;
+  execution->state.reserve(state.size());
+  for (const StateTensor& own : state) execution->state.push_back(own.tensor);
+  for (const torch::nn::Module* module : trained_modules) execution->training.push_back(module->is_training() ? 1 : 0);
+  // The graph's inputs are the state, which it looks up itself, and then the caller's.
+  std::vector<c10::IValue> graph_inputs(state.size());
+  for (c10::IValue& value : values) graph_inputs.push_back(std::move(value));
+  std::vector<c10::IValue> all = graph->run(std::move(graph_inputs), execution);
+  TORCH_CHECK(all.size() <= outputs.size(), "the graph returned ", all.size(), " values, expected ", outputs.size());
+
+  std::vector<ExportedValue> leaves;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Output& output = outputs[i];
+    if (output.kind == OutputKind::kResult) {
+      leaves.push_back(value_of(all[i]));
+    } else if (output.kind == OutputKind::kInput) {
+      mutable_inputs[output.index].copy_(all[i].toTensor());
+    } else if (output.only_in_training == nullptr || output.only_in_training->is_training()) {
+      const at::NoGradGuard no_grad;
+      at::Tensor target = state[output.index].tensor;
+      target.copy_(all[i].toTensor());
+    }
+  }
+  return results.unflatten(leaves);
+}
+
+void ExportedProgram::move_hidden(at::Device to) {
+  device = to;
+  for (StateTensor& own : state)
+    if (own.kind == Kind::kHidden) own.tensor = own.tensor.to(device);
+}
+
+// Buffers that are not persistent, as Python's Module.to() does; constants are in the code.
+void ExportedProgram::convert_hidden(at::ScalarType to) {
+  for (StateTensor& own : state)
+    if (own.kind == Kind::kHidden && !own.is_constant && own.tensor.is_floating_point()) own.tensor = own.tensor.to(to);
+}
+
+// ---- building -----------------------------------------------------------------------------------
+
+namespace {
+
+using Kind = ExportedProgram::Kind;
+
+class ProgramBuilder {
+ public:
+  ProgramBuilder(const std::filesystem::path& path, const ExportedOptions& options, torch::nn::Module& root)
+      : archive_(path),
+        record_(ExportRecord::read(archive_)),
+        options_(options),
+        program_(std::make_unique<ExportedProgram>()) {
+    modules_[""] = &root;
+    program_->device = options.device;
+  }
+
+  // `set_root_class` is told the class of the whole model before its modules are made.
+  std::unique_ptr<ExportedProgram> build() {
+    const json program = read_program();
+    const json& graph_module = object_field(program, "graph_module");
+    const json& graph = object_field(graph_module, "graph");
+    find_classes(graph, classes_);
+    read_state(object_field(graph_module, "signature"));
+    make_modules();
+    fill_state();
+    compile(graph, graph_module);
+    const auto named_tuples = read_named_tuples(graph_module);
+    program_->inputs = std::make_unique<InputSignature>(program, named_tuples, record_.positional, options_.unchecked);
+    read_results(graph_module, named_tuples);
+    set_modes();
+    return std::move(program_);
+  }
+
+ private:
+  json read_program() {
+    const auto models = archive_.names("models/", ".json");
+    if (models.size() != 1) throw ExportedError("it has " + std::to_string(models.size()) + " programs, expected one");
+    model_ = models[0].substr(7, models[0].size() - 12);
+    json program = parse_archive_json(archive_.member(models[0]), models[0]);
+    check_version(program);
+    check_gradients(program);
+    return program;
+  }
+
+  // What is decomposed has lost Python's stop-gradients: no_grad() is gone without a trace, detach() has become
+  // alias().
+  void check_gradients(const json& program) const {
+    const auto verifiers = program.find("verifiers");
+    if (verifiers == program.end() || !verifiers->is_array()) return;
+    const bool is_decomposed =
+        std::none_of(verifiers->begin(), verifiers->end(), [](const json& verifier) { return verifier == "TRAINING"; });
+    if (!is_decomposed || record_.has_checked_gradients || options_.unchecked) return;
+    const std::string what =
+        "it is decomposed, which loses torch.no_grad() and detach(): gradients may be others than Python's. Export "
+        "without run_decompositions(), or with tools/export_model.py --decompose, which compares them; "
+        "ExportedOptions::unchecked takes it as it is";
+    const json& graph_module = object_field(program, "graph_module");
+    for (const json& node : list_field(object_field(graph_module, "graph"), "nodes"))
+      if (text_field(node, "target").starts_with("torch.ops.aten.alias.")) throw ExportedError(what);
+    TORCH_WARN(archive_.where(), ": ", what);
+  }
+
+  // The archive's tensors, in the order of the graph's inputs.
+  void read_state(const json& signature) {
+    auto tensors = read_tensors(archive_, record_, "data/weights/" + model_ + "_weights_config.json", "data/weights/");
+    tensors.merge(
+        read_tensors(archive_, record_, "data/constants/" + model_ + "_constants_config.json", "data/constants/"));
+    for (const json& spec : list_field(signature, "input_specs")) {
+      const auto [kind, value] = alternative_of(spec);
+      const bool is_parameter = kind == "parameter", is_buffer = kind == "buffer";
+      if (!is_parameter && !is_buffer && kind != "tensor_constant") {
+        is_user_input_ = true;
+        continue;
+      }
+      if (is_user_input_) throw ExportedError("its inputs are not first the state and then the caller's");
+      const std::string name = text_field(value, is_parameter ? "parameter_name"
+                                                 : is_buffer  ? "buffer_name"
+                                                              : "tensor_constant_name");
+      const auto found = tensors.find(name);
+      if (found == tensors.end()) throw ExportedError("it has no tensor '" + name + "'");
+      const Kind own = is_parameter                                   ? Kind::kParameter
+                       : is_buffer && bool_field(value, "persistent") ? Kind::kBuffer
+                                                                      : Kind::kHidden;
+      graph_names_[text_field(object_field(value, "arg"), "name")] = program_->state.size();
+      program_->state.push_back({name, own, {}, kind == "tensor_constant"});
+      tensors_.push_back(found->second);
+      if (!is_parameter) tensors_.back().requires_grad = false;
+    }
+  }
+
+  // ---- modules
+
+  // libtorch refuses names that are there already, empty, or have dots.
+  template <class Register>
+  static void registering(const std::string& fqn, Register act) {
+    try {
+      act();
+    } catch (const c10::Error& error) {
+      throw ExportedError("'" + fqn + "' cannot be registered: " + error.what_without_backtrace());
+    }
+  }
+
+  torch::nn::Module& module_named(const std::string& fqn) {
+    if (const auto found = modules_.find(fqn); found != modules_.end()) return *found->second;
+    const auto [parent, name] = split_name(fqn);
+    torch::nn::Module& above = module_named(parent);
+    const auto known = classes_.find(fqn);
+    auto made = std::make_shared<NamedModule>(known == classes_.end() ? "Module" : known->second);
+    registering(fqn, [&] { above.register_module(name, made); });
+    modules_[fqn] = made.get();
+    return *made;
+  }
+
+  void make_modules() {
+    for (const auto& own : program_->state)
+      if (own.kind != Kind::kHidden) module_named(split_name(own.fqn).first);
+    for (const auto& [fqn, name] : classes_) {
+      if (fqn.empty()) continue;
+      module_named(fqn);
+      ++program_->classes[name];
+    }
+  }
+
+  // ---- values
+
+  // Names of one tensor, by the index of the first.
+  std::map<size_t, std::vector<size_t>> find_ties() const {
+    std::map<std::string, std::vector<size_t>> by_storage;
+    std::map<size_t, std::vector<size_t>> ties;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      auto& sharing = by_storage[tensors_[i].storage_name];
+      const auto first = std::find_if(sharing.begin(), sharing.end(),
+                                      [&](size_t other) { return tensors_[i].is_tied_to(tensors_[other]); });
+      if (first == sharing.end()) {
+        sharing.push_back(i);
+        ties[i].push_back(i);
+      } else {
+        ties[*first].push_back(i);
+      }
+    }
+    return ties;
+  }
+
+  void fill_state() {
+    if (!options_.weights.empty()) files_.emplace(options_.weights, program_->bytes_read);
+    for (const auto& [first, same] : find_ties()) {
+      const auto visible =
+          std::find_if(same.begin(), same.end(), [&](size_t i) { return program_->state[i].kind != Kind::kHidden; });
+      const at::Tensor tensor = make_tensor(visible == same.end() ? first : *visible, same);
+      for (const size_t i : same) program_->state[i].tensor = tensor;
+    }
+    if (!absent_.empty()) {
+      std::string names;
+      for (size_t i = 0; i < absent_.size() && i < 10; ++i) names += (i > 0 ? ", '" : "'") + absent_[i] + "'";
+      throw ExportedError("there are no values of " + std::to_string(absent_.size()) + " tensors, such as " + names +
+                          ": give ExportedOptions::weights or init");
+    }
+    if (!record_.ties && !options_.unchecked) warn_of_unknown_ties();
+    if (files_ && options_.strict) refuse_unused();
+    for (auto& own : program_->state) register_tensor(own);
+  }
+
+  // Tensors without values do not show it by memory that they share.
+  void warn_of_unknown_ties() const {
+    for (size_t i = 0; i < tensors_.size(); ++i)
+      for (size_t other = 0; other < i; ++other)
+        if (!tensors_[i].has_values() && !tensors_[other].has_values() && tensors_[i].sizes == tensors_[other].sizes &&
+            tensors_[i].dtype == tensors_[other].dtype) {
+          TORCH_WARN(archive_.where(), ": it has no values, and does not say which tensors are tied, as ",
+                     "tools/export_model.py does: '", program_->state[other].fqn, "' and '", program_->state[i].fqn,
+                     "', for two, are taken to be different ones. ExportedOptions::unchecked says that this is right");
+          return;
+        }
+  }
+
+  void refuse_unused() const {
+    const auto unused = files_->unused();
+    if (unused.empty()) return;
+    std::string names;
+    for (size_t i = 0; i < unused.size() && i < 10; ++i) names += (i > 0 ? ", '" : "'") + unused[i] + "'";
+    throw ExportedError(options_.weights.string() + " has " + std::to_string(unused.size()) +
+                        " tensors that the model does not have, such as " + names +
+                        " (ExportedOptions::weight_name maps names, strict = false leaves them out)");
+  }
+
+  std::optional<WeightSource> find_source(const ExportedTensor& tensor, const std::vector<size_t>& names) {
+    if (files_ && program_->state[names[0]].kind != Kind::kHidden) {
+      std::vector<std::string> own;
+      for (const size_t i : names) {
+        const std::string& fqn = program_->state[i].fqn;
+        own.push_back(options_.weight_name ? options_.weight_name(fqn) : fqn);
+      }
+      if (auto source = files_->find(own, tensor)) return source;
+    }
+    return std::nullopt;
+  }
+
+  at::Tensor make_tensor(size_t index, const std::vector<size_t>& names) {
+    ExportedTensor tensor = tensors_[index];
+    const Kind kind = program_->state[index].kind;
+    const bool changes_dtype = options_.parameter_dtype && kind == Kind::kParameter && at::isFloatingType(tensor.dtype);
+    const at::ScalarType dtype = changes_dtype ? *options_.parameter_dtype : tensor.dtype;
+    at::Tensor values = tensor_with_values(tensor, names, dtype, kind);
+    if (values.defined()) return values;
+    if (!options_.init) {
+      for (const size_t i : names) absent_.push_back(program_->state[i].fqn);
+      return {};
+    }
+    // Inside deferred() both are written down.
+    values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(dtype).device(options_.device));
+    const at::NoGradGuard no_grad;
+    options_.init(program_->state[index].fqn, values);
+    return values;
+  }
+
+  // Undefined if there are no values. What has holes gets the order of rows.
+  at::Tensor tensor_with_values(ExportedTensor& tensor, const std::vector<size_t>& names, at::ScalarType dtype,
+                                Kind kind) {
+    const OrdinaryScope ordinary;
+    const bool is_later = is_deferring() && kind != Kind::kHidden;
+    const bool has_holes = !is_dense(tensor.sizes, tensor.strides);
+    const ExportedTensor exported = tensor;
+    if (has_holes) tensor.strides = row_major_strides(tensor.sizes);
+    if (auto source = find_source(tensor, names)) return tensor_from(*source, tensor, dtype, is_later);
+    if (!tensor.has_values()) return {};
+    if (is_later && !has_holes)
+      return tensor_from(read_from(archive_.file(), tensor, program_->bytes_read), tensor, dtype, is_later);
+    const at::Tensor mapped = map_tensor(archive_.file(), exported);
+    return (has_holes ? mapped.contiguous() : mapped).to(options_.device, dtype);
+  }
+
+  at::Tensor tensor_from(WeightSource source, const ExportedTensor& tensor, at::ScalarType dtype, bool is_later) const {
+    ReadElements read = converted(std::move(source), dtype);
+    if (is_later) return deferred_from(tensor.sizes, tensor.strides, dtype, options_.device, std::move(read));
+    const at::Tensor values = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions(at::kCPU).dtype(dtype));
+    if (values.numel() > 0) read({0, values.numel()}, values.mutable_data_ptr());
+    return values.to(options_.device);
+  }
+
+  static bool is_dense(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
+    std::vector<size_t> order;
+    for (size_t i = 0; i < sizes.size(); ++i)
+      if (sizes[i] != 1) order.push_back(i);
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+    int64_t expected = 1;
+    for (const size_t i : order) {
+      if (strides[i] != expected) return numel_of(sizes) == 0;
+      expected *= sizes[i];
+    }
+    return true;
+  }
+
+  void register_tensor(ExportedProgram::StateTensor& own) {
+    if (own.kind == Kind::kHidden) return;
+    const auto [module, name] = split_name(own.fqn);
+    registering(own.fqn, [&] {
+      if (own.kind == Kind::kBuffer) {
+        modules_.at(module)->register_buffer(name, own.tensor);
+      } else {
+        const size_t index = static_cast<size_t>(&own - program_->state.data());
+        modules_.at(module)->register_parameter(name, own.tensor, tensors_[index].requires_grad);
+      }
+    });
+  }
+
+  // ---- the graph
+
+  void compile(const json& graph, const json& graph_module) {
+    Compiler::Options options{.namespaces = options_.operator_namespaces,
+                              .state = graph_names_,
+                              .batch_counters = {},
+                              .device_type = device_type(graph),
+                              .modes = record_.modes,
+                              .is_checkpointed = {}};
+    for (size_t i = 0; i < program_->state.size(); ++i) {
+      const auto [module, name] = split_name(program_->state[i].fqn);
+      if (name == "num_batches_tracked") options.batch_counters[i] = module;
+    }
+    const std::set<std::string> chosen = checkpointed_modules();
+    if (options_.checkpointed) options.is_checkpointed = [&](const std::string& fqn) { return chosen.contains(fqn); };
+    Compiler compiler(std::move(options));
+    program_->graph = compiler.compile(graph);
+    trained_ = compiler.trained_modules();
+    random_ = compiler.random_modules();
+    for (const auto& trained : trained_) program_->trained_modules.push_back(&module_named(trained.fqn));
+    if (program_->graph->inputs.size() != list_field(object_field(graph_module, "signature"), "input_specs").size())
+      throw ExportedError("its signature has another number of inputs than its graph");
+  }
+
+  std::set<std::string> checkpointed_modules() const {
+    std::set<std::string> chosen;
+    if (!options_.checkpointed) return chosen;
+    for (const auto& [fqn, module] : modules_) {
+      int64_t numel = 0;
+      for (const at::Tensor& parameter : module->parameters()) numel += parameter.numel();
+      if (!fqn.empty() && options_.checkpointed(fqn, *module, numel)) chosen.insert(fqn);
+    }
+    if (chosen.empty()) throw ExportedError("ExportedOptions::checkpointed names no module of the model");
+    return chosen;
+  }
+
+  // For which the model was exported: a device that any of its tensors is on, beside a few on the CPU.
+  static std::string device_type(const json& graph) {
+    std::string found = "cpu";
+    for (const auto& [name, meta] : object_field(graph, "tensor_values").items()) {
+      const std::string own = text_field(object_field(meta, "device"), "type");
+      if (own == "cpu" || own == "meta" || own == found) continue;
+      if (found != "cpu") throw ExportedError("it was exported for two devices, " + found + " and " + own);
+      found = own;
+    }
+    return found;
+  }
+
+  void read_results(const json& graph_module, const Structure::FieldNames& named_tuples) {
+    const json& calls = list_field(graph_module, "module_call_graph");
+    program_->results = Structure::parse(text_field(object_field(calls[0], "signature"), "out_spec"), named_tuples);
+    const json& signature = object_field(graph_module, "signature");
+    size_t leaves = 0;
+    for (const json& spec : list_field(signature, "output_specs")) {
+      const auto [kind, value] = alternative_of(spec);
+      ExportedProgram::Output output;
+      if (kind == "user_output" || kind == "loss_output") {
+        ++leaves;
+      } else if (kind == "buffer_mutation" || kind == "parameter_mutation") {
+        output = mutation(text_field(value, kind == "buffer_mutation" ? "buffer_name" : "parameter_name"));
+      } else if (kind == "user_input_mutation") {
+        output.kind = ExportedProgram::OutputKind::kInput;
+        output.index = user_input_named(signature, text_field(value, "user_input_name"));
+      } else {
+        throw ExportedError("an output is of the kind '" + kind + "', which is not supported");
+      }
+      program_->outputs.push_back(output);
+    }
+    if (leaves != program_->results.leaf_count() || program_->outputs.size() != program_->graph->outputs.size())
+      throw ExportedError("its outputs do not fit their structure");
+  }
+
+  ExportedProgram::Output mutation(const std::string& fqn) const {
+    for (size_t i = 0; i < program_->state.size(); ++i) {
+      if (program_->state[i].fqn != fqn) continue;
+      const auto [module, name] = split_name(fqn);
+      const bool counts = name == "num_batches_tracked" &&
+                          std::any_of(trained_.begin(), trained_.end(),
+                                      [own = module](const Compiler::TrainedModule& m) { return m.fqn == own; });
+      return {ExportedProgram::OutputKind::kState, i, counts ? modules_.at(module) : nullptr};
+    }
+    throw ExportedError("it changes '" + fqn + "', which it does not have");
+  }
+
+  size_t user_input_named(const json& signature, const std::string& name) const {
+    size_t index = 0;
+    for (const json& spec : list_field(signature, "input_specs")) {
+      const auto [kind, value] = alternative_of(spec);
+      if (kind == "constant_input") ++index;
+      if (kind != "user_input") continue;
+      const json& argument = field(value, "arg");
+      if (alternative_of(argument).kind == "as_tensor" && name_of_value(argument) == name) return index;
+      ++index;
+    }
+    throw ExportedError("it changes the input '" + name + "', which it does not have");
+  }
+
+  // As Python's were: outer modules first, since train() goes down.
+  void set_modes() {
+    const auto trains = [](const auto& m) { return m.was_training; };
+    modules_.at("")->train(record_.modes ? record_.modes->training
+                                         : trained_.empty() || std::any_of(trained_.begin(), trained_.end(), trains));
+    if (record_.modes)
+      for (const auto& [fqn, is_training] : record_.modes->pinned)
+        if (const auto own = modules_.find(fqn); own != modules_.end()) own->second->train(is_training);
+    auto ordered = trained_;
+    auto depth = [](const auto& m) { return m.fqn.empty() ? 0 : 1 + std::count(m.fqn.begin(), m.fqn.end(), '.'); };
+    std::stable_sort(ordered.begin(), ordered.end(), [&](const auto& a, const auto& b) { return depth(a) < depth(b); });
+    for (const auto& trained : ordered)
+      if (modules_.at(trained.fqn)->is_training() != trained.was_training)
+        modules_.at(trained.fqn)->train(trained.was_training);
+    fix_modes();
+  }
+
+  void fix_modes() {
+    std::map<std::string, std::string> fixed = record_.modes ? record_.modes->fixed : decltype(record_.modes->fixed)();
+    if (!record_.modes && !options_.unchecked)
+      for (const auto& [fqn, name] : random_)
+        fixed[fqn] =
+            name +
+            " draws numbers in either mode, and nobody has compared that with Python, as tools/export_model.py "
+            "does; ExportedOptions::unchecked takes it as it is";
+    for (const auto& trained : trained_)
+      if (!trained.why_fixed.empty()) fixed.emplace(trained.fqn, trained.why_fixed);
+    for (const auto& [fqn, why] : fixed) {
+      const auto module = modules_.find(fqn);
+      if (module == modules_.end()) throw ExportedError("it has no module '" + fqn + "'");
+      program_->fixed_modules.push_back({module->second, fqn, module->second->is_training(), why});
+    }
+  }
+
+  const Archive archive_;
+  const ExportRecord record_;
+  const ExportedOptions& options_;
+  std::unique_ptr<ExportedProgram> program_;
+  std::string model_;
+  bool is_user_input_ = false;
+  std::map<std::string, std::string> classes_;         // by FQN
+  std::map<std::string, torch::nn::Module*> modules_;  // by FQN
+  std::map<std::string, size_t> graph_names_;          // of the state, in the graph
+  std::vector<ExportedTensor> tensors_;                // of the state
+  std::optional<WeightFiles> files_;
+  std::vector<std::string> absent_;
+  std::vector<Compiler::TrainedModule> trained_;
+  std::map<std::string, std::string> random_;  // an operator by module
+};
+
+}  // namespace
+
+// ---- the module ---------------------------------------------------------------------------------
+
+ExportedModule::ExportedModule(const std::filesystem::path& archive, const ExportedOptions& options)
+    : torch::nn::Module("ExportedModule") {
+  try {
+    program_ = ProgramBuilder(archive, options, *this).build();
+  } catch (const ExportedError& error) {
+    const std::string what = error.what();
+    throw ExportedError(what.starts_with(archive.string()) ? what : archive.string() + ": " + what);
+  }
+}
+
+ExportedModule::~ExportedModule() = default;
+
+ExportedValue ExportedModule::run(const ExportedInputs& inputs) { return program_->run(inputs); }
+
+std::vector<std::string> ExportedModule::input_names() const { return program_->inputs->names(); }
+
+NamedInputs ExportedModule::example_inputs(int64_t batch, int64_t sequence) const {
+  return program_->inputs->zeros(batch, sequence);
+}
+
+std::string ExportedModule::describe() const {
+  std::ostringstream text;
+  text << program_->inputs->describe();
+  for (const auto& [name, count] : program_->classes) text << count << " x " << name << "\n";
+  return text.str();
+}
+
+int64_t ExportedModule::weight_bytes_read() const { return *program_->bytes_read; }
+
+// A tensor under several names is tied, which its other uses need not show.
+std::vector<LinearWeight> ExportedModule::linear_weights() {
+  const std::vector<bool> is_weight = used_by_linear_alone(*program_->graph, program_->state.size());
+  std::map<std::string, torch::nn::Module*> modules{{"", this}};
+  for (const auto& item : named_modules("", /*include_self=*/false)) modules[item.key()] = item.value().get();
+  std::vector<LinearWeight> found;
+  for (size_t i = 0; i < program_->state.size(); ++i) {
+    ExportedProgram::StateTensor& own = program_->state[i];
+    if (!is_weight[i] || own.kind != ExportedProgram::Kind::kParameter) continue;
+    const size_t dot = own.fqn.rfind('.');
+    const bool is_root = dot == std::string::npos;
+    found.push_back({modules.at(is_root ? "" : own.fqn.substr(0, dot)), own.fqn,
+                     is_root ? own.fqn : own.fqn.substr(dot + 1), &own.tensor});
+  }
+  return found;
+}
+
+void ExportedModule::to(torch::Device device, torch::Dtype dtype, bool non_blocking) {
+  torch::nn::Module::to(device, dtype, non_blocking);
+  program_->move_hidden(device);
+  program_->convert_hidden(dtype);
+}
+
+void ExportedModule::to(torch::Dtype dtype, bool non_blocking) {
+  torch::nn::Module::to(dtype, non_blocking);
+  program_->convert_hidden(dtype);
+}
+
+void ExportedModule::to(torch::Device device, bool non_blocking) {
+  torch::nn::Module::to(device, non_blocking);
+  program_->move_hidden(device);
+}
+
+std::shared_ptr<ExportedModule> load_exported(const std::filesystem::path& archive, const ExportedOptions& options) {
+  return std::make_shared<ExportedModule>(archive, options);
+}
+
+WrapPolicy wrap_classes(std::vector<std::string> classes) {
+  if (classes.empty()) throw std::invalid_argument("wrap_classes: no class is named");
+  return [classes = std::move(classes)](const std::string&, const torch::nn::Module& module, int64_t) {
+    const std::string& own = module.name();
+    return std::any_of(classes.begin(), classes.end(), [&](const std::string& name) {
+      return own == name ||
+             (own.size() > name.size() && own.ends_with(name) && own[own.size() - name.size() - 1] == '.');
+    });
+  };
+}
+
+}  // namespace tessera

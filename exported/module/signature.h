@@ -1,0 +1,99 @@
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exported/graph/expression.h"
+#include "exported/graph/guard.h"
+#include "exported/module/structure.h"
+#include "exported/module/value.h"
+
+namespace tessera {
+
+// Inputs of one call, by position and by name.
+struct ExportedInputs {
+  std::vector<ExportedValue> positional;
+  ExportedValue::Named named;
+
+  // One more by position.
+  void add(ExportedValue value) { positional.push_back(std::move(value)); }
+  // More by name.
+  void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
+};
+
+// The shapes for which a model was exported: integers, and symbols with ranges.
+class ShapeCheck;
+
+// What a model is given: Python's forward(*args, **kwargs), and what was true of each value when it was exported.
+class InputSignature {
+ public:
+  // Reads an archive's program. Of inputs that were exported by name, `positional` says which Python takes by position,
+  // in which order; of nothing else this is known. `may_leave_guards`: those that cannot be read are left out. Throws
+  // ExportedError.
+  InputSignature(const nlohmann::json& program, const Structure::FieldNames& named_tuples,
+                 const std::vector<std::string>& positional, bool may_leave_guards);
+
+  // The values of the graph's user inputs, in order. Throws std::invalid_argument that names the input: missing, given
+  // twice, unknown, of another structure, kind, number of dimensions or size, outside of a range, or another number
+  // than the one that has become part of the graph; or the guard that does not hold, for inputs with which Python's
+  // code would have gone another way than the graph.
+  std::vector<c10::IValue> bind(const ExportedInputs& inputs, at::Device device) const;
+
+  // Names of forward's parameters, in order.
+  std::vector<std::string> names() const;
+  // Inputs by name, tensors of zeros and integers, of the sizes that they had when the model was exported. `batch` and
+  // `sequence`, where they are not 0, are the first dimension of the first tensor and the second of the first tensor of
+  // integers, and whatever else depends on these. Throws std::invalid_argument for sizes that it was not exported for.
+  NamedInputs zeros(int64_t batch, int64_t sequence) const;
+  // "input_ids: Long [s0, s1]", one a line, the ranges of symbols, and guards.
+  std::string describe() const;
+
+ private:
+  struct Parameter {
+    std::string name;
+    Structure structure;
+    size_t first_leaf, leaf_count;
+  };
+  struct Leaf {
+    std::string name;   // "past[0]"
+    std::string label;  // "input 'past[0]'"
+    bool is_tensor = false;
+    at::ScalarType dtype = at::kFloat;
+    std::vector<Expression> sizes;
+    std::optional<Expression> number;  // of an integer that is an input of the graph
+    std::optional<ExportedValue> constant;
+  };
+  struct Range {
+    std::optional<int64_t> least, most;
+  };
+  Expression read_size(const nlohmann::json& size);
+  Expression::Symbols chosen_sizes(int64_t batch, int64_t sequence) const;
+  void read_leaves(const nlohmann::json& graph_module);
+  void read_ranges(const nlohmann::json& range_constraints);
+  size_t read_parameters(const nlohmann::json& signature, const Structure::FieldNames& named_tuples);
+  void read_positions(size_t by_position, const std::vector<std::string>& positional);
+  void read_guards(const nlohmann::json& program, bool may_leave_guards);
+  std::optional<size_t> leaf_labelled(const std::string& label) const;
+  std::optional<Guard::Input> input_labelled(const std::string& label) const;
+  std::vector<ExportedValue> gather(const ExportedInputs& inputs) const;
+  size_t parameter_named(const std::string& name) const;
+  std::string known_parameters() const;
+  void check_tensor(const Leaf& leaf, const at::Tensor& tensor, at::Device device, ShapeCheck& shapes) const;
+  c10::IValue check_leaf(const Leaf& leaf, const ExportedValue& value, at::Device device, ShapeCheck& shapes) const;
+  friend class ShapeCheck;
+
+  std::vector<Parameter> parameters_;
+  std::vector<Leaf> leaves_;
+  std::vector<size_t> positions_;  // of parameters that may be given by position
+  std::map<std::string, Range> ranges_;
+  std::vector<Guard> guards_;
+  Expression::Symbols exported_with_;  // where the archive tells
+};
+
+}  // namespace tessera

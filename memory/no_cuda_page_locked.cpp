@@ -1,8 +1,0 @@
-// Stands in for cuda_page_locked.cpp in builds without TESSERA_CUDA.
-#include "tessera/memory/cuda_page_locked.h"
-
-namespace tessera {
-
-PageLockedAllocator* cuda_page_locked_allocator() { return nullptr; }
-
-}  // namespace tessera

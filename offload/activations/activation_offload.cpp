@@ -1,0 +1,106 @@
+#include "offload/activations/activation_offload.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
+
+#include <utility>
+#include <vector>
+
+#include "core/runtime/stream_uses.h"
+
+namespace tessera {
+
+static constexpr size_t kMaxLeaving = 2;
+
+// A list in the order of forward, which backward walks from its end.
+struct ActivationOffload::Kept {
+  std::vector<int64_t> sizes, strides;
+  at::Tensor host;    // flat
+  at::Tensor device;  // flat: before it has left, and from when it is fetched
+  at::Device home = at::kCPU;
+  Copy copy;
+  bool is_leaving = true;
+  std::weak_ptr<Kept> before;
+};
+
+// After the copy's end, behind which the current stream is; the memory need not be that stream's.
+static void let_go(at::Tensor& device, at::Device home) {
+  if (device.defined() && !home.is_cpu()) device.record_stream(current_stream(home));
+  device.reset();
+}
+
+class ActivationOffload::OffloadedInput : public SavedInput {
+ public:
+  OffloadedInput(ActivationOffload& owner, std::shared_ptr<Kept> kept) : owner_(owner), kept_(std::move(kept)) {}
+  ~OffloadedInput() override { owner_.forget(*kept_); }
+  at::Tensor fetch() override { return owner_.fetch(*kept_); }
+
+ private:
+  ActivationOffload& owner_;
+  const std::shared_ptr<Kept> kept_;
+};
+
+ActivationOffload::ActivationOffload(at::Device device, ActivationOffloadOptions options)
+    : options_(options),
+      pool_({device, options_.pin_memory, options_.host_limit_bytes}),
+      copies_(CopyEngine::make(device)) {}
+
+ActivationOffload::~ActivationOffload() = default;
+
+std::unique_ptr<SavedInput> ActivationOffload::keep(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || static_cast<int64_t>(tensor.nbytes()) < options_.min_bytes ||
+      tensor.numel() == 0)
+    return nullptr;
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  auto kept = std::make_shared<Kept>();
+  const at::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor.detach() : tensor.detach().contiguous();
+  kept->sizes = dense.sizes().vec();
+  kept->strides = dense.strides().vec();
+  kept->home = tensor.device();
+  kept->device = dense.as_strided({dense.numel()}, {1});
+  kept->host = pool_.take(dense.numel(), dense.scalar_type(), "an activation of shape " + c10::str(tensor.sizes()));
+  kept->copy = copies_->to_host(kept->host, kept->device);
+  kept->before = latest_;
+  latest_ = kept;
+  leaving_.push_back(kept);
+  for (; leaving_.size() > kMaxLeaving; leaving_.pop_front()) {
+    Kept& oldest = *leaving_.front();
+    if (!std::exchange(oldest.is_leaving, false)) continue;
+    oldest.copy.wait_on_device();
+    oldest.copy = Copy();  // which holds the device's memory
+    let_go(oldest.device, oldest.home);
+  }
+  return std::make_unique<OffloadedInput>(*this, std::move(kept));
+}
+
+void ActivationOffload::start_fetch(Kept& kept) {
+  if (std::exchange(kept.is_leaving, false)) kept.copy.wait_on_device();  // it has not gone yet, and is here
+  if (kept.device.defined() || !kept.host.defined()) return;
+  kept.device = at::empty({kept.host.numel()}, kept.host.options().device(kept.home).pinned_memory(false));
+  kept.copy = copies_->to_device(kept.device, kept.host);
+}
+
+at::Tensor ActivationOffload::fetch(Kept& kept) {
+  std::lock_guard lock(mutex_);
+  at::NoGradGuard no_grad;
+  start_fetch(kept);
+  kept.copy.wait_on_device();
+  kept.copy = Copy();  // the handle would keep the device's memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it was made on another, perhaps
+  const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
+  if (auto next = kept.before.lock()) start_fetch(*next);
+  return values;
+}
+
+// Its graph is gone, or backward has been through it. Those after it went before, in the order of backward.
+void ActivationOffload::forget(Kept& kept) {
+  std::lock_guard lock(mutex_);
+  kept.copy = Copy();
+  let_go(kept.device, kept.home);
+  kept.host.reset();
+  kept.is_leaving = false;
+  if (latest_.get() == &kept) latest_ = kept.before.lock();
+}
+
+}  // namespace tessera

@@ -1,0 +1,261 @@
+#include "offload/activations/checkpointed.h"
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/custom_class.h>
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+#include <tuple>
+
+#include "core/paging/recomputes_later.h"
+#include "offload/activations/saved_inputs.h"
+
+namespace tessera {
+namespace {
+
+using torch::autograd::AutogradContext;
+using Tensors = torch::autograd::variable_list;
+
+// The CPU, this thread's own accelerator if it has used one, and the devices of the tensors.
+std::vector<at::Device> devices_of(const Tensors& tensors) {
+  std::vector<at::Device> devices{at::kCPU};
+  if (at::globalContext().hasCUDA()) {
+    const at::Device current = c10::impl::VirtualGuardImpl(at::kCUDA).getDevice();
+    if (at::detail::getCUDAHooks().hasPrimaryContext(current.index())) devices.push_back(current);
+  }
+  for (const at::Tensor& tensor : tensors)
+    if (std::ranges::find(devices, tensor.device()) == devices.end() && !tensor.is_meta())
+      devices.push_back(tensor.device());
+  return devices;
+}
+
+// Also all accelerators that this process has used: a function may draw on one that only its outputs tell.
+std::vector<at::Device> devices_in_use(const Tensors& tensors) {
+  std::vector<at::Device> devices = devices_of(tensors);
+  if (!at::globalContext().hasCUDA()) return devices;
+  for (c10::DeviceIndex index = 0; index < c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount(); ++index)
+    if (at::detail::getCUDAHooks().hasPrimaryContext(index) &&
+        std::ranges::find(devices, at::Device(at::kCUDA, index)) == devices.end())
+      devices.emplace_back(at::kCUDA, index);
+  return devices;
+}
+
+// What a computation depends on beside its inputs: where the default generators are, and autocast.
+class ExecutionState {
+ public:
+  explicit ExecutionState(const std::vector<at::Device>& devices) {
+    for (const at::Device& device : devices) {
+      at::Generator generator = at::globalContext().defaultGenerator(device);
+      std::lock_guard lock(generator.mutex());
+      generators_.push_back({device, generator, generator.get_state()});
+      casts_.emplace_back(device.type(), at::autocast::is_autocast_enabled(device.type()),
+                          at::autocast::get_autocast_dtype(device.type()));
+    }
+    cast_cache_ = at::autocast::is_autocast_cache_enabled();
+  }
+  // What drew no numbers the first time leaves the generators alone the second time; so do those of other devices,
+  // which may be other ranks'.
+  void keep_used_generators(const std::vector<at::Device>& devices) {
+    std::erase_if(generators_, [&](State& entry) {
+      if (std::ranges::find(devices, entry.device) == devices.end()) return true;
+      std::lock_guard lock(entry.generator.mutex());
+      return at::equal(entry.generator.get_state(), entry.state);
+    });
+  }
+  bool draws() const { return !generators_.empty(); }
+  void forget_generators() { generators_.clear(); }
+  void restore() {
+    for (auto& [device, generator, state] : generators_) {
+      std::lock_guard lock(generator.mutex());
+      generator.set_state(state);
+    }
+    for (const auto& [device, enabled, dtype] : casts_) {
+      at::autocast::set_autocast_enabled(device, enabled);
+      at::autocast::set_autocast_dtype(device, dtype);
+    }
+    at::autocast::set_autocast_cache_enabled(cast_cache_);
+  }
+
+ private:
+  struct State {
+    at::Device device;
+    at::Generator generator;
+    at::Tensor state;
+  };
+  std::vector<State> generators_;
+  std::vector<std::tuple<at::DeviceType, bool, at::ScalarType>> casts_;
+  bool cast_cache_ = true;
+};
+
+// A tensor's version when the function was called. Holds the counter, not the tensor.
+struct Version {
+  explicit Version(const at::Tensor& tensor) : counter(torch::autograd::impl::version_counter(tensor)), then(now()) {}
+  // Tensors that were made under InferenceMode count nothing.
+  int64_t now() const { return counter.enabled() ? counter.current_version() : 0; }
+
+  c10::VariableVersion counter;
+  int64_t then;
+};
+
+struct Part : torch::CustomClassHolder {
+  std::function<Tensors(const Tensors&)> compute;
+  std::vector<at::Device> devices;
+  std::optional<ExecutionState> first_state;  // as it was the first time
+  std::vector<std::pair<std::vector<int64_t>, at::ScalarType>> outputs;
+  std::vector<std::unique_ptr<SavedInput>> kept;  // by input; null: autograd has it
+  std::vector<bool> requires_grad;                // by input
+  std::vector<Version> versions;                  // by tensor of the caller's: the anchor is none
+
+  // The same once more, recorded by autograd.
+  Tensors compute_again(const Tensors& inputs) {
+    ExecutionState present(devices);
+    if (!first_state->draws()) present.forget_generators();
+    const auto back = c10::make_scope_exit([&] { present.restore(); });
+    first_state->restore();
+    at::AutoGradMode recording(true);
+    Tensors again = compute(inputs);
+    require_same_outputs(again);
+    return again;
+  }
+
+  // Autograd would notice for those that it has, without saying which; a copy elsewhere may have begun before the
+  // change and ended after it.
+  void check_versions() const {
+    for (size_t i = 0; i < versions.size(); ++i)
+      if (versions[i].now() != versions[i].then)
+        throw std::invalid_argument(c10::str(
+            "tensor ", i,
+            " of a checkpointed function's inputs, which backward needs, has been modified by an inplace ",
+            "operation: it is at version ", versions[i].now(), "; expected version ", versions[i].then, " instead"));
+  }
+
+  void require_same_outputs(const Tensors& again) const {
+    std::ostringstream problem;
+    if (again.size() != outputs.size()) problem << again.size() << " tensors, not " << outputs.size();
+    for (size_t i = 0; i < outputs.size() && problem.str().empty(); ++i)
+      if (again[i].sizes() != outputs[i].first || again[i].scalar_type() != outputs[i].second)
+        problem << "output " << i << " as " << again[i].scalar_type() << " " << again[i].sizes() << ", not "
+                << outputs[i].second << " " << at::IntArrayRef(outputs[i].first);
+    if (!problem.str().empty())
+      throw std::logic_error("a checkpointed function gave other outputs when backward called it again: " +
+                             problem.str());
+  }
+};
+
+struct Checkpoint : torch::autograd::Function<Checkpoint> {
+  // inputs[0] is an anchor that requires a gradient: autograd then calls backward even if of the
+  // others none does, since parameters that the function uses may.
+  static Tensors forward(AutogradContext* context, const c10::intrusive_ptr<Part>& part, at::TensorList inputs) {
+    context->saved_data["part"] = c10::IValue::make_capsule(part);
+    save(context, *part, inputs);
+    const Tensors given(inputs.begin() + 1, inputs.end());
+    for (const at::Tensor& tensor : given) part->versions.emplace_back(tensor);
+    RecomputesLater later;
+    Tensors outputs = part->compute(given);
+    Tensors known = given;
+    known.insert(known.end(), outputs.begin(), outputs.end());
+    part->devices = devices_of(known);
+    part->first_state->keep_used_generators(part->devices);
+    for (size_t i = 0; i < given.size(); ++i)
+      if (part->versions[i].now() != part->versions[i].then)
+        throw std::invalid_argument("a checkpointed function changed tensor " + std::to_string(i) +
+                                    " of its inputs in place, so that it cannot be called again: clone it first");
+    for (const at::Tensor& output : outputs) part->outputs.emplace_back(output.sizes().vec(), output.scalar_type());
+    return outputs;
+  }
+
+  // Leaves are there anyway, parameters among them.
+  static void save(AutogradContext* context, Part& part, at::TensorList inputs) {
+    Tensors saved = inputs.vec();
+    part.kept.resize(inputs.size());
+    for (size_t i = 0; i < saved.size(); ++i) {
+      const bool requires_grad = saved[i].requires_grad();
+      part.requires_grad.push_back(requires_grad);
+      SavedInputs* elsewhere = SavedInputs::current();
+      if (i == 0 || elsewhere == nullptr || (saved[i].is_leaf() && requires_grad)) continue;
+      part.kept[i] = elsewhere->keep(saved[i]);
+      if (part.kept[i]) saved[i] = at::Tensor();
+    }
+    context->save_for_backward(std::move(saved));
+  }
+
+  static Tensors backward(AutogradContext* context, Tensors gradients) {
+    if (c10::GradMode::is_enabled())
+      throw std::logic_error(
+          "backward with create_graph=true reached a checkpointed function: its gradients cannot be differentiated "
+          "again");
+    const auto part = c10::static_intrusive_pointer_cast<Part>(context->saved_data["part"].toCapsule());
+    part->check_versions();
+    Tensors inputs;
+    const Tensors saved = context->get_saved_variables();
+    for (size_t i = 1; i < saved.size(); ++i) {
+      const at::Tensor value = part->kept[i] ? part->kept[i]->fetch() : saved[i];
+      inputs.push_back(
+          value.detach().set_requires_grad(part->kept[i] ? bool(part->requires_grad[i]) : saved[i].requires_grad()));
+    }
+    const Tensors outputs = part->compute_again(inputs);
+    Tensors roots, seeds;
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (!outputs[i].requires_grad() || !gradients[i].defined()) continue;
+      roots.push_back(outputs[i]);
+      seeds.push_back(gradients[i]);
+    }
+    if (!roots.empty()) torch::autograd::backward(roots, seeds);
+    Tensors result(2);  // for `part` and the anchor
+    for (const at::Tensor& input : inputs) result.push_back(input.grad());
+    return result;
+  }
+};
+
+}  // namespace
+
+void checkpointed_detail::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+  for (size_t i = 0; i < std::max(before.size(), after.size()); ++i)
+    if (i >= before.size() || i >= after.size() || !before[i].is_same(after[i]))
+      throw std::invalid_argument("a checkpointed function put another tensor in the place of tensor " +
+                                  std::to_string(i) +
+                                  " of what it takes by reference, which its caller would not see: return it");
+}
+
+std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
+                                         std::vector<at::Tensor> inputs) {
+  if (!c10::GradMode::is_enabled() || c10::InferenceMode::is_enabled()) return compute(inputs);
+  auto part = c10::make_intrusive<Part>();
+  part->compute = std::move(compute);
+  part->first_state.emplace(devices_in_use(inputs));
+  inputs.insert(inputs.begin(), at::empty({0}, at::kCPU).set_requires_grad(true));
+  return Checkpoint::apply(part, at::TensorList(inputs));  // as a vector, autograd would not look into it
+}
+
+CheckpointedSequentialImpl::CheckpointedSequentialImpl(const torch::nn::Sequential& sequential,
+                                                       const WrapPolicy& policy) {
+  auto module = sequential->begin();
+  for (const auto& child : sequential->named_children()) {
+    register_module(child.key(), child.value());
+    int64_t numel = 0;
+    for (const at::Tensor& parameter : child.value()->parameters()) numel += parameter.numel();
+    children_of_mine_.push_back({*module++, !policy || policy(child.key(), *child.value(), numel)});
+  }
+}
+
+at::Tensor CheckpointedSequentialImpl::forward(at::Tensor x) {
+  for (auto& [module, is_checkpointed] : children_of_mine_)
+    x = is_checkpointed
+            ? checkpointed([child = module](const at::Tensor& input) mutable { return child.forward(input); }, x)
+            : module.forward(x);
+  return x;
+}
+
+}  // namespace tessera

@@ -1,0 +1,8 @@
+#include "offload/activations/saved_inputs.h"
+
+namespace tessera {
+
+// Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
+SavedInputs::Scope::~Scope() { current_ = before_; }
+
+}  // namespace tessera

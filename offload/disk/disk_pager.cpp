@@ -1,0 +1,332 @@
+#include "offload/disk/disk_pager.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <utility>
+
+#include "core/memory/without_data.h"
+
+namespace tessera {
+namespace {
+
+const DiskPagerOptions& checked(const DiskPagerOptions& options) {
+  auto require = [](bool holds, const char* field, int64_t value, const char* expected) {
+    if (!holds)
+      throw std::invalid_argument(std::string("DiskPagerOptions::") + field + " is " + std::to_string(value) +
+                                  ", expected " + expected);
+  };
+  require(options.buffer_bytes >= File::kBlockBytes, "buffer_bytes", options.buffer_bytes, "a block of 4096 or more");
+  require(options.read_ahead >= 0, "read_ahead", options.read_ahead, "0 or more");
+  require(options.threads >= 1, "threads", options.threads, "1 or more");
+  return options;
+}
+
+// Direct access wants memory aligned to blocks, which a buffer's is not.
+int64_t with_alignment(int64_t bytes) { return bytes + File::kBlockBytes; }
+
+at::Tensor aligned_part(const at::Tensor& buffer, int64_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer.const_data_ptr());
+  const auto skip = static_cast<int64_t>((File::kBlockBytes - address % File::kBlockBytes) % File::kBlockBytes);
+  return buffer.narrow(0, skip, bytes);
+}
+
+}  // namespace
+
+DiskPager::DiskPager(DiskPagerOptions options)
+    : options_(checked(options)),
+      space_(options.directory),
+      waits_(waits_for_transfers()),
+      buffers_(at::kCPU, MemoryKind::kHost),
+      queue_(options.threads) {}
+
+DiskPager::~DiskPager() {
+  std::lock_guard lock(mutex_);
+  for (Entry& entry : entries_) {
+    if (entry.page) entry.page->detach();
+    if (entry.transfer.valid()) entry.transfer.wait();
+  }
+}
+
+at::Tensor DiskPager::make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype,
+                           const std::string& name) {
+  std::lock_guard lock(mutex_);
+  const int64_t numel = c10::multiply_integers(sizes);
+  Entry entry;
+  entry.bytes = File::whole_blocks(std::max<int64_t>(numel * static_cast<int64_t>(c10::elementSize(dtype)), 1));
+  if (with_alignment(entry.bytes) > options_.buffer_bytes)
+    throw std::runtime_error(name + " takes " + std::to_string(with_alignment(entry.bytes)) +
+                             " bytes in memory when it is used, and the buffers of the disk tier hold " +
+                             std::to_string(options_.buffer_bytes) + " (DiskPagerOptions::buffer_bytes)");
+  reclaim();
+  entry.offset = space_.claim(entry.bytes);
+  if (vacant_.empty()) {
+    vacant_.push_back(static_cast<int>(entries_.size()));
+    entries_.emplace_back();
+  }
+  const int id = vacant_.back();
+  entry.page = std::make_unique<Page>(this, id, name, at::kCPU);
+  entry.page->set_writable(true);
+  vacant_.pop_back();
+  at::Tensor tensor = entry.page->view(dtype, sizes, strides, 0);
+  entry.storage.emplace(tensor.storage().getWeakStorageImpl());
+  entries_[id] = std::move(entry);
+  return tensor;
+}
+
+// Forgets tensors that nobody has any more.
+void DiskPager::reclaim() {
+  const auto is_gone = [](const Entry* entry) {
+    return entry != nullptr && entry->page && entry->holds == 0 && entry->storage->use_count() == 1;
+  };
+  if (std::ranges::none_of(entries_, [&](const Entry& entry) { return is_gone(&entry); })) return;
+  for (std::list<Entry*>* entries : {&recent_, &reading_, &writing_}) std::erase_if(*entries, is_gone);
+  for (auto& [thread, entries] : in_use_) std::erase_if(entries, is_gone);
+  if (is_gone(last_loaded_)) last_loaded_ = nullptr;
+  for (Entry& entry : entries_)
+    if (is_gone(entry.next)) entry.next = nullptr;
+  for (size_t id = 0; id < entries_.size(); ++id) {
+    Entry& entry = entries_[id];
+    if (!is_gone(&entry)) continue;
+    if (entry.transfer.valid()) entry.transfer.wait();
+    space_.give_back(entry.offset, entry.bytes);
+    entry = Entry();
+    vacant_.push_back(static_cast<int>(id));
+  }
+}
+
+DiskPager* DiskPager::of(const at::Tensor& tensor) {
+  Page* page = page_of(tensor);
+  return page == nullptr ? nullptr : dynamic_cast<DiskPager*>(page->pager());
+}
+
+DiskPager::Entry& DiskPager::entry_of(const at::Tensor& tensor) {
+  Page* page = page_of(tensor);
+  if (page == nullptr || page->pager() != this) throw std::logic_error("a tensor that is not of this disk pager");
+  return entries_[page->id()];
+}
+
+// ---- states --------------------------------------------------------------------------------------
+
+void DiskPager::make_resident(Entry& entry) {
+  entry.state = State::kResident;
+  entry.page->lend(entry.data);
+  touch(entry);
+}
+
+void DiskPager::drop(Entry& entry) {
+  entry.data.reset();
+  entry.buffer.reset();
+  entry.state = State::kOnDisk;
+}
+
+void DiskPager::touch(Entry& entry) {
+  recent_.remove(&entry);
+  recent_.push_back(&entry);
+}
+
+// The first in the list that nobody holds or uses, taken out of it; null if there is none.
+DiskPager::Entry* DiskPager::take_idle(std::list<Entry*>& entries) {
+  const auto oldest = std::ranges::find_if(entries, [&](Entry* entry) {
+    return entry->holds == 0 && std::ranges::none_of(in_use_, [&](const auto& thread) {
+             return std::ranges::find(thread.second, entry) != thread.second.end();
+           });
+  });
+  if (oldest == entries.end()) return nullptr;
+  Entry* entry = *oldest;
+  entries.erase(oldest);
+  return entry;
+}
+
+// Sends the least recently used one that may go on its way; false if there is none.
+bool DiskPager::evict_one() {
+  Entry* entry = take_idle(recent_);
+  if (entry == nullptr) return false;
+  const uint32_t writes = entry->page->writes();
+  const bool is_changed = std::exchange(entry->seen_writes, writes) != writes || entry->is_changed;
+  entry->page->take_back();
+  if (!is_changed) {
+    drop(*entry);
+    return true;
+  }
+  entry->is_changed = entry->is_zero = false;
+  entry->state = State::kWriting;
+  entry->transfer = start_transfer([this, data = entry->data.const_data_ptr(), entry] {
+    space_.file()->write(data, entry->bytes, entry->offset);
+    written_bytes_ += entry->bytes;
+  });
+  writing_.push_back(entry);
+  return true;
+}
+
+// Reads or writes beside the caller; nothing without data.
+std::future<void> DiskPager::start_transfer(std::function<void()> transfer) {
+  if (space_.file() == nullptr) {
+    std::promise<void> nothing;
+    nothing.set_value();
+    return nothing.get_future();
+  }
+  std::future<void> end = queue_.add(std::move(transfer));
+  if (waits_) end.wait();
+  return end;
+}
+
+// What was read for nothing, it seems.
+bool DiskPager::forget_one_read_ahead() {
+  Entry* entry = take_idle(reading_);
+  if (entry == nullptr) return false;
+  entry->transfer.wait();
+  drop(*entry);
+  return true;
+}
+
+// The data stay in memory if they are wanted, and if the write fails, which is thrown: then as changed ones.
+void DiskPager::finish_write(Entry& entry, bool is_wanted) {
+  writing_.remove(&entry);
+  std::exception_ptr failure;
+  try {
+    entry.transfer.get();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  if (!failure && !is_wanted) return drop(entry);
+  entry.is_changed = failure != nullptr;
+  make_resident(entry);
+  if (failure) std::rethrow_exception(failure);
+}
+
+bool DiskPager::has_room(int64_t bytes) const {
+  return buffer_bytes() + with_alignment(bytes) <= options_.buffer_bytes;
+}
+
+// False if there is no room without waiting, or none at all.
+bool DiskPager::make_room(int64_t bytes, bool may_wait) {
+  while (!has_room(bytes)) {
+    if (!writing_.empty() &&
+        (may_wait || writing_.front()->transfer.wait_for(std::chrono::seconds(0)) == std::future_status::ready)) {
+      finish_write(*writing_.front(), /*is_wanted=*/false);
+    } else if (!may_wait || !(evict_one() || forget_one_read_ahead())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void DiskPager::start_read(Entry& entry) {
+  entry.buffer = buffers_.take(with_alignment(entry.bytes), at::kByte);
+  entry.data = aligned_part(entry.buffer, entry.bytes);
+  entry.state = State::kReading;
+  reading_.push_back(&entry);
+  entry.transfer = start_transfer([this, data = entry.data.mutable_data_ptr(), &entry, is_zero = entry.is_zero] {
+    if (is_zero) {
+      std::memset(data, 0, entry.bytes);
+    } else {
+      space_.file()->read(data, entry.bytes, entry.offset);
+      read_bytes_ += entry.bytes;
+    }
+  });
+}
+
+void DiskPager::require_resident(Entry& entry) {
+  if (entry.state == State::kResident) return touch(entry);
+  if (entry.state == State::kWriting) return finish_write(entry, /*is_wanted=*/true);
+  if (entry.state == State::kOnDisk) {
+    if (!make_room(entry.bytes, /*may_wait=*/true))
+      throw std::runtime_error(entry.page->name() + " needs " + std::to_string(entry.bytes) +
+                               " bytes of the disk tier's buffers, which hold " +
+                               std::to_string(options_.buffer_bytes) +
+                               ", all in use at once: raise buffer_bytes, or take an optimizer that steps "
+                               "one parameter at a time (HostAdamW)");
+    start_read(entry);
+  }
+  reading_.remove(&entry);
+  try {
+    entry.transfer.get();
+  } catch (...) {
+    drop(entry);
+    throw;
+  }
+  make_resident(entry);
+  if (last_loaded_ != nullptr && last_loaded_ != &entry) last_loaded_->next = &entry;
+  last_loaded_ = &entry;
+}
+
+// Takes room from what was not used for long, but never waits for a disk. False if there is none.
+bool DiskPager::start_read_if_room(Entry& entry) {
+  if (entry.state != State::kOnDisk) return true;
+  if (!has_room(entry.bytes)) evict_one();
+  if (!make_room(entry.bytes, /*may_wait=*/false)) return false;
+  start_read(entry);
+  return true;
+}
+
+void DiskPager::foretell(const Entry& entry) {
+  Entry* next = entry.next;
+  for (int ahead = 0; ahead < options_.read_ahead && next != nullptr && start_read_if_room(*next); ++ahead)
+    next = next->next;
+}
+
+// ---- what callers see ----------------------------------------------------------------------------
+
+void DiskPager::use(const std::vector<Page*>& pages) {
+  std::lock_guard lock(mutex_);
+  c10::InferenceMode ordinary(false);
+  at::NoGradGuard no_grad;
+  std::vector<const Entry*>& mine = in_use_[std::this_thread::get_id()];
+  mine.clear();
+  for (Page* page : pages) mine.push_back(&entries_[page->id()]);
+  for (Page* page : pages) require_resident(entries_[page->id()]);
+  foretell(*mine.back());
+}
+
+bool DiskPager::refuse(const Page& page, const at::Tensor&, const std::string& operation) {
+  throw std::logic_error(operation + " may not write to " + page.name() +
+                         " inside summon_full_params(), whose full parameters would not follow: leave the scope first");
+}
+
+DiskPager::Hold DiskPager::hold(const at::Tensor& tensor, bool writes) {
+  Hold hold;  // before the lock, which it takes to let go if reading ahead fails
+  std::lock_guard lock(mutex_);
+  c10::InferenceMode ordinary(false);
+  at::NoGradGuard no_grad;
+  in_use_.erase(std::this_thread::get_id());  // this thread's last operator is over
+  Entry& entry = entry_of(tensor);
+  require_resident(entry);
+  entry.is_changed = entry.is_changed || writes;
+  if (writes) entry.page->note_write();
+  auto* first = static_cast<char*>(entry.data.mutable_data_ptr()) +
+                tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  ++entry.holds;
+  hold.entry_ = {&entry, Hold::Release{this}};
+  hold.values_ =
+      at::from_blob(first, tensor.sizes(), tensor.strides(), at::TensorOptions(at::kCPU).dtype(tensor.scalar_type()));
+  foretell(entry);
+  return hold;
+}
+
+void DiskPager::Hold::Release::operator()(Entry* entry) const {
+  std::lock_guard lock(pager->mutex_);
+  --entry->holds;
+}
+
+void DiskPager::read_ahead(const at::Tensor& tensor) {
+  std::lock_guard lock(mutex_);
+  start_read_if_room(entry_of(tensor));
+}
+
+int64_t DiskPager::disk_bytes() const {
+  std::lock_guard lock(mutex_);
+  return space_.claimed_bytes();
+}
+
+int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }
+int64_t DiskPager::peak_buffer_bytes() const { return buffers_.peak_lent_bytes(); }
+
+}  // namespace tessera

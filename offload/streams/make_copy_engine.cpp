@@ -1,0 +1,17 @@
+#include <memory>
+#include <stdexcept>
+
+#include "core/runtime/copy_engine.h"
+#include "offload/streams/simulated_link.h"
+
+namespace tessera {
+
+std::unique_ptr<CopyEngine> CopyEngine::make(at::Device device) {
+  const SimulatedLink* link = SimulatedLinkScope::current();
+  if (device.is_cpu()) return make_thread_copy_engine(link != nullptr ? *link : SimulatedLink());
+  if (link != nullptr)
+    throw std::invalid_argument("a SimulatedLink on " + device.str() + ": only a CPU's link is simulated");
+  return make_stream_copy_engine(device);
+}
+
+}  // namespace tessera

@@ -1,0 +1,146 @@
+#include "optim/host/adam_update.h"
+
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <c10/core/GradMode.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+
+#include <map>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "core/runtime/lazy_values.h"
+#include "optim/state/listed_optimizer.h"
+#include "optim/state/partial_step.h"
+#include "offload/disk/disk_pager.h"
+#include "core/paging/residency.h"
+
+namespace tessera {
+namespace {
+
+template <class Options>
+AdamRule rule_of(const Options& options, bool is_decoupled) {
+  const auto [beta1, beta2] = options.betas();
+  return {options.lr(), beta1, beta2, options.eps(), options.weight_decay(), options.amsgrad(), is_decoupled};
+}
+
+AdamRule rule_of(const torch::optim::OptimizerOptions& options) {
+  const auto* decoupled = dynamic_cast<const torch::optim::AdamWOptions*>(&options);
+  return decoupled != nullptr ? rule_of(*decoupled, true)
+                              : rule_of(dynamic_cast<const torch::optim::AdamOptions&>(options), false);
+}
+
+void require_steppable(const at::Tensor& parameter, const AdamPlacement& placement) {
+  if (const std::string problem = placement.problem(parameter); !problem.empty())
+    throw std::invalid_argument(c10::str(placement.name, ": a parameter of shape ", parameter.sizes(), " ", problem));
+  require_dense(parameter, placement.name);
+}
+
+// Gives the update the parameter's state, and counts the step in it. Of a parameter of no elements (nothing of it is
+// on this rank) nothing is to be updated.
+template <class State>
+void begin(torch::optim::Optimizer& optimizer, AdamUpdate& update, const AdamPlacement& placement) {
+  const at::Tensor& parameter = update.parameter;
+  State& state = adam_state<State>(optimizer, parameter, placement.zeros);
+  state.exp_avg(update.average = placement.placed(state.exp_avg(), parameter));
+  state.exp_avg_sq(update.square = placement.placed(state.exp_avg_sq(), parameter));
+  if (update.rule.amsgrad) {
+    const at::Tensor& known = state.max_exp_avg_sq();
+    state.max_exp_avg_sq(update.maximum =
+                             known.defined() ? placement.placed(known, parameter) : placement.zeros(parameter));
+  }
+  state.step(update.step = state.step() + 1);
+  if (parameter.numel() > 0) update.gradient = laid_out_as(parameter.grad(), parameter);
+}
+
+// The arguments of one call.
+struct Batch {
+  AdamRule rule;
+  std::vector<at::Tensor> parameters, gradients, averages, squares, maxima, steps;
+  std::map<int64_t, at::Tensor> step_tensors;  // parameters that have always been used share one
+
+  void add(const AdamUpdate& update) {
+    rule = update.rule;
+    at::Tensor& step = step_tensors[update.step];
+    if (!step.defined())
+      step = at::full({}, update.step, at::TensorOptions().dtype(at::kFloat).device(update.parameter.device()));
+    parameters.push_back(update.parameter);
+    gradients.push_back(update.gradient);
+    averages.push_back(update.average);
+    squares.push_back(update.square);
+    if (update.maximum.defined()) maxima.push_back(update.maximum);
+    steps.push_back(step);
+  }
+
+  void run() const {
+    if (rule.is_decoupled) {
+      at::_fused_adamw_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
+                        rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
+    } else {
+      at::_fused_adam_(parameters, gradients, averages, squares, maxima, steps, rule.lr, rule.beta1, rule.beta2,
+                       rule.weight_decay, rule.eps, rule.amsgrad, /*maximize=*/false);
+    }
+    // The fused operators leave the versions of what they write alone, by which others know of writes.
+    for (const at::Tensor& parameter : parameters) parameter.unsafeGetTensorImpl()->bump_version();
+  }
+};
+
+}  // namespace
+
+at::Tensor laid_out_as(const at::Tensor& tensor, const at::Tensor& parameter) {
+  if (tensor.strides() == parameter.strides() && tensor.scalar_type() == parameter.scalar_type() &&
+      tensor.device() == parameter.device() && !has_lazy_values(tensor))
+    return tensor;
+  return at::empty_like(parameter).copy_(tensor);
+}
+
+void for_each_adam_update(torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
+                          const AdamPlacement& placement, const std::function<void(AdamUpdate)>& take) {
+  std::vector<AdamUpdate> updates;
+  for_each_stepped(optimizer, chosen, [&](torch::optim::OptimizerParamGroup& group, const at::Tensor& parameter) {
+    require_steppable(parameter, placement);
+    const auto index = static_cast<size_t>(&group - optimizer.param_groups().data());
+    updates.push_back({.group = index, .rule = rule_of(group.options()), .parameter = parameter});
+  });
+  for (AdamUpdate& update : updates) {
+    update.rule.is_decoupled ? begin<torch::optim::AdamWParamState>(optimizer, update, placement)
+                             : begin<torch::optim::AdamParamState>(optimizer, update, placement);
+    take(std::move(update));
+  }
+}
+
+void require_steppable(torch::optim::Optimizer& optimizer, const AdamPlacement& placement) {
+  for (const auto& group : optimizer.param_groups())
+    for (const at::Tensor& parameter : group.params())
+      if (parameter.grad().defined()) require_steppable(parameter, placement);
+}
+
+void fused_adam_update(const std::vector<AdamUpdate>& updates) {
+  std::map<std::tuple<size_t, at::ScalarType, at::DeviceType, at::DeviceIndex>, Batch> batches;
+  for (const AdamUpdate& update : updates) {
+    const at::Tensor& parameter = update.parameter;
+    if (note_write_if_empty(parameter)) continue;
+    if (is_on_disk(parameter)) {
+      Batch alone;
+      alone.add(update);
+      alone.run();
+      continue;
+    }
+    batches[{update.group, parameter.scalar_type(), parameter.device().type(), parameter.device().index()}].add(update);
+  }
+  for (const auto& entry : batches) entry.second.run();
+}
+
+bool is_on_disk(const at::Tensor& parameter) { return DiskPager::of(parameter) != nullptr; }
+
+at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+  if (!closure) return {};
+  at::AutoGradMode recording(true);
+  return closure();
+}
+
+}  // namespace tessera

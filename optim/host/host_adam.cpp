@@ -1,0 +1,276 @@
+#include "optim/host/host_adam.h"
+
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/runtime/parallel_over.h"
+#include "core/layout/shard_mark.h"
+#include "core/memory/without_data.h"
+#include "optim/host/adam_kernel.h"
+#include "optim/host/adam_update.h"
+#include "offload/disk/disk_pager.h"
+#include "core/paging/residency.h"
+
+namespace tessera {
+namespace {
+
+// What one thread takes at a time: enough to be worth a call, little enough to share evenly.
+constexpr int64_t kPartNumel = 1 << 16;
+
+std::string problem_of(const at::Tensor& parameter) {
+  if (has_lost_its_pager(parameter)) return "lay on a disk with a wrapper that no longer exists";
+  if (!parameter.device().is_cpu()) return "is on " + parameter.device().str() + ", expected host memory";
+  return "";
+}
+
+// What goes with a parameter on a disk lies there, too.
+at::Tensor zeros_beside(const at::Tensor& parameter, const char* what) {
+  DiskPager* disk = DiskPager::of(parameter);
+  if (disk == nullptr || parameter.numel() == 0) return at::zeros_like(parameter);
+  return disk->make(parameter.sizes(), parameter.strides(), parameter.scalar_type(),
+                    what + (" of " + page_of(parameter)->name()));
+}
+at::Tensor state_beside(const at::Tensor& parameter) { return zeros_beside(parameter, "the state"); }
+
+at::Tensor placed_as(const at::Tensor& state, const at::Tensor& parameter) {
+  if (parameter.numel() == 0 || DiskPager::of(parameter) == nullptr) return laid_out_as(state, parameter);
+  if (DiskPager::of(state) == DiskPager::of(parameter)) return state;
+  return state_beside(parameter).copy_(state);  // from a checkpoint, say
+}
+
+constexpr AdamPlacement kInHostMemory{"a host optimizer", &problem_of, &state_beside, &placed_as};
+
+// What takes a step back: of a parameter, and of its state. The tensors are made once, of the parameter's sizes and
+// strides, on its tier.
+struct Before {
+  at::Tensor parameter;
+  at::Tensor values;                    // what the parameter had
+  at::Tensor average, square, maximum;  // what the state had
+  int64_t step = 0;
+  bool has_state = false, has_maximum = false;
+  bool is_stepped = false;  // and neither kept nor taken back
+  bool is_copied = false;   // the tensors have what was there
+  bool is_beside = false;   // values has, and the others have the new state, whose place they have not taken yet
+
+  void make_room(const AdamUpdate& update) {
+    for (at::Tensor* copy : {&values, &average, &square, &maximum}) {
+      if (copy == &maximum && !update.maximum.defined()) continue;
+      if (!copy->defined() || copy->sizes() != update.parameter.sizes() || copy->dtype() != update.parameter.dtype())
+        *copy = zeros_beside(update.parameter, "a copy");
+    }
+  }
+  void copy(const AdamUpdate& update) {
+    values.copy_(update.parameter);
+    average.copy_(update.average);
+    square.copy_(update.square);
+    if (update.maximum.defined()) maximum.copy_(update.maximum);
+    is_copied = true;
+  }
+};
+
+// One call's work: what must stay alive for it, and the parts that threads share.
+struct Pass {
+  struct Part {
+    AdamSpan span;
+    AdamFactors factors;
+    AdamSpan beside;  // no parameter: the step is taken where all is
+  };
+  std::vector<at::Tensor> kept;
+  std::vector<Part> parts;
+  std::vector<at::Tensor> written;
+  std::vector<DiskPager::Hold> held;
+  std::vector<Before*> beside;
+
+  // `before`, unless it is null, gets what takes the step back.
+  void add(const AdamUpdate& update, Before* before) {
+    const at::Tensor& parameter = update.parameter;
+    if (note_write_if_empty(parameter)) return;
+    const bool in_pass = parameter.scalar_type() == at::kFloat;
+    if (before != nullptr) before->make_room(update);
+    if (before != nullptr && (!in_pass || DiskPager::of(parameter) != nullptr))
+      std::exchange(before, nullptr)->copy(update);
+    if (!in_pass) return fused_adam_update({update});
+    before_write(parameter);
+    kept.push_back(update.gradient);
+    written.push_back(parameter);
+    AdamSpan span{data_of(parameter), update.gradient.const_data_ptr<float>(), data_of(update.average),
+                  data_of(update.square)};
+    if (update.maximum.defined()) span.maximum = data_of(update.maximum);
+    if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) {
+      span.low_precision = static_cast<uint16_t*>(copy->values.mutable_data_ptr());
+      span.low_precision_dtype =
+          copy->values.scalar_type() == at::kBFloat16 ? LowPrecision::kBFloat16 : LowPrecision::kHalf;
+    }
+    span.numel = parameter.numel();
+    add_parts(span, adam_factors(update.rule, update.step), before);
+  }
+
+  void add_parts(const AdamSpan& span, const AdamFactors& factors, Before* before) {
+    AdamSpan other;
+    if (before != nullptr) {
+      beside.push_back(before);
+      other = {before->values.mutable_data_ptr<float>(), span.gradient, before->average.mutable_data_ptr<float>(),
+               before->square.mutable_data_ptr<float>()};
+      if (span.maximum != nullptr) other.maximum = before->maximum.mutable_data_ptr<float>();
+    }
+    for (int64_t begin = 0; begin < span.numel; begin += kPartNumel) {
+      const int64_t end = std::min(begin + kPartNumel, span.numel);
+      parts.push_back({span.part(begin, end), factors, before != nullptr ? other.part(begin, end) : AdamSpan()});
+    }
+  }
+
+  float* data_of(const at::Tensor& tensor) {
+    DiskPager* disk = DiskPager::of(tensor);
+    if (disk == nullptr) return tensor.mutable_data_ptr<float>();
+    held.push_back(disk->hold(tensor, /*writes=*/true));
+    return held.back().values().mutable_data_ptr<float>();
+  }
+
+  void run() const {
+    const auto count = is_without_data() ? 0 : static_cast<int64_t>(parts.size());
+    for (Before* before : beside) before->is_beside = true;
+    parallel_over(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const auto& [span, factors, other] = parts[i];
+        other.parameter != nullptr ? adam_step_beside(span, other, factors) : adam_step(span, factors);
+      }
+    });
+    // The pass writes memory without an operator, so the version is raised here, by which others know of writes.
+    for (const at::Tensor& parameter : written) {
+      parameter.unsafeGetTensorImpl()->bump_version();
+      if (DiskPager::of(parameter) == nullptr) note_write(parameter);  // else hold() has counted it
+      if (const LowPrecisionPart* copy = low_precision_copy_of(parameter)) copy->note_write(parameter);
+    }
+  }
+};
+
+using BeforeOf = std::function<Before*(const at::Tensor& parameter)>;
+
+void step_on_host(
+    torch::optim::Optimizer& optimizer, const std::vector<at::Tensor>* chosen,
+    const BeforeOf& before_of = [](const at::Tensor&) { return nullptr; }) {
+  at::NoGradGuard no_grad;
+  Pass pass;
+  for_each_adam_update(optimizer, chosen, kInHostMemory, [&](const AdamUpdate& update) {
+    Before* before = before_of(update.parameter);
+    if (DiskPager::of(update.parameter) == nullptr) return pass.add(update, before);
+    Pass alone;  // so that memory holds one such parameter and its state, and what is read ahead
+    alone.add(update, before);
+    alone.run();
+  });
+  pass.run();
+}
+
+// As an optimizer writes: seen by those who have copies of the parameter.
+void write_back(const at::Tensor& parameter, const at::Tensor& values) {
+  parameter.detach().copy_(values);
+  const LowPrecisionPart* copy = low_precision_copy_of(parameter);
+  if (copy == nullptr) return;
+  copy->values.copy_(parameter);
+  copy->note_write(parameter);
+}
+
+template <class State>
+class RevocableHostSteps : public RevocableSteps {
+ public:
+  explicit RevocableHostSteps(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+
+  void step(const std::vector<at::Tensor>& parameters) override {
+    for (const at::Tensor& parameter : parameters)
+      if (parameter.grad().defined()) note(parameter);
+    step_on_host(optimizer_, &parameters,
+                 [&](const at::Tensor& parameter) { return &before_.at(parameter.unsafeGetTensorImpl()); });
+    for (const at::Tensor& parameter : parameters) {
+      const auto found = before_.find(parameter.unsafeGetTensorImpl());
+      if (found != before_.end() && found->second.is_beside) exchange(found->second);
+    }
+  }
+
+  void roll_back() override {
+    at::NoGradGuard no_grad;
+    for (auto& [key, before] : before_) {
+      if (!before.is_stepped) continue;
+      restore(key, before);
+      before.is_stepped = false;
+    }
+  }
+
+  void keep() override {
+    for (auto& [key, before] : before_) before.is_stepped = false;
+  }
+
+ private:
+  State* state_of(void* key) const {
+    const auto found = optimizer_.state().find(key);
+    return found == optimizer_.state().end() ? nullptr : static_cast<State*>(found->second.get());
+  }
+
+  void note(const at::Tensor& parameter) {
+    Before& before = before_[parameter.unsafeGetTensorImpl()];
+    const State* state = state_of(parameter.unsafeGetTensorImpl());
+    before.parameter = parameter;
+    before.has_state = state != nullptr;
+    before.has_maximum = state != nullptr && state->max_exp_avg_sq().defined();
+    before.step = state != nullptr ? state->step() : 0;
+    before.is_stepped = true;
+    before.is_copied = before.is_beside = false;
+  }
+
+  void exchange(Before& before) const {
+    State& state = *state_of(before.parameter.unsafeGetTensorImpl());
+    std::swap(state.exp_avg(), before.average);
+    std::swap(state.exp_avg_sq(), before.square);
+    if (state.max_exp_avg_sq().defined()) std::swap(state.max_exp_avg_sq(), before.maximum);
+  }
+
+  void restore(void* key, Before& before) {
+    if (before.is_copied || before.is_beside) write_back(before.parameter, before.values);
+    if (!before.has_state) {
+      optimizer_.state().erase(key);
+      return;
+    }
+    State& state = *state_of(key);
+    state.step(before.step);
+    if (before.is_beside) exchange(before);
+    if (before.is_copied) {
+      state.exp_avg().copy_(before.average);
+      state.exp_avg_sq().copy_(before.square);
+      if (before.has_maximum && state.max_exp_avg_sq().defined()) state.max_exp_avg_sq().copy_(before.maximum);
+    }
+    if (!before.has_maximum) state.max_exp_avg_sq(at::Tensor());
+  }
+
+  torch::optim::Optimizer& optimizer_;
+  std::unordered_map<void*, Before> before_;  // by the parameter's TensorImpl, as the optimizer's state
+};
+
+at::Tensor step_all_on_host(torch::optim::Optimizer& optimizer, const torch::optim::Optimizer::LossClosure& closure) {
+  at::Tensor loss = loss_of(closure);
+  step_on_host(optimizer, nullptr);
+  return loss;
+}
+
+}  // namespace
+
+at::Tensor HostAdam::step(LossClosure closure) { return step_all_on_host(*this, closure); }
+at::Tensor HostAdamW::step(LossClosure closure) { return step_all_on_host(*this, closure); }
+void HostAdam::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
+void HostAdamW::step_parameters(const std::vector<at::Tensor>& parameters) { step_on_host(*this, &parameters); }
+void HostAdam::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
+void HostAdamW::require_steppable() { tessera::require_steppable(*this, kInHostMemory); }
+std::unique_ptr<RevocableSteps> HostAdam::revocable_steps() {
+  return std::make_unique<RevocableHostSteps<torch::optim::AdamParamState>>(*this);
+}
+std::unique_ptr<RevocableSteps> HostAdamW::revocable_steps() {
+  return std::make_unique<RevocableHostSteps<torch::optim::AdamWParamState>>(*this);
+}
+
+}  // namespace tessera

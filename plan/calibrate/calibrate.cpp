@@ -1,0 +1,246 @@
+#include "plan/calibrate/calibrate.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/linalg_lstsq.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/comm/communicator.h"
+#include "core/launch/launch.h"
+#include "core/memory/container_limits.h"
+#include "plan/calibrate/calibrate_operators.h"
+#include "plan/simulate/collective_flow.h"
+#include "plan/calibrate/processor_time.h"
+#include "plan/calibrate/rank_timer.h"
+#include "plan/record/recorder.h"
+
+namespace tessera {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+// What one rank's thread measures, in step with the others.
+class Bench {
+ public:
+  Bench(std::shared_ptr<Communicator> comm, const CalibrationOptions& options)
+      : comm_(comm), options_(options), timer_(std::move(comm), options) {}
+
+  MachineSpeed measure(const std::vector<TrainedCollectives>& collectives) {
+    MachineSpeed speed;
+    if (timer_.by_processor()) speed.cores = available_cores();
+    if (comm_->size() > 1) speed.within_host = link();
+    timer_.say("operators where they stand in training steps");
+    OperatorSpeeds seen =
+        measure_operators(comm_, options_.quick, timer_.by_processor() ? &speed.within_host : nullptr, collectives);
+    speed.jitter = std::min(seen.jitter, 1.0);
+    speed.operators = std::move(seen.operators);
+    speed.operator_s = seen.between_s;
+    c10::InferenceMode quiet;
+    const auto set = [&](auto& curves, WorkClass work, SpeedCurve curve) {
+      curves[static_cast<size_t>(work)] = std::move(curve);
+    };
+    set(speed.work, WorkClass::kMemory, memory(speed.operator_s));
+    set(speed.work, WorkClass::kMatmul, matmul(at::kFloat, speed.operator_s));
+    set(speed.work_16bit, WorkClass::kMatmul, matmul(at::kBFloat16, speed.operator_s));
+    set(speed.work, WorkClass::kAttention, attention(speed.operator_s));
+    set(speed.work, WorkClass::kConvolution, convolution(speed.operator_s));
+    if (comm_->size() > 1) {
+      speed.lost_to_communication = lost();
+      speed.wake_s = wake();
+    }
+    return speed;
+  }
+
+  // Between ranks that share no memory: latency by the clock, bytes a second of all the process's threads.
+  LinkSpeed tcp() const {
+    const auto process_s = [&](const std::function<void()>& call) {
+      return timer_.processor_seconds_of(call, &process_processor_s) / comm_->size();
+    };
+    LinkSpeed found = fit(process_s, 1 << 16);
+    const at::Tensor full = at::zeros({comm_->size()}), shard = at::zeros({1});
+    found.latency_s = timer_.seconds_of([&] { comm_->all_gather(full, shard).wait(); });
+    return found;
+  }
+
+ private:
+  // Points of a class without what every operator costs. Larger work that took less time, by noise, is as slow.
+  SpeedCurve curve_of(const std::vector<std::pair<double, double>>& measured, double operator_s) const {
+    std::vector<std::pair<double, double>> points;
+    double before = 1e-9;
+    for (const auto& [amount, seconds] : measured)
+      points.emplace_back(amount, before = std::max(seconds - operator_s, before));
+    return SpeedCurve(std::move(points));
+  }
+
+  SpeedCurve memory(double operator_s) const {
+    timer_.say("memory");
+    std::vector<std::pair<double, double>> points;
+    for (int64_t numel = 1 << 10; numel <= (options_.quick ? 1 << 22 : 1 << 24); numel *= 8) {
+      const at::Tensor a = at::ones({numel}), b = at::ones({numel});
+      points.emplace_back(3.0 * 4 * static_cast<double>(numel), timer_.work_seconds_of([&] { at::add(a, b); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve matmul(at::ScalarType dtype, double operator_s) const {
+    timer_.say(std::string("matrix products in ") + c10::toString(dtype));
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t n : {32, 64, 128, 256, 512, 1024}) {
+      if (options_.quick && n > 512) break;
+      const at::Tensor a = at::ones({n, n}, dtype), b = at::ones({n, n}, dtype);
+      points.emplace_back(2.0 * static_cast<double>(n * n * n), timer_.work_seconds_of([&] { at::mm(a, b); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve attention(double operator_s) const {
+    timer_.say("attention");
+    constexpr int64_t kHeads = 6, kFeatures = 64;
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t length : {32, 128, 512}) {
+      const at::Tensor x = at::ones({2, kHeads, length, kFeatures});
+      const auto flop = static_cast<double>(8 * kHeads * length * length * kFeatures);  // as flop.cpp counts
+      points.emplace_back(flop, timer_.work_seconds_of(
+                                    [&] { at::scaled_dot_product_attention(x, x, x, {}, 0.0, /*is_causal=*/true); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  SpeedCurve convolution(double operator_s) const {
+    timer_.say("convolutions");
+    constexpr int64_t kSide = 32;
+    std::vector<std::pair<double, double>> points;
+    for (const int64_t channels : {4, 16, 64}) {
+      const at::Tensor x = at::ones({4, channels, kSide, kSide}), weight = at::ones({channels, channels, 3, 3});
+      const auto flop = static_cast<double>(2 * x.numel() * channels * 3 * 3);
+      points.emplace_back(flop, timer_.work_seconds_of([&] { at::conv2d(x, weight, {}, 1, 1); }));
+    }
+    return curve_of(points, operator_s);
+  }
+
+  LinkSpeed link() const {
+    return fit([&](const std::function<void()>& call) { return timer_.work_seconds_of(call); }, 1 << 12);
+  }
+
+  // Latency and the two speeds that explain what was measured of collectives of that many bytes and more best, by
+  // relative errors: seconds = operations L + copied g + summed (r - g), as work_of() has them.
+  LinkSpeed fit(const std::function<double(const std::function<void()>&)>& measure, int64_t least_bytes) const {
+    std::vector<double> rows, ones;
+    for (int64_t bytes = least_bytes; bytes <= (options_.quick ? 1 << 22 : 1 << 24); bytes *= 8) {
+      timer_.say("collectives of " + std::to_string(bytes) + " bytes");
+      const int64_t part = bytes / 4 / comm_->size();
+      const at::Tensor full = at::zeros({part * comm_->size()}), shard = at::zeros({part});
+      const auto add = [&](const char* operation, double seconds) {
+        const CollectiveWork work = work_of({operation, "", comm_->size(), static_cast<int64_t>(full.nbytes())});
+        for (const double each : {work.operations, work.copied_bytes - work.summed_bytes, work.summed_bytes})
+          rows.push_back(each / seconds);
+        ones.push_back(1);
+      };
+      add("all-gather", measure([&] { comm_->all_gather(full, shard).wait(); }));
+      add("reduce-scatter", measure([&] { comm_->reduce_scatter(shard, full).wait(); }));
+      add("all-reduce", measure([&] { comm_->all_reduce(full).wait(); }));
+    }
+    const auto count = static_cast<int64_t>(ones.size());
+    const at::Tensor a = at::tensor(rows, at::kDouble).view({count, 3}), b = at::tensor(ones, at::kDouble);
+    // Columns of one magnitude: seconds and seconds a byte are far apart.
+    const at::Tensor scale = a.norm(2, {0}, false);
+    const at::Tensor found = std::get<0>(at::linalg_lstsq(a / scale, b.unsqueeze(1))).squeeze(1) / scale;
+    const auto at_least = [&](int64_t i, double least) { return std::max(found[i].item<double>(), least); };
+    constexpr double kLeastPerByte = 1e-13;
+    return {at_least(0, 0), 1 / at_least(1, kLeastPerByte), 1 / at_least(2, kLeastPerByte)};
+  }
+
+  // From when rank 0, which comes late, has found the others' message until one of those that sleep goes on.
+  double wake() const {
+    timer_.say("how long a rank takes to wake up");
+    constexpr double kLateSeconds = 5e-4;
+    const at::Tensor one = at::zeros({1});
+    std::vector<double> seconds;
+    for (int i = 0; i < (options_.quick ? 20 : 100); ++i) {
+      comm_->barrier("calibration");
+      const auto began = Clock::now();
+      while (comm_->rank() == 0 && seconds_since(began) < kLateSeconds) continue;
+      comm_->all_reduce(one).wait();
+      // Ranks are threads, so they have one clock.
+      const double ended_s = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+      const at::Tensor others = at::zeros({comm_->size()}, at::kDouble);
+      comm_->all_gather(others, at::tensor({ended_s}, at::kDouble)).wait();
+      seconds.push_back((others.narrow(0, 1, comm_->size() - 1).min() - others[0]).item<double>());
+    }
+    return std::max(median_of(std::move(seconds)), 0.0);
+  }
+
+  // W seconds of matrix products beside C seconds of an all-reduce, of which some are left when that is over, end at
+  // W + lost * C.
+  double lost() const {
+    timer_.say("compute beside collectives");
+    const at::Tensor full = at::zeros({options_.quick ? 1 << 20 : 1 << 22});
+    const at::Tensor x = at::ones({256, 256});
+    const double communication_s = timer_.seconds_of([&] { comm_->all_reduce(full).wait(); });
+    const double product_s = timer_.seconds_of([&] { at::mm(x, x); });
+    const int products = static_cast<int>(std::ceil(2 * communication_s / product_s));
+    const auto multiply = [&] {
+      for (int i = 0; i < products; ++i) at::mm(x, x);
+    };
+    const double alone_s = timer_.seconds_of(multiply);
+    const double both_s = timer_.seconds_of([&] {
+      Pending pending = comm_->all_reduce(full);
+      multiply();
+      pending.wait();
+    });
+    return std::clamp((both_s - alone_s) / communication_s, 0.0, 1.0);
+  }
+
+  const std::shared_ptr<Communicator> comm_;
+  const CalibrationOptions& options_;
+  const RankTimer timer_;
+};
+
+}  // namespace
+
+MachineSpeed calibrate(const CalibrationOptions& options) {
+  if (options.ranks < 1 || options.threads < 1)
+    throw std::invalid_argument("calibration with " + std::to_string(options.ranks) + " ranks of " +
+                                std::to_string(options.threads) + " threads, expected 1 or more of each");
+  MachineSpeed speed;
+  Recorder::make(/*with_data=*/true);  // its allocator comes before any rank's thread
+  const std::vector<TrainedCollectives> collectives = collectives_of_trainings(options.ranks, options.quick);
+  run_ranks(options.ranks, [&](std::shared_ptr<Communicator> comm) {
+    at::set_num_threads(options.threads);
+    const int rank = comm->rank();
+    MachineSpeed measured = Bench(std::move(comm), options).measure(collectives);
+    if (rank == 0) speed = std::move(measured);
+  });
+  if (options.ranks == 1) return speed;
+  if (options.progress) options.progress("collectives by TCP");
+  run_ranks(options.ranks,
+            [&](std::shared_ptr<Communicator> comm) {
+              at::set_num_threads(options.threads);
+              const int rank = comm->rank();
+              const LinkSpeed tcp = Bench(std::move(comm), options).tcp();
+              if (rank == 0) speed.tcp = tcp;
+            },
+            {.peer_memory = false});
+  return speed;
+}
+
+}  // namespace tessera

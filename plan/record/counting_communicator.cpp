@@ -1,0 +1,197 @@
+#include "plan/record/counting_communicator.h"
+
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+
+#include "core/comm/shared_memory/shared_rounds_plan.h"
+#include "plan/record/recorder.h"
+
+namespace tessera {
+namespace {
+
+// By Collective::Kind.
+constexpr const char* kOperationNames[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast",
+                                           "reduce",     "scatter",        "all-reduce", "all-to-all"};
+
+// Bytes [begin, begin + numel) of elements.
+char* at_element(const at::Tensor& tensor, int64_t element) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
+}
+
+// Each place of `to` gets what fits of `from`, this rank's.
+void repeat(const at::Tensor& to, const at::Tensor& from, const std::vector<int64_t>& counts) {
+  int64_t begin = 0;
+  for (const int64_t count : counts) {
+    const auto bytes = static_cast<size_t>(std::min(count, from.numel())) * from.element_size();
+    if (bytes > 0) std::memmove(at_element(to, begin), from.const_data_ptr(), bytes);
+    begin += count;
+  }
+}
+
+// To `to` what lies from element `begin` on in the pieces, one after the other.
+void copy_part(const at::Tensor& to, const std::vector<at::Tensor>& pieces, int64_t begin) {
+  int64_t done = 0;
+  for (const at::Tensor& piece : pieces) {
+    const int64_t numel = std::min(piece.numel() - begin, to.numel() - done);
+    if (numel > 0) to.narrow(0, done, numel).copy_(piece.narrow(0, begin, numel));
+    done += std::max<int64_t>(numel, 0);
+    begin = std::max<int64_t>(begin - piece.numel(), 0);
+  }
+}
+
+// Of a reduce-scatter of which one rank gets all, which moves as much as a reduce to it does: that rank; else -1.
+int only_receiver(const Collective& collective) {
+  if (collective.kind != Collective::kReduceScatter || collective.numel == 0) return -1;
+  const auto all = std::ranges::find(collective.counts, collective.numel);
+  return all == collective.counts.end() ? -1 : static_cast<int>(all - collective.counts.begin());
+}
+
+// Over when it begins, but when it is waited for says what can go on at the same time.
+class WaitedOperation : public AsyncOperation {
+ public:
+  WaitedOperation(std::shared_ptr<Recorder> recorder, size_t collective)
+      : recorder_(std::move(recorder)), collective_(collective) {}
+  void finish() override { recorder_->add_wait(collective_); }
+
+ private:
+  const std::shared_ptr<Recorder> recorder_;
+  const size_t collective_;
+};
+
+}  // namespace
+
+std::shared_ptr<CountingCommunicator> CountingCommunicator::make(int rank, int size, int ranks_sharing_memory) {
+  if (size < 1 || rank < 0 || rank >= size)
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of a world of " + std::to_string(size) +
+                                ", expected 0 to the world's size less 1");
+  return std::shared_ptr<CountingCommunicator>(new CountingCommunicator(rank, size, nullptr, ranks_sharing_memory));
+}
+
+CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<const std::vector<int>> members,
+                                           int ranks_sharing_memory)
+    : Communicator(rank, size, at::kCPU, std::chrono::minutes(5)),
+      members_(std::move(members)),
+      ranks_sharing_memory_(ranks_sharing_memory) {
+  const auto memory_of = [&](int member) {
+    const int in_world = members_ ? (*members_)[static_cast<size_t>(member)] : member;
+    return ranks_sharing_memory_ == 0 ? 0 : in_world / ranks_sharing_memory_;
+  };
+  shares_memory_ = size > 1;
+  for (int member = 1; member < size; ++member) shares_memory_ &= memory_of(member) == memory_of(0);
+}
+
+// As gloo, whose rounds take what is small.
+bool CountingCommunicator::moves_only_when_awaited(int64_t full_numel) const {
+  return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
+}
+
+void CountingCommunicator::abort_this(const std::string& reason) noexcept { aborted_ = reason; }
+
+std::shared_ptr<Communicator> CountingCommunicator::make_part(const std::string&, const std::vector<int>& members,
+                                                              int position) {
+  if (position < 0) return nullptr;
+  std::vector<int> in_world = members;
+  if (members_)
+    for (int& member : in_world) member = (*members_)[static_cast<size_t>(member)];
+  return std::shared_ptr<CountingCommunicator>(
+      new CountingCommunicator(position, static_cast<int>(members.size()),
+                               std::make_shared<const std::vector<int>>(std::move(in_world)), ranks_sharing_memory_));
+}
+
+void CountingCommunicator::require_other_ranks(std::string_view what) const {
+  throw std::invalid_argument("rank " + std::to_string(rank()) + " of a dry run has no other ranks to ask for " +
+                              std::string(what));
+}
+
+// What a rank of the real thing would have sent.
+void CountingCommunicator::count_as_sent(const Collective& collective, int64_t bytes) {
+  const at::Tensor& shard = collective.shard;
+  const int64_t others = size() - 1;
+  const auto own_bytes = shard.defined() ? static_cast<int64_t>(shard.nbytes()) : 0;
+  const bool is_root = rank() == collective.root;
+  switch (collective.kind) {
+    case Collective::kAllGather:
+      return count_sent(own_bytes * others);
+    case Collective::kReduceScatter:
+      return count_sent(bytes - own_bytes);
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+      return count_sent(2 * bytes * others / size());
+    case Collective::kBroadcast:
+      return count_sent(is_root ? bytes * others : 0);
+    case Collective::kReduce:
+      return count_sent(is_root ? 0 : bytes);
+    case Collective::kScatter:
+      return count_sent(is_root ? bytes - own_bytes : 0);
+    case Collective::kAllToAll:
+      return count_sent(own_bytes - collective.send_counts[static_cast<size_t>(rank())] *
+                                        static_cast<int64_t>(shard.element_size()));
+  }
+}
+
+// As if all ranks had what this one has.
+void CountingCommunicator::fill(const Collective& collective) const {
+  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  c10::InferenceMode quiet;
+  const int64_t own_begin = counts.empty() ? 0 : std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0});
+  switch (kind) {
+    case Collective::kAllGather:
+    case Collective::kAllToAll:
+      repeat(full, shard, counts);
+      break;
+    case Collective::kReduceScatter:
+    case Collective::kScatter:
+      if (!pieces.empty()) {
+        copy_part(shard, pieces, own_begin);
+      } else if (full.defined() && shard.numel() > 0) {
+        std::memmove(shard.mutable_data_ptr(), at_element(full, own_begin), shard.nbytes());
+      } else if (Recorder* recorder = Recorder::current(); !full.defined() && recorder != nullptr) {
+        recorder->make_void(shard);  // nobody is there to send it
+      }
+      if (kind == Collective::kReduceScatter && op == ReduceOp::kSum) shard.mul_(size());
+      break;
+    case Collective::kAllReduce:
+    case Collective::kBackendAllReduce:
+    case Collective::kReduce:
+      if (op == ReduceOp::kSum) full.mul_(size());
+      break;
+    case Collective::kBroadcast:
+      break;
+  }
+}
+
+Pending CountingCommunicator::start(Collective collective) {
+  if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const int64_t bytes = (collective.kind == Collective::kAllToAll ? full.numel() : collective.numel) *
+                        static_cast<int64_t>((full.defined() ? full : shard).element_size());
+  Recorder* recorder = Recorder::current();
+  Pending pending;
+  if (recorder != nullptr) {
+    RecordedCollective recorded{kOperationNames[collective.kind], collective.what, size(), bytes};
+    recorded.members = members_;
+    recorded.root = collective.root;
+    if (const int only = only_receiver(collective); only >= 0) {
+      recorded.operation = kOperationNames[Collective::kReduce];
+      recorded.root = only;
+    }
+    const size_t place = recorder->add_collective(std::move(recorded));
+    pending = Pending(std::make_unique<WaitedOperation>(recorder->shared_from_this(), place));
+  }
+  count_as_sent(collective, bytes);
+  const bool is_void =
+      Recorder::is_void(full) || Recorder::is_void(shard) || std::ranges::any_of(collective.pieces, &Recorder::is_void);
+  if (!is_void) {
+    fill(collective);
+  } else if (recorder != nullptr) {
+    for (const at::Tensor& tensor : {full, shard})
+      if (tensor.defined()) recorder->make_void(tensor);
+  }
+  return pending;
+}
+
+}  // namespace tessera

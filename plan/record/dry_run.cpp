@@ -1,0 +1,103 @@
+#include "plan/record/dry_run.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/memory/without_data.h"
+#include "plan/record/counting_communicator.h"
+#include "plan/record/dry_operators.h"
+#include "plan/record/recorder.h"
+
+namespace tessera {
+namespace {
+
+int checked_steps(int steps) {
+  if (steps < 2)
+    throw std::invalid_argument("a dry or recorded run of " + std::to_string(steps) +
+                                " steps, expected at least 2: the first makes the optimizer's state");
+  return steps;
+}
+
+}  // namespace
+
+// Nothing moves, and random numbers go back to where they were.
+struct RunScope::Without {
+  // Under deterministic algorithms libtorch fills the memory of new tensors, by a switch of the process; here that
+  // memory is an address and no more.
+  class UnfilledScope {
+   public:
+    UnfilledScope() {
+      std::lock_guard lock(mutex);
+      if (alive++ == 0) before = at::globalContext().deterministicFillUninitializedMemory();
+      at::globalContext().setDeterministicFillUninitializedMemory(false);
+    }
+    ~UnfilledScope() {
+      std::lock_guard lock(mutex);
+      if (--alive == 0) at::globalContext().setDeterministicFillUninitializedMemory(before);
+    }
+    UnfilledScope(const UnfilledScope&) = delete;
+    UnfilledScope& operator=(const UnfilledScope&) = delete;
+
+   private:
+    static inline std::mutex mutex;
+    static inline int alive = 0;
+    static inline bool before = false;
+  };
+
+  Without() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard lock(generator.mutex());
+    state = generator.get_state();
+  }
+  ~Without() {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard lock(generator.mutex());
+    generator.set_state(state);
+  }
+  at::Tensor state;
+  UnfilledScope unfilled;
+  WithoutDataScope scope;
+};
+
+struct RunScope::Recording {
+  explicit Recording(std::shared_ptr<Recorder> recorder) : current(std::move(recorder)) {}
+  Recorder::Current current;
+  WaitForTransfersScope wait;
+  RecordedOperators operators;
+};
+
+RunScope::RunScope(const DryRunOptions& options)
+    : comm_(CountingCommunicator::make(options.rank, options.world_size, options.ranks_sharing_memory)),
+      steps_(checked_steps(options.steps)),
+      recorder_(Recorder::make(/*with_data=*/false)),
+      without_data_(std::make_unique<Without>()),
+      recording_(std::make_unique<Recording>(recorder_)) {}
+
+RunScope::RunScope(std::shared_ptr<Communicator> comm, int steps)
+    : comm_(std::move(comm)),
+      steps_(checked_steps(steps)),
+      recorder_(Recorder::make(/*with_data=*/true)),
+      recording_(std::make_unique<Recording>(recorder_)) {
+  if (!comm_->device().is_cpu())
+    throw std::invalid_argument("record_run on " + comm_->device().str() + ", expected a communicator on the CPU");
+}
+
+RunScope::~RunScope() = default;
+
+void RunScope::end_step() { recorder_->end_step(); }
+
+void RunScope::name_parameters(const torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> parameters;
+  for (const auto& item : module.named_parameters()) parameters.emplace_back(item.key(), item.value());
+  recorder_->name_parameters(parameters);
+}
+
+RunRecord RunScope::finish() { return recorder_->finish(); }
+
+}  // namespace tessera

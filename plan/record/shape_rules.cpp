@@ -1,0 +1,310 @@
+#include "plan/record/shape_rules.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/Reduction.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
+
+#include <unordered_map>
+
+namespace tessera {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Sizes = std::vector<int64_t>;
+
+const at::Tensor tensor(const MetaArguments& arguments, size_t index) {
+  return arguments[index].isTensor() ? arguments[index].toTensor() : at::Tensor();
+}
+Sizes sizes(const MetaArguments& arguments, size_t index) { return arguments[index].toIntVector(); }
+
+at::Tensor of(const Sizes& shape, const at::Tensor& like) { return at::empty(shape, like.options()); }
+at::Tensor of(const Sizes& shape, const at::Tensor& like, at::ScalarType dtype) {
+  return at::empty(shape, like.options().dtype(dtype));
+}
+at::Tensor contiguous_like(const at::Tensor& tensor) { return of(tensor.sizes().vec(), tensor); }
+
+ShapeRule like(size_t index) {
+  return [=](const MetaArguments& arguments) { return Tensors{at::empty_like(tensor(arguments, index))}; };
+}
+ShapeRule like(size_t index, at::ScalarType dtype) {
+  return [=](const MetaArguments& arguments) {
+    const at::Tensor self = tensor(arguments, index);
+    return Tensors{at::empty_like(self, self.options().dtype(dtype))};
+  };
+}
+ShapeRule pair_like(size_t index) {
+  return [=](const MetaArguments& arguments) {
+    return Tensors{at::empty_like(tensor(arguments, index)), at::empty_like(tensor(arguments, index))};
+  };
+}
+// Broadcast, of the dtype to which both are promoted.
+ShapeRule both(size_t a, size_t b) {
+  return [=](const MetaArguments& arguments) { return Tensors{at::add(tensor(arguments, a), tensor(arguments, b))}; };
+}
+Tensors scalar(const MetaArguments& arguments) { return {of({}, tensor(arguments, 0))}; }
+// By the reduction of a loss: 0 is none.
+ShapeRule loss(size_t reduction) {
+  return [=](const MetaArguments& arguments) {
+    const at::Tensor whole = at::add(tensor(arguments, 0), tensor(arguments, 1));
+    return Tensors{arguments[reduction].toInt() == 0 ? whole : of({}, whole)};
+  };
+}
+
+// 16-bit values with fp32 parameters keep their statistics in fp32.
+at::ScalarType statistics_dtype(const at::Tensor& input, std::initializer_list<at::Tensor> parameters) {
+  if (input.scalar_type() == at::kBFloat16 || input.scalar_type() == at::kHalf)
+    for (const at::Tensor& parameter : parameters)
+      if (parameter.defined() && parameter.scalar_type() == at::kFloat) return at::kFloat;
+  return input.scalar_type();
+}
+
+Tensors layer_norm(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 0);
+  const at::ScalarType dtype = statistics_dtype(input, {tensor(a, 2), tensor(a, 3)});
+  Sizes shape = input.sizes().vec();
+  const size_t normalized = sizes(a, 1).size();
+  for (size_t i = shape.size() - normalized; i < shape.size(); ++i) shape[i] = 1;
+  return {contiguous_like(input), of(shape, input, dtype), of(shape, input, dtype)};
+}
+
+// grad_out, input, ..., and which of the three are wanted.
+Tensors norm_backward(const at::Tensor& input, const Sizes& parameter, at::ScalarType dtype,
+                      const c10::List<bool>& wanted) {
+  return {wanted.get(0) ? at::empty_like(input) : at::Tensor(),
+          wanted.get(1) ? of(parameter, input, dtype) : at::Tensor(),
+          wanted.get(2) ? of(parameter, input, dtype) : at::Tensor()};
+}
+Tensors layer_norm_backward(const MetaArguments& a) {
+  const at::Tensor weight = tensor(a, 5), input = tensor(a, 1);
+  return norm_backward(input, sizes(a, 2), weight.defined() ? weight.scalar_type() : input.scalar_type(),
+                       a[7].toBoolList());
+}
+Tensors batch_norm(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 0);
+  const at::ScalarType dtype = statistics_dtype(input, {tensor(a, 1), tensor(a, 2), tensor(a, 3), tensor(a, 4)});
+  const Sizes statistics{a[5].toBool() ? input.size(1) : 0};
+  return {at::empty_like(input), of(statistics, input, dtype), of(statistics, input, dtype)};
+}
+Tensors batch_norm_backward(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 1), weight = tensor(a, 2);
+  return norm_backward(input, {input.size(1)}, weight.defined() ? weight.scalar_type() : input.scalar_type(),
+                       a[9].toBoolList());
+}
+Tensors group_norm(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 0);
+  const at::ScalarType dtype = statistics_dtype(input, {tensor(a, 1), tensor(a, 2)});
+  const Sizes statistics{a[3].toInt(), a[6].toInt()};
+  return {at::empty_like(input), of(statistics, input, dtype), of(statistics, input, dtype)};
+}
+Tensors group_norm_backward(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 1), weight = tensor(a, 4);
+  return norm_backward(input, {a[6].toInt()}, weight.defined() ? weight.scalar_type() : input.scalar_type(),
+                       a[9].toBoolList());
+}
+
+Tensors index_select(const MetaArguments& a) {
+  const at::Tensor self = tensor(a, 0);
+  Sizes shape = self.sizes().vec();
+  if (!shape.empty()) shape[static_cast<size_t>(c10::maybe_wrap_dim(a[1].toInt(), self.dim()))] = tensor(a, 2).numel();
+  return {of(shape, self)};
+}
+Tensors embedding_backward(const MetaArguments& a) {
+  const at::Tensor gradient = tensor(a, 0);
+  return {of({a[2].toInt(), gradient.size(-1)}, gradient)};
+}
+
+Tensors attention(const MetaArguments& a) {
+  const at::Tensor query = tensor(a, 0);
+  const at::ScalarType dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return {at::empty_like(query), of({query.size(0), query.size(2), query.size(1)}, query, dtype).transpose(1, 2)};
+}
+Tensors attention_backward(const MetaArguments& a) {
+  Tensors results;
+  for (size_t i = 1; i <= 3; ++i) results.push_back(contiguous_like(tensor(a, i).transpose(1, 2)).transpose(1, 2));
+  return results;
+}
+
+// The sum is made in the memory of what it is of, which stays.
+Tensors loss(const MetaArguments& a, size_t reduction) {
+  const Sizes shape = at::infer_size(tensor(a, 0).sizes(), tensor(a, 1).sizes());
+  const at::Tensor each = of(shape, tensor(a, 0));
+  return {a[reduction].toInt() == at::Reduction::None ? each : each.resize_(at::IntArrayRef{})};
+}
+
+Tensors convolution(const at::Tensor& input, const at::Tensor& weight, const Sizes& padding, const Sizes& stride,
+                    const Sizes& dilation) {
+  Sizes shape{input.size(0), weight.size(0)};
+  for (int64_t i = 2; i < input.dim(); ++i) {
+    const auto at = [&](const Sizes& list) { return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)]; };
+    shape.push_back((input.size(i) + 2 * at(padding) - at(dilation) * (weight.size(i) - 1) - 1) / at(stride) + 1);
+  }
+  return {at::empty(shape, input.options(), input.suggest_memory_format())};
+}
+// Others are made of operators that have a rule.
+Tensors transposed_convolution(const MetaArguments& a) {
+  const at::Tensor input = tensor(a, 0), weight = tensor(a, 1);
+  Sizes shape{input.size(0), weight.size(1) * a[8].toInt()};
+  for (int64_t i = 2; i < input.dim(); ++i) {
+    const auto at = [&](size_t argument) {
+      const Sizes list = sizes(a, argument);
+      return list.size() == 1 ? list[0] : list[static_cast<size_t>(i - 2)];
+    };
+    shape.push_back((input.size(i) - 1) * at(3) - 2 * at(4) + at(5) * (weight.size(i) - 1) + at(7) + 1);
+  }
+  return {at::empty(shape, input.options(), input.suggest_memory_format())};
+}
+Tensors convolution_backward(const MetaArguments& a) {
+  const c10::List<bool> wanted = a[10].toBoolList();
+  const at::Tensor gradient = tensor(a, 0), input = tensor(a, 1), weight = tensor(a, 2);
+  return {wanted.get(0) ? at::empty_like(input) : at::Tensor(), wanted.get(1) ? at::empty_like(weight) : at::Tensor(),
+          wanted.get(2) ? of({gradient.size(1)}, gradient) : at::Tensor()};
+}
+
+Tensors reduced(const MetaArguments& a, bool twice) {
+  const at::Tensor self = tensor(a, 0);
+  const at::OptionalIntArrayRef all = std::nullopt;
+  const Sizes dims = a[1].isNone() ? Sizes() : sizes(a, 1);
+  const at::Tensor result = at::sum(self, dims.empty() ? all : at::OptionalIntArrayRef(dims), a[3].toBool());
+  return twice ? Tensors{result, at::empty_like(result)} : Tensors{result};
+}
+
+Tensors adaptive_pool(const MetaArguments& a) {
+  Sizes shape = tensor(a, 0).sizes().vec();
+  const Sizes last = sizes(a, 1);
+  std::copy(last.begin(), last.end(), shape.end() - static_cast<std::ptrdiff_t>(last.size()));
+  return {at::empty(shape, tensor(a, 0).options(), tensor(a, 0).suggest_memory_format())};
+}
+Tensors pixel_shuffle(const MetaArguments& a) {
+  Sizes shape = tensor(a, 0).sizes().vec();
+  const int64_t factor = a[1].toInt();
+  const size_t n = shape.size();
+  shape[n - 3] /= factor * factor, shape[n - 2] *= factor, shape[n - 1] *= factor;
+  return {of(shape, tensor(a, 0))};
+}
+Tensors reflection_pad2d(const MetaArguments& a) {
+  Sizes shape = tensor(a, 0).sizes().vec();
+  const Sizes padding = sizes(a, 1);
+  shape[shape.size() - 1] += padding[0] + padding[1], shape[shape.size() - 2] += padding[2] + padding[3];
+  return {of(shape, tensor(a, 0))};
+}
+Tensors nll_loss2d(const MetaArguments& a) {
+  const at::Tensor self = tensor(a, 0);
+  return {a[3].toInt() == 0 ? of(tensor(a, 1).sizes().vec(), self) : of({}, self), of({}, self)};
+}
+
+// By name, with the overload where there are several.
+const std::unordered_map<std::string, ShapeRule> kShapeRules = {
+    {"aten::relu", like(0)},
+    {"aten::hardswish", like(0)},
+    {"aten::hardswish_backward", like(0)},
+    {"aten::hardtanh", like(0)},
+    {"aten::hardtanh_backward", like(0)},
+    {"aten::mish_backward", like(0)},
+    {"aten::glu_backward", like(1)},
+    {"aten::logit", like(0)},
+    {"aten::angle", like(0)},
+    {"aten::flip", like(0)},
+    {"aten::roll", like(0)},
+    {"aten::channel_shuffle", like(0)},
+    {"aten::isnan", like(0, at::kBool)},
+    {"aten::_prelu_kernel", like(0)},
+    {"aten::_prelu_kernel_backward", pair_like(1)},
+    {"aten::log_sigmoid_forward", pair_like(0)},
+    {"aten::log_sigmoid_backward", like(0)},
+    {"aten::native_dropout_backward", like(0)},
+    {"aten::native_dropout",
+     [](const MetaArguments& a) {
+       const at::Tensor self = tensor(a, 0);
+       return Tensors{at::empty_like(self), at::empty_like(self, self.options().dtype(at::kBool))};
+     }},
+    {"aten::where.self", both(1, 2)},
+    {"aten::rsub.Tensor", both(0, 1)},
+    {"aten::floor_divide", both(0, 1)},
+    {"aten::mse_loss_backward", both(1, 2)},
+    {"aten::binary_cross_entropy_backward", like(1)},
+    {"aten::huber_loss", loss(2)},
+    {"aten::max", scalar},
+    {"aten::min", scalar},
+    {"aten::median", scalar},
+    {"aten::prod", scalar},
+    {"aten::dot", scalar},
+    {"aten::trace", scalar},
+    {"aten::var.correction", [](const MetaArguments& a) { return reduced(a, false); }},
+    {"aten::std.correction", [](const MetaArguments& a) { return reduced(a, false); }},
+    {"aten::var_mean.correction", [](const MetaArguments& a) { return reduced(a, true); }},
+    {"aten::std_mean.correction", [](const MetaArguments& a) { return reduced(a, true); }},
+    {"aten::index_select", index_select},
+    {"aten::embedding_dense_backward", embedding_backward},
+    {"aten::native_layer_norm", layer_norm},
+    {"aten::native_layer_norm_backward", layer_norm_backward},
+    {"aten::native_batch_norm", batch_norm},
+    {"aten::native_batch_norm_backward", batch_norm_backward},
+    {"aten::native_group_norm", group_norm},
+    {"aten::native_group_norm_backward", group_norm_backward},
+    {"aten::_scaled_dot_product_flash_attention_for_cpu", attention},
+    {"aten::_scaled_dot_product_flash_attention_for_cpu_backward", attention_backward},
+    {"aten::mkldnn_convolution",
+     [](const MetaArguments& a) {
+       return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 3), sizes(a, 4), sizes(a, 5));
+     }},
+    {"aten::_slow_conv2d_forward",
+     [](const MetaArguments& a) { return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), {1}); }},
+    {"aten::slow_conv3d_forward",
+     [](const MetaArguments& a) { return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), {1}); }},
+    {"aten::slow_conv_dilated2d",
+     [](const MetaArguments& a) {
+       return convolution(tensor(a, 0), tensor(a, 1), sizes(a, 5), sizes(a, 4), sizes(a, 6));
+     }},
+    {"aten::mse_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+    {"aten::smooth_l1_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+    {"aten::soft_margin_loss", [](const MetaArguments& a) { return loss(a, 2); }},
+    {"aten::binary_cross_entropy", [](const MetaArguments& a) { return loss(a, 3); }},
+    {"aten::_convolution", transposed_convolution},
+    {"aten::convolution_backward", convolution_backward},
+    {"aten::_adaptive_avg_pool2d", adaptive_pool},
+    {"aten::_adaptive_avg_pool3d", adaptive_pool},
+    {"aten::_adaptive_avg_pool2d_backward", like(1)},
+    {"aten::_adaptive_avg_pool3d_backward", like(1)},
+    {"aten::pixel_shuffle", pixel_shuffle},
+    {"aten::reflection_pad2d", reflection_pad2d},
+    {"aten::reflection_pad2d_backward", like(1)},
+    {"aten::nll_loss2d_forward", nll_loss2d},
+    {"aten::nll_loss2d_backward", like(1)},
+    // With results that the caller gives.
+    {"aten::abs.out", like(0)},
+    {"aten::angle.out", like(0)},
+    {"aten::logical_not.out", like(0)},
+    {"aten::nan_to_num.out", like(0)},
+    {"aten::hardtanh.out", like(0)},
+    {"aten::hardswish.out", like(0)},
+    {"aten::logit.out", like(0)},
+    {"aten::logical_and.out", both(0, 1)},
+    {"aten::logical_or.out", both(0, 1)},
+    {"aten::logical_xor.out", both(0, 1)},
+    {"aten::floor_divide.out", both(0, 1)},
+    {"aten::where.self_out", both(1, 2)},
+    {"aten::index_select.out", index_select},
+    {"aten::smooth_l1_loss_backward.grad_input", like(1)},
+    {"aten::huber_loss_backward.out", like(1)},
+    {"aten::mse_loss_backward.grad_input", like(1)},
+    {"aten::adaptive_avg_pool2d.out", adaptive_pool},
+};
+
+}  // namespace
+
+const ShapeRule* shape_rule_of(const std::string& name) {
+  const auto rule = kShapeRules.find(name);
+  return rule == kShapeRules.end() ? nullptr : &rule->second;
+}
+
+at::Tensor meta_of(const at::Tensor& tensor) {
+  at::Tensor meta = at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return meta;
+}
+
+}  // namespace tessera

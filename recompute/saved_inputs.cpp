@@ -1,8 +1,0 @@
-#include "tessera/recompute/saved_inputs.h"
-
-namespace tessera {
-
-// Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
-SavedInputs::Scope::~Scope() { current_ = before_; }
-
-}  // namespace tessera

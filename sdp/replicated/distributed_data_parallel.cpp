@@ -1,0 +1,112 @@
+#include "sdp/replicated/distributed_data_parallel.h"
+
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/abs.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/max.h>
+#include <ATen/ops/norm.h>
+#include <ATen/ops/stack.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "core/comm/reduce_scatter_pieces.h"
+#include "core/runtime/lazy_values.h"
+#include "core/gradients/shard_norm.h"
+#include "sdp/replicated/replicated_gradients.h"
+
+namespace tessera {
+namespace {
+
+std::string describe(const DdpOptions& options) {
+  std::ostringstream text;
+  text << "bucket_cap_mb=" << options.bucket_cap_mb << " first_bucket_mb=" << options.first_bucket_mb
+       << " find_unused_parameters=" << options.find_unused_parameters << " static_graph=" << options.static_graph
+       << " broadcast_buffers=" << options.broadcast_buffers << " sync_module_states=" << options.sync_module_states
+       << " compression=" << static_cast<int>(options.compression)
+       << " backend_all_reduce=" << options.backend_all_reduce;
+  return text.str();
+}
+
+// What torch::nn::utils::clip_grad_norm_ does, operator by operator, but that the host does not look at the norm.
+GradNorm clip_without_looking(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type) {
+  const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
+  std::vector<at::Tensor> norms;
+  for (const at::Tensor& gradient : gradients)
+    norms.push_back(is_largest ? gradient.abs().max() : gradient.norm(norm_type));
+  at::Tensor norm = norms[0];
+  if (norms.size() > 1) norm = is_largest ? at::stack(norms).max() : at::stack(norms).norm(norm_type);
+  const at::Tensor factor = at::clamp(max_norm / (norm + 1e-6), std::nullopt, 1.0);
+  at::_foreach_mul_(gradients, factor);
+  return GradNorm(norm);
+}
+
+const DdpOptions& checked(const DdpOptions& options) {
+  if (!(options.bucket_cap_mb > 0) || !(options.first_bucket_mb > 0))
+    throw std::invalid_argument("DdpOptions: bucket_cap_mb is " + std::to_string(options.bucket_cap_mb) +
+                                " and first_bucket_mb " + std::to_string(options.first_bucket_mb) +
+                                ", expected more than 0");
+  return options;
+}
+
+std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
+  switch (compression) {
+    case GradientCompression::kFp16:
+      return at::kHalf;
+    case GradientCompression::kBf16:
+      return at::kBFloat16;
+    case GradientCompression::kNone:
+      break;
+  }
+  return std::nullopt;
+}
+
+// A gradient that is reduced where autograd left it is a bucket by itself. Below this, one more message costs more than
+// the copy that it saves.
+constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
+
+int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
+
+}  // namespace
+
+DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const DdpOptions& options)
+    : ReplicatedModule(module, std::move(comm),
+                       {"DistributedDataParallel", describe(checked(options)), options.sync_module_states,
+                        options.broadcast_buffers}) {
+  ReplicatedOptions replicated;
+  replicated.wire_dtype = wire_dtype(options.compression);
+  const bool adopts_gradients = !replicated.wire_dtype && !options.backend_all_reduce &&
+                                this->comm()->device().is_cpu() && exchanges_pieces(*this->comm());
+  replicated.limits = {.alone_bytes = adopts_gradients ? kLeastAdoptedBytes : BucketLimits::kNone,
+                       .bucket_bytes = bytes_of_mb(options.bucket_cap_mb),
+                       .first_bytes = bytes_of_mb(options.first_bucket_mb)};
+  replicated.gradients_are_views = options.gradient_as_bucket_view;
+  replicated.must_use_all = !options.find_unused_parameters && !options.static_graph;
+  replicated.reducer.backend_all_reduce = options.backend_all_reduce;
+  replicated.reducer.is_static = options.static_graph;
+  replicated.reducer.in_flight = 1;  // each holds room for what the peers send
+  reduce_gradients(nullptr, replicated);
+}
+
+GradNorm DdpModule::clip_grad_norm_on_device_(double max_norm, double norm_type, bool error_if_nonfinite) {
+  require_clip_arguments(max_norm, norm_type);
+  gradients().require_averages_to_clip();
+  std::vector<at::Tensor> present;
+  for (const at::Tensor& parameter : parameters())
+    if (parameter.grad().defined()) present.push_back(parameter.grad().detach());
+  const bool are_alike = !present.empty() && std::ranges::all_of(present, [&](const at::Tensor& gradient) {
+    return gradient.is_cuda() && gradient.device() == present[0].device() && !has_lazy_values(gradient);
+  });
+  if (are_alike && !error_if_nonfinite) {
+    at::NoGradGuard no_grad;
+    return clip_without_looking(present, max_norm, norm_type);
+  }
+  return torch::nn::utils::clip_grad_norm_(parameters(), max_norm, norm_type, error_if_nonfinite);
+}
+
+}  // namespace tessera

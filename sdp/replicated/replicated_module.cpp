@@ -1,0 +1,133 @@
+#include "sdp/replicated/replicated_module.h"
+
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include "core/comm/agreement.h"
+#include "core/model/module_state.h"
+#include "core/layout/shardable.h"
+#include "core/paging/residency.h"
+#include "sdp/replicated/replicated_gradients.h"
+
+namespace tessera {
+ReplicatedModule::ReplicatedModule(torch::nn::Module& module, std::shared_ptr<Communicator> comm, Setup setup)
+    : module_(module.shared_from_this()),
+      comm_(std::move(comm)),
+      setup_(std::move(setup)),
+      parameters_(registered_parameters(module)) {
+  if (!comm_) throw std::invalid_argument(setup_.wrapper + ": the communicator is null");
+  require_shardable(parameters_, *comm_, setup_.wrapper);
+  std::vector<std::string> lines{"options: " + setup_.options};
+  for (auto& line : describe_parameters(parameters_)) lines.push_back(std::move(line));
+  for (auto& line : describe_buffers(module)) lines.push_back(std::move(line));
+  require_agreement(*comm_, "the module given to " + setup_.wrapper, lines);
+  if (!setup_.sync_module_states) return;
+  broadcast_tensors(parameters(), *comm_, "the module's parameters");
+  broadcast_buffers();
+}
+
+ReplicatedModule::~ReplicatedModule() = default;
+
+void ReplicatedModule::reduce_gradients(std::function<int(const PlannedParameter&)> owner_of,
+                                        const ReplicatedOptions& options) {
+  gradients_ = ReplicatedGradients::make(module_, parameters_, comm_, setup_.wrapper, std::move(owner_of), options);
+}
+
+BackwardPass& ReplicatedModule::backward_pass() const { return *gradients_; }
+
+// ---- forward ------------------------------------------------------------------------------------
+
+void ReplicatedModule::begin_forward() {
+  if (Trace::active() != nullptr) forward_since_ = Trace::Clock::now();
+  gradients_->begin_forward();
+  if (std::exchange(last_forward_trained_, c10::GradMode::is_enabled() && gradients_->reduces()) &&
+      setup_.broadcast_buffers && named_buffers().size() > 0)
+    broadcast_buffers();
+}
+
+void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
+  if (Trace::active() != nullptr) trace_passes(outputs);
+  gradients_->end_forward(outputs);
+  if (!c10::GradMode::is_enabled()) comm_->settle("forward()");
+}
+
+// ---- what users ask for -------------------------------------------------------------------------
+
+torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::named_buffers() const {
+  return defined_buffers(*module_);
+}
+
+void ReplicatedModule::broadcast_buffers() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& buffer : named_buffers()) tensors.push_back(buffer.value());
+  broadcast_tensors(tensors, *comm_, "the module's buffers");
+}
+
+torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
+  at::NoGradGuard no_grad;
+  comm_->settle("full_state_dict");                     // of the last step's gradients, or parameters
+  std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
+  torch::OrderedDict<std::string, at::Tensor> state;
+  for (const auto& parameter : module_->named_parameters()) {
+    if (!parameter.value().defined()) continue;
+    at::Tensor& copy = copies[parameter.value().unsafeGetTensorImpl()];
+    if (!copy.defined()) copy = parameter.value().detach().clone();
+    state.insert(parameter.key(), copy);
+  }
+  for (const auto& buffer : named_buffers()) state.insert(buffer.key(), buffer.value().detach().clone());
+  return state;
+}
+
+std::vector<NamedShard> ReplicatedModule::named_shards() const {
+  std::vector<NamedShard> shards;
+  for (const PlannedParameter& parameter : parameters_) {
+    const at::Tensor& tensor = parameter.tensor;
+    shards.push_back({parameter.fqn, parameter.aliases, tensor.sizes().vec(), tensor.strides().vec(),
+                      Range{0, tensor.numel()}, tensor, comm_->rank(), comm_->size()});
+  }
+  return shards;
+}
+
+std::vector<NamedShard> ReplicatedModule::shards_to_save() const {
+  gradients_->require_nothing_new();
+  return named_shards();
+}
+
+MemoryReport ReplicatedModule::memory() const {
+  MemoryReport report;
+  for (const PlannedParameter& parameter : parameters_) {
+    report.shard_bytes += static_cast<int64_t>(parameter.tensor.nbytes());
+    if (const at::Tensor gradient = parameter.tensor.grad(); gradient.defined() && !is_paged(gradient))  // a guard is
+      report.grad_bytes += static_cast<int64_t>(gradient.nbytes());
+  }
+  report.unsharded_bytes = report.shard_bytes;
+  gradients_->report(report);
+  report.device_bytes = report.shard_bytes + report.grad_bytes + report.bucket_bytes;
+  return report;
+}
+
+void ReplicatedModule::reset_peak_memory() { gradients_->reset_peak(); }
+
+void ReplicatedModule::trace_passes(const std::vector<at::Tensor>& outputs) const {
+  Trace::active()->add(SpanKind::kCompute, "forward", nullptr, forward_since_, Trace::Clock::now());
+  if (!c10::GradMode::is_enabled()) return;
+  auto begun = std::make_shared<bool>(false);
+  for (const at::Tensor& output : outputs) {
+    if (!output.requires_grad()) continue;
+    output.register_hook([begun](const at::Tensor&) {
+      if (std::exchange(*begun, true)) return;
+      // What others have queued for the end of backward belongs to it: so this queues up once more, last.
+      auto& engine = torch::autograd::Engine::get_default_engine();
+      engine.queue_callback([&engine, since = Trace::Clock::now()] {
+        engine.queue_callback(
+            [since] { Trace::active()->add(SpanKind::kCompute, "backward", nullptr, since, Trace::Clock::now()); });
+      });
+    });
+  }
+}
+
+}  // namespace tessera
