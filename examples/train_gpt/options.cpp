@@ -85,12 +85,12 @@ constexpr int kNameColumns = 34;
 
 constexpr const char* kUsage = R"(Trains a GPT on text, its state sharded over ranks.
 
-  train_gpt --demo --ranks 2            two processes of this machine, about a minute
+  train_gpt --demo --ranks 2            two processes on this machine, about a minute
   torchrun --no-python --nproc-per-node 4 train_gpt --data my.txt
-  srun -n 16 train_gpt ...              or mpirun: any launcher's ranks are found
+  srun -n 16 train_gpt ...              or mpirun
 
 A step trains on ranks * batch * accumulate sequences. Runs with the same product and seed see the
-same sequences, so their losses agree to rounding whatever the number of ranks.
+same sequences, so their losses agree to rounding for any number of ranks.
 
 )";
 
@@ -132,12 +132,12 @@ po::options_description describe_files(TrainOptions& options, RawOptions& raw) {
       po::value(&raw.data)->default_value(options.data.string(), "the shipped text")->value_name("PATH"),
       "a text file, a directory of them, SQuAD's .json, or a .bin file of 16-bit token ids")(
       "out", po::value(&raw.out)->default_value(options.out.string())->value_name("DIR"),
-      "where metrics.jsonl and losses.svg go")(
+      "folder of metrics.jsonl, losses.svg and checkpoints")(
       "tensorboard", po::value(&options.tensorboard)->value_name("DIR"),
-      "also write losses, speed, memory and waits of all ranks for TensorBoard, each run in a file of its own in this folder")(
+      "also write losses, speed, memory and waits of all ranks for TensorBoard, one file a run")(
       "report-every", po::value(&raw.report_every)->value_name("N"),
-      "steps between reports of which rank the others wait for, and in what; 0: none; not given: 10 with "
-      "--tensorboard, else none");
+      "steps between reports of the slowest rank and of the operations in which the others wait for it; 0: none; "
+      "default: 10 with --tensorboard, else none");
   return files;
 }
 
@@ -145,19 +145,19 @@ po::options_description describe_ranks(TrainOptions& options, RawOptions& raw) {
   auto ranks = section("Ranks");
   ranks.add_options()(
       "ranks", po::value(&raw.ranks)->value_name("N"),
-      "start N processes of this machine; under a launcher, the number of ranks to insist on")(
+      "start N processes on this machine; under a launcher, the expected number of ranks")(
       "wrapper", po::value(&raw.wrapper)->default_value(name_of(options.wrapper))->value_name("KIND"),
-      "local: one process; ddp: every rank holds everything; split over ranks: oss optimizer state, sdp "
-      "and gradients, fsdp and parameters")(
+      "local: one process; ddp: nothing sharded; oss: optimizer state sharded; sdp: gradients too; fsdp: "
+      "parameters too")(
       "prefetch", number(&options.prefetch), "fsdp: units gathered ahead of the one in use")(
       "reshard-after-forward", boolean(&options.reshard_after_forward),
-      "fsdp: release each unit between its forward and its backward")(
+      "fsdp: free each unit's parameters between its forward and its backward")(
       "wire", po::value(&raw.wire)->default_value(raw.wire)->value_name("HOW"),
-      "exact, or int8: fsdp's parameters and gradients, and sdp's gradients, travel in 8 bit, for slow links")(
+      "exact; int8: send parameters and gradients of fsdp, and gradients of sdp, in 8 bit, for slow links")(
       "offload", po::value(&raw.offload)->default_value(name_of(options.offload))->value_name("WHERE"),
-      "none; cpu: oss, sdp and fsdp keep what they split in host memory and step there; disk: fsdp, in a file")(
+      "none; cpu: keep the shards of oss, sdp or fsdp in host memory and step there; disk: of fsdp, in a file")(
       "offload-directory", po::value(&raw.offload_directory)->value_name("DIR"),
-      "disk: a folder on a local disk; not given: OUT")(
+      "disk: a folder on a local disk; default: OUT")(
       "threads", number(&options.threads),
       "threads of each rank; 0: the machine's cores divided by its ranks");
   return ranks;
@@ -179,21 +179,21 @@ po::options_description describe_training(TrainOptions& options, RawOptions& raw
                          "sequences per rank and step (per micro-batch, when accumulating)")(
       "accumulate", number(&options.accumulate), "micro-batches whose gradients are added up for a step")(
       "steps", number(&options.steps), "optimizer steps")(
-      "seed", number(&options.seed), "of the parameters, the order of the data and the sample")(
+      "seed", number(&options.seed), "seed of the parameters, the order of the data and the sample")(
       "optimizer", po::value(&raw.optimizer)->default_value(name_of(options.optimizer))->value_name("KIND"),
-      "adamw, adamw8bit, muon, lion, adafactor, schedulefree, lamb or sgd; each has a learning rate of its own that "
-      "suits it: docs/optimizers.md")(
+      "adamw, adamw8bit, muon, lion, adafactor, schedulefree, lamb or sgd; each needs another learning rate: "
+      "docs/optimizers.md")(
       "ema", real(&options.ema),
-      "decay of an average of the weights, which validation, sample and export then take, as 0.999; 0: none")(
+      "decay of a moving average of the weights, as 0.999, which validation, sample and export use; 0: none")(
       "lr", real(&options.lr),
-      "learning rate after the warm-up; it falls to a tenth along a cosine (schedulefree: stays)")(
-      "warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up; not given: steps / 20")(
-      "weight-decay", real(&options.weight_decay), "of matrices only")(
+      "learning rate after the warm-up; it falls to a tenth along a cosine (schedulefree: constant)")(
+      "warmup", po::value(&raw.warmup)->value_name("N"), "steps of linear warm-up; default: steps / 20")(
+      "weight-decay", real(&options.weight_decay), "weight decay of the matrices; other parameters have none")(
       "clip", real(&options.clip), "largest norm of the gradient; 0: off")(
       "val-every", po::value(&raw.val_every)->value_name("N"),
-      "steps between validations; 0: only after the last; not given: steps / 10")(
+      "steps between validations; 0: only after the last; default: steps / 10")(
       "val-batches", number(&options.val_batches),
-      "how many steps' worth of sequences validate, or all if there are fewer");
+      "number of validation sequences, in sequences of a step; at most all");
   return training;
 }
 
@@ -201,9 +201,9 @@ po::options_description describe_checkpoints(TrainOptions& options) {
   auto checkpoints = section("Checkpoints");
   checkpoints.add_options()("save-every", number(&options.save_every),
                             "steps between checkpoints, under OUT/checkpoints, saved in the background; 0: none")(
-      "keep", number(&options.keep), "how many of them stay, the newest")(
+      "keep", number(&options.keep), "number of checkpoints to keep, the newest")(
       "resume", po::value(&options.resume)->value_name("auto|DIR"),
-      "go on from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
+      "continue from the newest checkpoint, if there is one, or from this one; any number of ranks and any wrapper, "
       "with the same data, seed and ranks * batch * accumulate; more --steps make the run longer")(
       "allow-changes", po::bool_switch(&options.allow_changes),
       "resume with this command line's lr, warmup, weight-decay, clip and ema where the checkpoint's differ")(
@@ -217,10 +217,10 @@ po::options_description describe_checkpoints(TrainOptions& options) {
 po::options_description describe_adapters(TrainOptions& options, RawOptions& raw) {
   auto adapters = section("Adapters");
   adapters.add_options()("lora", number(&options.lora_rank),
-                         "train adapters of this rank beside the blocks' linear layers, and nothing else of the model "
-                         "that --import-gpt2 brings; 0: train the model. An export has them in its weights")(
+                         "freeze the model of --import-gpt2 and train adapters of this rank beside the blocks' linear "
+                         "layers; an export merges them into the weights; 0: train the model")(
       "quantize", po::value(&raw.quantize)->default_value(name_of(options.base))->value_name("FORMAT"),
-      "lora: keep the weights beside which they are as they were loaded (none), in 4 bit (nf4) or in 8 (int8)");
+      "lora: format of the frozen weights: none (as loaded), nf4 (4 bit) or int8 (8 bit)");
   return adapters;
 }
 
@@ -228,8 +228,8 @@ po::options_description describe_sample(TrainOptions& options) {
   auto sample = section("Sample");
   sample.add_options()("sample", number(&options.sample), "tokens to generate at the end; 0: none")(
       "prompt", po::value(&options.prompt)->value_name("TEXT"),
-      "what it continues (token ids for .bin data)")("temperature", real(&options.temperature),
-                                                     "0: the likeliest token always")(
+      "text to continue (token ids for .bin data)")("temperature", real(&options.temperature),
+                                                     "0: always the likeliest token")(
       "top-k", number(&options.top_k), "draw from the k likeliest tokens; 0: from all");
   return sample;
 }
@@ -239,7 +239,7 @@ po::options_description describe(TrainOptions& options, RawOptions& raw) {
   all.add_options()("help,h", "show this, with the defaults (with --demo: its own)")(
       "demo", "other defaults: a model that two cores train in about a minute")(
       "plan", po::bool_switch(&options.plan),
-      "print what memory each of --ranks would take, by kind, as a dry run tells it, and end");
+      "print the memory that each of --ranks would take, by kind, from a dry run; do not train");
   all.add(describe_files(options, raw)).add(describe_ranks(options, raw)).add(describe_model(options));
   all.add(describe_training(options, raw)).add(describe_checkpoints(options));
   all.add(describe_adapters(options, raw)).add(describe_sample(options));

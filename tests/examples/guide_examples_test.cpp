@@ -19,8 +19,8 @@ namespace {
 using tessera::testing::ChildProcess;
 using tessera::testing_support::built;
 
-std::string run(const std::string& example, std::vector<std::string> arguments,
-                const ChildProcess::Environment& environment = {}) {
+std::string run_example(const std::string& example, std::vector<std::string> arguments,
+                        const ChildProcess::Environment& environment = {}) {
   arguments.insert(arguments.begin(), built(EXAMPLES_FOLDER) + "/" + example);
   ChildProcess child(arguments, environment);
   EXPECT_EQ(child.wait(std::chrono::seconds(100)), 0) << child.output();
@@ -28,12 +28,12 @@ std::string run(const std::string& example, std::vector<std::string> arguments,
 }
 
 // The printed losses by step.
-std::map<int, double> losses(const std::string& output) {
+std::map<int, double> losses_by_step(const std::string& output) {
   static const std::regex line("step (\\d+): loss ([^\n]*)");
-  std::map<int, double> losses;
+  std::map<int, double> by_step;
   for (std::sregex_iterator match(output.begin(), output.end(), line), end; match != end; ++match)
-    losses[std::stoi((*match)[1])] = std::stod((*match)[2]);
-  return losses;
+    by_step[std::stoi((*match)[1])] = std::stod((*match)[2]);
+  return by_step;
 }
 
 void expect_same(const std::map<int, double>& actual, const std::map<int, double>& expected) {
@@ -44,7 +44,7 @@ void expect_same(const std::map<int, double>& actual, const std::map<int, double
 }
 
 // All numbers in the lines that match `pattern`, a line each.
-std::vector<std::vector<int64_t>> numbers(const std::string& output, const std::string& pattern) {
+std::vector<std::vector<int64_t>> numbers_in(const std::string& output, const std::string& pattern) {
   const std::regex wanted(pattern);
   std::istringstream lines(output);
   std::vector<std::vector<int64_t>> rows;
@@ -58,41 +58,41 @@ std::vector<std::vector<int64_t>> numbers(const std::string& output, const std::
 }
 
 TEST(GuideExamples, AllWrappersHaveTheLossesOfOneProcess) {
-  const auto expected = losses(run("ddp", {"--ranks", "1"}));
+  const auto expected = losses_by_step(run_example("ddp", {"--ranks", "1"}));
   ASSERT_EQ(expected.size(), 5u);
   EXPECT_LT(expected.at(19), 0.8 * expected.at(0));
   for (const std::string example : {"ddp", "sdp", "fsdp", "offload"}) {
     SCOPED_TRACE(example);
-    expect_same(losses(run(example, {})), expected);
+    expect_same(losses_by_step(run_example(example, {})), expected);
   }
-  expect_same(losses(run("fsdp", {"--ranks", "3"})), expected);
+  expect_same(losses_by_step(run_example("fsdp", {"--ranks", "3"})), expected);
 }
 
 TEST(GuideExamples, EachRankKeepsItsShare) {
-  const auto kept = numbers(run("fsdp", {}), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
+  const auto kept = numbers_in(run_example("fsdp", {}), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
   ASSERT_EQ(kept.size(), 2u);
   for (const auto& rank : kept) EXPECT_LT(rank[1], 0.51 * static_cast<double>(rank[2]));
-  const auto owned = numbers(run("sdp", {}), "rank (\\d): owns (\\d+) of (\\d+) parameters");
+  const auto owned = numbers_in(run_example("sdp", {}), "rank (\\d): owns (\\d+) of (\\d+) parameters");
   ASSERT_EQ(owned.size(), 2u);
   EXPECT_EQ(owned[0][1] + owned[1][1], owned[0][2]);
 }
 
 TEST(GuideExamples, JoinTheRanksOfALauncher) {
   const auto port = std::to_string(tessera::testing_support::free_port());
-  const auto output =
-      run("fsdp", {}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
-  EXPECT_EQ(numbers(output, "rank (\\d): keeps .*").size(), 1u) << output;
+  const auto output = run_example(
+      "fsdp", {}, {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", port}});
+  EXPECT_EQ(numbers_in(output, "rank (\\d): keeps .*").size(), 1u) << output;
 }
 
 TEST(GuideExamples, ACheckpointOfTwoRanksLoadsOnThree) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto interrupted = (folder.path() / "interrupted").string(), whole = (folder.path() / "whole").string();
-  const auto expected = losses(run("checkpoint", {whole, "40", "--ranks", "1"}));
+  const auto expected = losses_by_step(run_example("checkpoint", {whole, "40", "--ranks", "1"}));
   ASSERT_EQ(expected.size(), 8u);
-  run("checkpoint", {interrupted, "20"});
-  const auto output = run("checkpoint", {interrupted, "40", "--ranks", "3"});
+  run_example("checkpoint", {interrupted, "20"});
+  const auto output = run_example("checkpoint", {interrupted, "40", "--ranks", "3"});
   EXPECT_NE(output.find("loaded step-20\n"), std::string::npos) << output;
-  const auto resumed = losses(output);
+  const auto resumed = losses_by_step(output);
   EXPECT_EQ(resumed.size(), 4u) << "steps 20 to 35";
   for (const auto& [step, loss] : resumed) EXPECT_NEAR(loss, expected.at(step), 1e-4 * loss) << "step " << step;
   EXPECT_TRUE(std::filesystem::exists(interrupted + "/model.safetensors"));
