@@ -70,7 +70,8 @@ std::optional<Options> parse(int argc, char** argv) {
   po::options_description all("train_step: measures time, memory and traffic of one training step");
   all.add_options()("help,h", "this text")("model", po::value(&options.model)->default_value(options.model),
                                            "gpt, deep, recipe, mlp or archive")(
-      "archive", po::value(&options.archive), "of --model archive: a file of torch.export.save(), which maps tokens to a loss")(
+      "archive", po::value(&options.archive),
+      "of --model archive: a file of torch.export.save(), which maps tokens to a loss")(
       "unit", po::value(&options.unit), "of --model archive: the class of its layers, such as LlamaDecoderLayer")(
       "wrapper", po::value(&options.wrapper)->default_value(options.wrapper),
       "local (each rank by itself), ddp, oss (with ddp), sdp (with oss) or fsdp")(
