@@ -27,6 +27,14 @@ std::string run_example(const std::string& example, std::vector<std::string> arg
   return child.output();
 }
 
+// The output at 2 ranks, of one run for all tests.
+const std::string& output_of(const std::string& example) {
+  static std::map<std::string, std::string> outputs;
+  const auto [output, is_new] = outputs.try_emplace(example);
+  if (is_new) output->second = run_example(example, {});
+  return output->second;
+}
+
 // The printed losses by step.
 std::map<int, double> losses_by_step(const std::string& output) {
   static const std::regex line("step (\\d+): loss ([^\n]*)");
@@ -63,16 +71,16 @@ TEST(GuideExamples, AllWrappersHaveTheLossesOfOneProcess) {
   EXPECT_LT(expected.at(19), 0.8 * expected.at(0));
   for (const std::string example : {"ddp", "sdp", "fsdp", "offload"}) {
     SCOPED_TRACE(example);
-    expect_same(losses_by_step(run_example(example, {})), expected);
+    expect_same(losses_by_step(output_of(example)), expected);
   }
   expect_same(losses_by_step(run_example("fsdp", {"--ranks", "3"})), expected);
 }
 
 TEST(GuideExamples, EachRankKeepsItsShare) {
-  const auto kept = numbers_in(run_example("fsdp", {}), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
+  const auto kept = numbers_in(output_of("fsdp"), "rank (\\d): keeps (\\d+) of (\\d+) bytes of parameters, .*");
   ASSERT_EQ(kept.size(), 2u);
   for (const auto& rank : kept) EXPECT_LT(rank[1], 0.51 * static_cast<double>(rank[2]));
-  const auto owned = numbers_in(run_example("sdp", {}), "rank (\\d): owns (\\d+) of (\\d+) parameters");
+  const auto owned = numbers_in(output_of("sdp"), "rank (\\d): owns (\\d+) of (\\d+) parameters");
   ASSERT_EQ(owned.size(), 2u);
   EXPECT_EQ(owned[0][1] + owned[1][1], owned[0][2]);
 }
