@@ -25,10 +25,10 @@ torch::nn::Sequential make_model() {
   return torch::nn::Sequential(Block(), Block(), Block(), Block());
 }
 
-// This rank's rows of a step's batch. All ranks draw the same batch, so the losses do not depend on their number.
+// This rank's rows of a step's batch. Any number of ranks that divides kBatch gives the same losses.
 at::Tensor rows_of_step(int64_t step, const tessera::Communicator& comm) {
   torch::manual_seed(step);
-  return torch::randn({kBatch, kWidth}).chunk(comm.size())[comm.rank()];
+  return torch::randn({kBatch, kWidth}).tensor_split(comm.size())[comm.rank()];
 }
 
 // Prints the mean loss of all ranks. Collective.
