@@ -4,7 +4,7 @@ PRESET ?= release
 JOBS   ?= $(shell nproc)
 BUILD   = build/$(PRESET)
 
-.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy
+.PHONY: demo test matrix bench bench-hosts interop interop-peers zoo finetune kill fuzz loops seeds build setup docs packages conan newest ccache-check plan-page clean format check-format tidy figures
 
 configure = cmake --preset $(PRESET) --log-level=WARNING
 compile   = cmake --build --preset $(PRESET) -j $(JOBS) --target
@@ -158,6 +158,10 @@ check-format:
 
 tidy: setup
 	@tools/tidy.sh
+
+# Structure, English and commit subjects in figures, with the ratchet and the goal of each.
+figures:
+	@tools/figures.py
 
 clean:
 	@rm -rf build

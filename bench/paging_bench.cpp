@@ -75,9 +75,9 @@ void linear_resident(benchmark::State& state) { linear(state, Setup::instance().
 
 // The cost of a span while tracing is off.
 void trace_span_unset(benchmark::State& state) {
-  if (tessera::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
+  if (tessera::internal::Trace::active() != nullptr) return state.SkipWithError("TESSERA_TRACE is set");
   for (auto _ : state) {
-    tessera::TraceSpan span(tessera::SpanKind::kCompute, "nothing");
+    tessera::internal::TraceSpan span(tessera::internal::SpanKind::kCompute, "nothing");
     benchmark::ClobberMemory();
   }
 }

@@ -1,4 +1,4 @@
-#include "checkpoint/checkpoint.h"
+#include <tessera/checkpoint.h>
 
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -12,18 +12,19 @@
 #include <typeinfo>
 #include <variant>
 
-#include "checkpoint/save/commit.h"
+#include <tessera/averages.h>
+#include <tessera/fused_optimizers.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/load_state.h"
+#include "checkpoint/save/commit.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/save/save_job.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 #include "core/runtime/quiet.h"
-#include "optim/averages.h"
-#include "optim/fused_optimizers.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;

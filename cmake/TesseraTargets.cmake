@@ -95,9 +95,9 @@ function(tessera_add_library name)
   add_library(tessera::${name} ALIAS tessera_${name})  # as find_package(tessera) names it
   target_link_libraries(tessera_${name} PUBLIC tessera::torch ${arg_LINKS} PRIVATE $<BUILD_INTERFACE:tessera_options>)
   target_compile_features(tessera_${name} PUBLIC cxx_std_20)
-  target_include_directories(tessera_${name} PUBLIC
-    $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
-    $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+  target_include_directories(tessera_${name}
+    PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+    PRIVATE ${PROJECT_SOURCE_DIR})
   set_target_properties(tessera_${name} PROPERTIES EXPORT_NAME ${name})
   tessera_compile_fast(tessera_${name} libraries)
 endfunction()
@@ -107,5 +107,6 @@ function(tessera_add_program name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "SOURCES;LINKS")
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE tessera::tessera tessera_options ${arg_LINKS})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   tessera_compile_fast(${name} programs)
 endfunction()

@@ -1,4 +1,4 @@
-#include "optim/adafactor.h"
+#include <tessera/adafactor.h>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/zeros.h>
@@ -9,12 +9,13 @@
 #include <cmath>
 #include <limits>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
+#include "core/trace/trace.h"
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
-#include "core/trace/trace.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr int64_t kChunkNumel = int64_t{1} << 20;

@@ -1,4 +1,4 @@
-#include "optim/adamw_8bit.h"
+#include <tessera/adamw_8bit.h>
 
 #include <ATen/ops/bucketize.h>
 #include <ATen/ops/empty_strided.h>
@@ -14,13 +14,14 @@
 #include <limits>
 #include <set>
 
-#include "core/comm/host_results.h"
-#include "optim/host/adam_update.h"
-#include "optim/state/optimizer_state.h"
+#include <tessera/host_results.h>
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
+#include "optim/state/optimizer_state.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr int64_t kBlock = kStateBlockNumel;

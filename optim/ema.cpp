@@ -1,4 +1,4 @@
-#include "optim/ema.h"
+#include <tessera/ema.h>
 
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/empty.h>
@@ -9,12 +9,13 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include <tessera/detail/parameter_parts.h>
 #include "core/comm/agreement.h"
 #include "optim/host/adam_update.h"
 #include "optim/state/optimizer_state.h"
-#include "optim/state/parameter_parts.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Cuts are at multiples of it where they can be: 64 bytes of fp32.

@@ -1,4 +1,4 @@
-#include "optim/fused_optimizers.h"
+#include <tessera/fused_optimizers.h>
 
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
@@ -11,12 +11,13 @@
 #include <utility>
 #include <vector>
 
-#include "optim/host/adam_update.h"
-#include "optim/state/listed_optimizer.h"
+#include <tessera/detail/listed_optimizer.h>
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr const char* kName = "a fused optimizer";

@@ -1,4 +1,4 @@
-#include "optim/lamb.h"
+#include <tessera/lamb.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -11,6 +11,7 @@
 #include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::optim::AdamWOptions;

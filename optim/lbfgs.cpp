@@ -1,4 +1,4 @@
-#include "optim/lbfgs.h"
+#include <tessera/lbfgs.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,11 +10,12 @@
 #include <limits>
 #include <utility>
 
-#include "core/comm/host_results.h"
-#include "optim/host/adam_update.h"
+#include <tessera/host_results.h>
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 
 void LbfgsOptions::check() const {
   require_option(lr() >= 0, kName, "lr", lr(), "0 or more");

@@ -1,4 +1,4 @@
-#include "optim/lion.h"
+#include <tessera/lion.h>
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_mul.h>
@@ -6,11 +6,12 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 struct LionBatch {

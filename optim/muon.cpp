@@ -1,4 +1,4 @@
-#include "optim/muon.h"
+#include <tessera/muon.h>
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
@@ -13,11 +13,12 @@
 #include <numeric>
 
 #include "core/layout/partition.h"
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Matrices of each rank whose parts are on their way before the one in work.

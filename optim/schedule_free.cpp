@@ -1,4 +1,4 @@
-#include "optim/schedule_free.h"
+#include <tessera/schedule_free.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -7,11 +7,12 @@
 #include <cmath>
 #include <stdexcept>
 
-#include "optim/host/adam_update.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "optim/host/adam_update.h"
 
 namespace tessera {
+using namespace internal;
 
 void ScheduleFreeOptions::check() const {
   require_option(beta1() > 0 && beta1() < 1, kName, "beta1", beta1(), "above 0 and below 1");

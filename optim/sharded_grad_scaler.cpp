@@ -1,4 +1,4 @@
-#include "optim/sharded_grad_scaler.h"
+#include <tessera/sharded_grad_scaler.h>
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
@@ -12,10 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/host_results.h"
+#include <tessera/host_results.h>
 #include "core/runtime/lazy_values.h"
 
 namespace tessera {
+using namespace internal;
 
 ShardedGradScaler::ShardedGradScaler(std::shared_ptr<Communicator> comm, GradScalerOptions options)
     : comm_(std::move(comm)), options_(options), scale_(options.initial_scale) {

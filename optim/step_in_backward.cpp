@@ -1,4 +1,4 @@
-#include "optim/step_in_backward.h"
+#include <tessera/step_in_backward.h>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -15,8 +15,10 @@
 #include <utility>
 
 #include "core/gradients/shard_norm.h"
+#include "core/runtime/task_queue.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 std::unique_ptr<RevocableSteps> speculation_of(PartialStep& optimizer, const StepInBackwardOptions& options) {
@@ -69,14 +71,18 @@ void require_usable(const std::vector<int>& processors) {
 }  // namespace
 
 StepInBackward::StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options)
-    : source_(source), optimizer_(optimizer), options_(options), speculation_(speculation_of(optimizer, options)) {
+    : source_(source),
+      optimizer_(optimizer),
+      options_(options),
+      speculation_(speculation_of(optimizer, options)),
+      worker_(std::make_unique<TaskQueue>(1)) {
   require_no_own_step(optimizer);
   require_usable(options_.processors);
   subscription_.emplace(source.on_gradients([this](const std::vector<at::Tensor>& parameters) { arrived(parameters); },
                                             [this] { speculation_ ? abandon() : arrived_.clear(); }));
   // As many threads for a step as the caller would take, or as there are processors for it.
   worker_
-      .add([&processors = options_.processors, threads = at::get_num_threads()] {
+      ->add([&processors = options_.processors, threads = at::get_num_threads()] {
         if (!processors.empty()) run_on(processors);
         at::set_num_threads(processors.empty() ? threads : static_cast<int>(processors.size()));
       })
@@ -94,7 +100,7 @@ void StepInBackward::arrived(const std::vector<at::Tensor>& parameters) {
   if (options_.max_norm) {
     deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
   } else {
-    steps_.push_back(worker_.add([this, parameters] { optimizer_.step_parameters(parameters); }));
+    steps_.push_back(worker_->add([this, parameters] { optimizer_.step_parameters(parameters); }));
   }
 }
 
@@ -113,7 +119,7 @@ void StepInBackward::speculate(const std::vector<at::Tensor>& parameters) {
                    " has a gradient of a second backward before finish(), expected finish() after each backward, or "
                    "no_sync() in the first"));
   deferred_.insert(deferred_.end(), parameters.begin(), parameters.end());
-  steps_.push_back(worker_.add([this, parameters] { speculation_->step(parameters); }));
+  steps_.push_back(worker_->add([this, parameters] { speculation_->step(parameters); }));
 }
 
 // What has a gradient that is all of before, which optimizer.step() would step, too. Where nothing has arrived there
@@ -141,7 +147,7 @@ void StepInBackward::wait_for_steps() {
 
 // On the worker's thread: after the steps that are under way, whatever the caller is in the middle of.
 void StepInBackward::take_back() {
-  worker_.add([this] { speculation_->roll_back(); }).get();
+  worker_->add([this] { speculation_->roll_back(); }).get();
 }
 
 void StepInBackward::forget_speculation() {
@@ -177,7 +183,7 @@ double StepInBackward::finish_speculation() {
     }
     const std::vector<at::Tensor> others = take_others();
     deferred_.insert(deferred_.end(), others.begin(), others.end());
-    if (!others.empty()) steps_.push_back(worker_.add([this, others] { speculation_->step(others); }));
+    if (!others.empty()) steps_.push_back(worker_->add([this, others] { speculation_->step(others); }));
     std::exception_ptr failure;
     try {
       wait_for_steps();  // they read the gradients
@@ -204,7 +210,7 @@ std::optional<double> StepInBackward::finish() {
   if (speculation_) return finish_speculation();
   const std::vector<at::Tensor> others = take_others();
   if (!options_.max_norm) {
-    if (!others.empty()) steps_.push_back(worker_.add([this, others] { optimizer_.step_parameters(others); }));
+    if (!others.empty()) steps_.push_back(worker_->add([this, others] { optimizer_.step_parameters(others); }));
     wait_for_steps();
     return std::nullopt;
   }

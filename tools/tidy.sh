@@ -7,8 +7,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 build=build/tidy
 # Without precompiled headers: gcc's are not clang's. So this finds missing includes as well.
-cmake --preset release -B "$build" -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON \
-  -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_UNITY=OFF --log-level=WARNING >/dev/null
+cmake --preset release -B "$build" -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON -DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_UNITY=OFF \
+  --log-level=WARNING >/dev/null
 
 # Files in the order of the build. All libraries are read with the flags of gloo's part, which are all that any of them
 # needs; the command with its own.

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // "[first, second, ...]" of what text_of(d) gives for each dimension.
@@ -161,4 +161,4 @@ void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>
   visit_from(0, run);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 
 #include "core/layout/flat_layout.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A rectangular part of an N-d tensor, in elements: offsets[d] <= index[d] < offsets[d] + sizes[d].
 // Everything here is pure integers.
@@ -61,4 +61,4 @@ struct Run {
 void for_each_run(const Box& part, const Box& source, const std::vector<int64_t>& target_strides, int64_t target_origin,
                   const std::function<void(const Run&)>& visit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,10 +4,10 @@
 #include <set>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -99,4 +99,4 @@ std::vector<std::string> JsonObject::texts(const char* field) const {
   return checked(field, fits, "has an entry that is not a text").get<std::vector<std::string>>();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // JSON from files that may be damaged or hostile. All of these throw CheckpointError; `where` begins the message
 // ("step-200/tessera.json").
@@ -50,4 +50,4 @@ class JsonObject {
   std::string where_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr char kDigits[] = "0123456789abcdef";
@@ -53,4 +53,4 @@ std::string bytes_from_hex(std::string_view digits) {
   return bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

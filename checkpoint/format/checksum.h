@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // XXH3, 64 bits, seed 0 (FORMAT.md says why).
 uint64_t checksum(const void* data, int64_t bytes);
@@ -18,4 +18,4 @@ uint64_t from_hex(std::string_view digits);
 std::string bytes_to_hex(std::string_view bytes);
 std::string bytes_from_hex(std::string_view digits);
 
-}  // namespace tessera
+}  // namespace tessera::internal

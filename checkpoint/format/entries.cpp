@@ -11,9 +11,9 @@
 #include <mutex>
 #include <system_error>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -112,4 +112,4 @@ void exchange_entries(const fs::path& a, const fs::path& b) {
   fail_at(b, "exchanging it with " + a.string());
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,10 +5,10 @@
 #include <string>
 #include <string_view>
 
-#include "core/runtime/file.h"
 #include "checkpoint/storage/storage.h"
+#include "core/runtime/file.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Files and directories of checkpoints: what fails throws CheckpointError with the path and the system's reason.
 
@@ -47,4 +47,4 @@ void exchange_entries(const std::filesystem::path& a, const std::filesystem::pat
 // A number as names of files have it: 42 is "00042".
 std::string five_digits(int64_t number);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <set>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/safetensors_header.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -335,4 +335,4 @@ Manifest parse_manifest(std::string_view text, const std::string& where) {
   return manifest;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

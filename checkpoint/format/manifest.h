@@ -8,12 +8,12 @@
 #include <string_view>
 #include <vector>
 
+#include <tessera/stateful.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/saved_tensors.h"
-#include "core/model/stateful.h"
 #include "optim/state/optimizer_state.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 constexpr char kManifestName[] = "tessera.json";
 constexpr int kFormatVersion = 2;  // that is written; 1 is read too
@@ -69,4 +69,4 @@ GeneratorStates generators_from_json(const nlohmann::json& value, const std::str
 std::string checksums_to_hex(const std::vector<uint64_t>& checksums);
 std::vector<uint64_t> checksums_from_hex(const std::string& text, const std::string& where);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -228,4 +228,4 @@ SavedTensors with_every_slice(const SavedTensors& saved, const std::function<voi
   return all;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

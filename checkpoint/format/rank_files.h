@@ -7,12 +7,12 @@
 #include <string_view>
 #include <vector>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/saved_tensors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What each rank wrote and where it lies, by rule (FORMAT.md, "Rank files"): a manifest says which elements of a tensor
 // are which rank's, and the rest follows, or stands in the rank's own files.
@@ -71,4 +71,4 @@ std::string format_rank_header(std::vector<SafetensorsEntry>& entries,
                                const std::map<std::string, std::string>& metadata, const RankFileFields& fields,
                                const std::map<std::string, std::vector<uint64_t>>& checksums, bool with_rng);
 
-}  // namespace tessera
+}  // namespace tessera::internal

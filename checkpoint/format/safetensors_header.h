@@ -12,7 +12,7 @@
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // safetensors' names of dtypes: "F32", "BF16", "I64", "BOOL", ...; nothing for one it has no name for.
 std::optional<std::string> safetensors_name(at::ScalarType dtype);
@@ -63,4 +63,4 @@ SafetensorsHeader read_safetensors_header(const InputFile& file);
 std::string format_safetensors_header(std::vector<SafetensorsEntry>& entries,
                                       const std::map<std::string, std::string>& metadata);
 
-}  // namespace tessera
+}  // namespace tessera::internal

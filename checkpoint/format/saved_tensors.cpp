@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <tuple>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 #include "checkpoint/format/safetensors_header.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 class Checker {
@@ -144,4 +144,4 @@ int64_t bytes_of(const SavedTensor& tensor, const SavedSlice& slice) {
   return slice.box.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 
 #include "checkpoint/format/box.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct SavedFile {
   std::string name;  // in the directory; what a symbolic link there leads to has its whole path
@@ -75,4 +75,4 @@ int64_t bytes_of(const SavedTensors& saved);
 int64_t bytes_of(const SavedTensor& tensor);
 int64_t bytes_of(const SavedTensor& tensor, const SavedSlice& slice);
 
-}  // namespace tessera
+}  // namespace tessera::internal

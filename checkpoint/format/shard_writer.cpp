@@ -4,11 +4,11 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "core/runtime/lazy_values.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int64_t kWriteBytes = int64_t{8} << 20;  // at a time, about
@@ -179,4 +179,4 @@ void join_all(SavedTensors& saved) {
   for (auto& [name, tensor] : saved.tensors) join_runs(tensor.runs);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

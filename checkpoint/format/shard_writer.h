@@ -12,7 +12,7 @@
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/saved_tensors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A box of a tensor that is to be written.
 struct Piece {
@@ -55,4 +55,4 @@ SavedTensors write_rank_files(const std::filesystem::path& directory, const Rank
 void append(SavedTensors& all, SavedTensors part);
 void join_all(SavedTensors& saved);
 
-}  // namespace tessera
+}  // namespace tessera::internal

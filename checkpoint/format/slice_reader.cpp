@@ -10,10 +10,10 @@
 #include <thread>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr int64_t kPageBytes = 4096;                   // the unit of reading where there are no checksums
@@ -233,4 +233,4 @@ at::Tensor SliceReader::read(const std::string& name, const Box& box) {
   return tensor;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

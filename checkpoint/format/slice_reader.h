@@ -15,7 +15,7 @@
 #include "checkpoint/format/saved_tensors.h"
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Reads parts of saved tensors, and only the blocks that they lie in; verifies every block and the header of every file
 // it reads from. Files are open while they are needed, few at a time. Everything throws CheckpointError with file,
@@ -85,4 +85,4 @@ class SliceReader {
   std::atomic<int64_t> bytes_read_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

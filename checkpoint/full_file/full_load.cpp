@@ -3,16 +3,19 @@
 #include <map>
 #include <set>
 
+#include <tessera/errors.h>
+#include <tessera/full_file.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/full_file/full_file.h"
+
+#include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "checkpoint/load/load_state.h"
 #include "checkpoint/save/outcome.h"
-#include "checkpoint/format/safetensors_header.h"
 #include "core/comm/agreement.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;
@@ -138,7 +141,7 @@ SavedTensors find_indexed(const fs::path& index, SavedTensors saved) {
 
 }  // namespace
 
-SavedTensors find_full_tensors(const fs::path& given) {
+SavedTensors internal::find_full_tensors(const fs::path& given) {
   const fs::path path = snapshot_of(given);
   std::error_code ignored;
   const bool directory =

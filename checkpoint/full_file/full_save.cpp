@@ -7,15 +7,16 @@
 #include <random>
 #include <set>
 
+#include <tessera/errors.h>
+#include <tessera/full_file.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/full_file/full_file.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 namespace fs = std::filesystem;

@@ -6,12 +6,12 @@
 #include <string_view>
 #include <utility>
 
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/save/commit.h"
+#include <tessera/checkpoint.h>
+#include <tessera/errors.h>
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -114,14 +114,6 @@ void require_no_checkpoint(const fs::path& folder) {
                         ": is a checkpoint itself, expected a folder of checkpoints: load_checkpoint() loads it");
 }
 
-std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
-  const auto [whole, damaged] = find_checkpoints(folder);
-  if (!damaged.empty()) return damaged.back();
-  if (!whole.empty()) return whole.back();
-  require_no_checkpoint(folder);
-  return std::nullopt;
-}
-
 bool holds_nothing_else(const fs::path& checkpoint) {
   return is_checkpoint(checkpoint) && contents_of(checkpoint).others == 0;
 }
@@ -157,6 +149,19 @@ std::optional<int64_t> peek_sequence(const fs::path& directory) {
   if (std::from_chars(digits, start.data() + start.size(), sequence).ec != std::errc()) return std::nullopt;
   if (sequence < 0 || sequence >= JsonObject::kMost) return std::nullopt;
   return sequence;
+}
+
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
+
+std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
+  const auto [whole, damaged] = find_checkpoints(folder);
+  if (!damaged.empty()) return damaged.back();
+  if (!whole.empty()) return whole.back();
+  require_no_checkpoint(folder);
+  return std::nullopt;
 }
 
 }  // namespace tessera

@@ -8,7 +8,7 @@
 
 #include "checkpoint/format/manifest.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Checkpoints by where they are, on any storage.
 
@@ -45,4 +45,4 @@ Manifest manifest_of(const std::string& text, const std::filesystem::path& direc
 // The sequence number, reading the first lines of the file only; nothing if that is not a manifest.
 std::optional<int64_t> peek_sequence(const std::filesystem::path& directory);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,17 +10,17 @@
 #include <set>
 #include <string_view>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/save/outcome.h"
 #include "checkpoint/format/rank_files.h"
-#include "checkpoint/state/saved_state.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/save/outcome.h"
+#include "checkpoint/state/saved_state.h"
 #include "core/runtime/quiet.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // What does not fit, by kind: all told at once.
@@ -545,4 +545,4 @@ void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Opti
   if (options.report != nullptr) *options.report = options.strict ? LoadReport() : loader->report();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

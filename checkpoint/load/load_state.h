@@ -6,12 +6,12 @@
 #include <string>
 #include <vector>
 
+#include <tessera/checkpoint_options.h>
+#include <tessera/model_shards.h>
+#include <tessera/stateful.h>
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/options.h"
-#include "core/model/model_shards.h"
-#include "core/model/stateful.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Compares what is saved with the model, the optimizer (may be null) and what is beside them, reads and verifies this
 // rank's part of it into host memory, and, when all ranks have, puts it in place; before that nothing is changed.
@@ -21,4 +21,4 @@ void load_state(const Manifest& manifest, ModelShards& model, torch::optim::Opti
                 const std::vector<std::shared_ptr<Stateful>>& beside, const LoadOptions& options,
                 const std::string& what);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,16 +10,16 @@
 #include <stdexcept>
 #include <utility>
 
-#include "checkpoint/save/commit.h"
+#include <tessera/errors.h>
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -242,4 +242,4 @@ std::vector<TensorDifference> diff_checkpoints(const fs::path& a, const fs::path
   return differences;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What can be done to checkpoints without a model and without ranks: the `tessera` command's work.
 // All throw CheckpointError (files) or std::invalid_argument (arguments); data is verified as it is read.
@@ -48,4 +48,4 @@ std::vector<TensorDifference> diff_checkpoints(const std::filesystem::path& a, c
 // A checkpoint's tensors, or those of full files.
 SavedTensors find_tensors(const std::filesystem::path& path);
 
-}  // namespace tessera
+}  // namespace tessera::internal

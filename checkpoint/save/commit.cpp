@@ -6,11 +6,11 @@
 #include <random>
 #include <thread>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -85,4 +85,4 @@ ReadLock::ReadLock(const fs::path& checkpoint) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/storage/file_lock.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // How a directory becomes a checkpoint all at once (FORMAT.md, "How a checkpoint comes to be"): what rank 0 does.
 // Nothing here is collective; everything throws CheckpointError.
@@ -80,4 +80,4 @@ void clear_local_leftovers(const std::filesystem::path& folder);
 void clear_remote_leftovers(const std::filesystem::path& folder);
 uint64_t draw_checkpoint_id();
 
-}  // namespace tessera
+}  // namespace tessera::internal

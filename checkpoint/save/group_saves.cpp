@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // The one piece of global state of saves.
@@ -68,4 +68,4 @@ void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::func
   visit(saves_by_group()[comm]);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

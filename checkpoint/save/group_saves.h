@@ -10,9 +10,9 @@
 #include <string>
 #include <thread>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 class SaveJob;
 
@@ -49,4 +49,4 @@ void await_removals_at_exit(const std::string& scheme);
 // Lets `visit` look at, and change, what there is of a group; one thread at a time, so it returns soon.
 void with_group_saves(const std::shared_ptr<Communicator>& comm, const std::function<void(GroupSaves&)>& visit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

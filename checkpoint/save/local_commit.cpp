@@ -6,13 +6,13 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -238,4 +238,4 @@ void remove_local_checkpoint(const fs::path& checkpoint) {
 
 void clear_local_leftovers(const fs::path& folder) { clear_leftovers(folder, ""); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

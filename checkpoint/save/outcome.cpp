@@ -13,11 +13,11 @@
 #include <stdexcept>
 #include <thread>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
-#include "core/comm/host_results.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 int64_t least_over_ranks(Communicator& comm, int64_t own, const std::string& what) {
@@ -135,4 +135,4 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
   require_success(comm, own, what);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/format/errors.h"
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What was no CheckpointError where it was thrown, memory that ended, say: it says nothing of any checkpoint.
 class OtherFailure : public CheckpointError {
@@ -71,4 +71,4 @@ void on_all_ranks_slowly(Communicator& comm, const std::string& what, Heartbeat&
 // Throws what gather_results() throws, if any of these failed.
 void throw_failures(const std::vector<Outcome>& outcomes, const std::string& what);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,13 +5,13 @@
 #include <string>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/save/commit.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -131,4 +131,4 @@ void clear_remote_leftovers(const fs::path& folder) {
     if (listed.ends_with('/')) clear_target(folder / listed.substr(0, listed.size() - 1));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/format/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -158,4 +158,4 @@ Outcome SaveCoordinator::finish(const Outcome& own, Heartbeat& heartbeat, const 
   return result;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,11 +7,11 @@
 #include <memory>
 #include <string>
 
+#include <tessera/communicator.h>
 #include "checkpoint/save/outcome.h"
-#include "core/comm/communicator.h"
 #include "core/comm/notes.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The ranks by subgroups of about sqrt(size), so that nobody reads more than sqrt(size) small files of others.
 class Subgroups {
@@ -66,4 +66,4 @@ class SaveCoordinator {
   std::atomic<bool> hurries_ = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

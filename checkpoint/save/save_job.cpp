@@ -7,15 +7,15 @@
 #include <stdexcept>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/saved_part.h"
 #include "checkpoint/state/saved_state.h"
 #include "core/comm/agreement.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -255,4 +255,4 @@ void SaveJob::wait() {
   throw CheckpointError(result_.error);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

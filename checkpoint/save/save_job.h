@@ -9,14 +9,14 @@
 #include <string>
 #include <thread>
 
+#include <tessera/checkpoint_options.h>
+#include <tessera/communicator.h>
 #include "checkpoint/save/commit.h"
-#include "checkpoint/options.h"
 #include "checkpoint/save/outcome.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "checkpoint/save/save_plan.h"
-#include "core/comm/communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // One save, on one rank: begin() and then either run() or start() and wait(). begin(), run() and start() are
 // collective.
@@ -85,4 +85,4 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::atomic<bool> delivered_ = false;  // somebody was told
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,13 +9,13 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/stream_uses.h"
 #include "checkpoint/format/checked_json.h"
-#include "core/runtime/quiet.h"
 #include "core/memory/page_locked.h"
 #include "core/paging/residency.h"
+#include "core/runtime/quiet.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Where each piece is copied to: in `host`, or in new memory if that is too small.
@@ -137,4 +137,4 @@ at::Tensor HostCopies::take_memory() {
   return std::exchange(memory_, {});
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,7 +13,7 @@
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What this rank has to write, taken from the model at one moment.
 struct SavePlan {
@@ -65,4 +65,4 @@ class HostCopies {
   std::optional<c10::Event> begun_;  // of a device: what was started so far
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,11 +2,11 @@
 
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/shard_writer.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -68,4 +68,4 @@ Manifest SavedPart::manifest(const std::optional<SavedOptimizer>& optimizer) && 
   return manifest;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 
 #include "checkpoint/format/manifest.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What some ranks wrote, as one rank tells another: of one rank, of a subgroup, of all. Small: runs of ranks are
 // joined, so it grows with the tensors and hardly with the ranks. A value.
@@ -37,4 +37,4 @@ class SavedPart {
   Numbers numbers_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,14 +11,14 @@
 #include <set>
 #include <stdexcept>
 
+#include <tessera/detail/parameter_parts.h>
+#include <tessera/lamb.h>
 #include "checkpoint/format/safetensors_header.h"
-#include "core/runtime/lazy_values.h"
 #include "core/model/module_state.h"
-#include "optim/lamb.h"
-#include "optim/state/parameter_parts.h"
+#include "core/runtime/lazy_values.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Tensors below this many bytes are written by one replica, not split.
@@ -313,4 +313,4 @@ void set_generator_states(const GeneratorStates& states, at::Device device) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

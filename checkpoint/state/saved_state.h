@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/model_shards.h>
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/shard_writer.h"
-#include "core/model/model_shards.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // This rank's part of one tensor of the training state, as a shard: `fqn` is the name that it is saved under, `tensor`
 // [held.numel()] in the order of memory, a view of the live tensor wherever that can be. A replica_count of 0: another
@@ -88,4 +88,4 @@ void synchronize(at::Device device);
 GeneratorStates generator_states(at::Device device);
 void set_generator_states(const GeneratorStates& states, at::Device device);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "checkpoint/state/training_state.h"
+#include <tessera/training_state.h>
 
 #include <limits>
 #include <set>
@@ -6,6 +6,7 @@
 #include <utility>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 class ScalerState : public Stateful {

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What came of asking for a lock. kNoLocks: the file system has none, or the file cannot be opened so.
 enum class LockOutcome : uint8_t { kTaken, kHeldByOther, kNoLocks };
@@ -34,4 +34,4 @@ std::string process_name();
 // Whether the text is a process_name() of this host whose process has ended.
 bool is_of_ended_process(const std::string& name);
 
-}  // namespace tessera
+}  // namespace tessera::internal

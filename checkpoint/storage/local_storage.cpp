@@ -5,7 +5,7 @@
 
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -122,4 +122,4 @@ class LocalStorage : public Storage {
 
 std::unique_ptr<Storage> make_local_storage(ThrowFailure fail) { return std::make_unique<LocalStorage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

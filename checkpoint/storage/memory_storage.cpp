@@ -5,7 +5,7 @@
 
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -116,4 +116,4 @@ class MemoryStorage : public Storage {
 
 std::unique_ptr<Storage> make_memory_storage(ThrowFailure fail) { return std::make_unique<MemoryStorage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,11 +3,11 @@
 
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::unique_ptr<Storage> make_s3_storage(ThrowFailure) {
   throw std::invalid_argument(
       "s3:// is not in this build of Tessera: libcurl 7.88 or newer was not found (libcurl4-openssl-dev)");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include <random>
 #include <thread>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr size_t kKeptConnections = 32;
@@ -310,4 +310,4 @@ S3Response S3Client::send(const S3Request& request) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // "s3://bucket/some/key"; the key has no '/' at its ends and may be empty.
 struct S3Location {
@@ -86,4 +86,4 @@ std::vector<std::string> xml_texts(const std::string& xml, const std::string& ta
 // "%20" is ' '.
 std::string percent_decoded(std::string text);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include "checkpoint/storage/s3_client.h"
 #include "checkpoint/storage/storage.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 namespace fs = std::filesystem;
@@ -315,4 +315,4 @@ class S3Storage : public Storage {
 
 std::unique_ptr<Storage> make_s3_storage(ThrowFailure fail) { return std::make_unique<S3Storage>(fail); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

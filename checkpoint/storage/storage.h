@@ -10,7 +10,7 @@
 
 #include "core/runtime/file.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A file of some storage that is there, open for reading. Safe from several threads at a time.
 class InputFile {
@@ -95,4 +95,4 @@ std::string scheme_of(const std::filesystem::path& path);
 // Whether it is an object store: whole files appear at once, nothing is renamed or locked.
 inline bool is_remote(const std::filesystem::path& path) { return !scheme_of(path).empty(); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <tessera/distributed_sampler.h>
 #include <torch/torch.h>
 
 #include <array>
@@ -9,8 +10,6 @@
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include "core/model/distributed_sampler.h"
 
 namespace train_gpt {
 

@@ -1,12 +1,14 @@
 #include "model.h"
 
+#include <tessera/ema.h>
+#include <tessera/model_shards.h>
+#include <tessera/quantize_linears.h>
+
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
-#include "core/model/model_shards.h"
-#include "optim/ema.h"
-#include "optim/quantized/quantize_linears.h"
+#include "core/layout/unit_plan.h"
 #include "optim/state/optimizer_state.h"
 
 namespace train_gpt {
@@ -99,7 +101,7 @@ Groups groups_of(const Parameters& parameters, const std::set<std::string>& matr
 int64_t state_bytes(torch::optim::Optimizer& optimizer) {
   int64_t bytes = 0;
   for (const auto& [parameter, state] : optimizer.state())
-    for (const auto& [name, tensor] : tessera::read_state(*state).tensors)
+    for (const auto& [name, tensor] : tessera::internal::read_state(*state).tensors)
       bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
@@ -185,7 +187,7 @@ class DistributedModel final : public Trainable {
   // Sets the groups and the wrap policy of `zero`.
   DistributedModel(Gpt model, const Options& options, std::shared_ptr<tessera::Communicator> comm,
                    tessera::ZeroOptions zero)
-      : units_(tessera::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
+      : units_(tessera::internal::plan_units(*model, tessera::wrap_modules<BlockImpl>()).size()),
         zero_(model, options, std::move(comm), completed(std::move(zero), model, options)) {}
 
   at::Tensor forward(const at::Tensor& tokens) override { return zero_(tokens); }
@@ -407,14 +409,14 @@ std::set<std::string> matrix_names(const torch::nn::Module& module) {
 std::vector<double> weight_decays(torch::optim::Optimizer& optimizer) {
   std::vector<double> decays;
   for (const auto& group : optimizer.param_groups())
-    for (const auto& [name, value] : tessera::read_options(group.options()))
+    for (const auto& [name, value] : tessera::internal::read_options(group.options()))
       if (name == "weight_decay") decays.push_back(std::get<double>(value));
   return decays;
 }
 
 void set_weight_decays(torch::optim::Optimizer& optimizer, const std::vector<double>& decays) {
   for (size_t i = 0; i < decays.size(); ++i)
-    tessera::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
+    tessera::internal::write_options(optimizer.param_groups().at(i).options(), {{"weight_decay", decays[i]}});
 }
 
 void set_learning_rate(torch::optim::Optimizer& optimizer, double lr) {

@@ -1,12 +1,13 @@
 #include "plan.h"
 
+#include <tessera/plan/dry_run.h>
+
 #include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "model.h"
-#include "plan/record/dry_run.h"
 #include "report.h"
 
 namespace train_gpt {

@@ -1,11 +1,12 @@
 #pragma once
 
+#include <tessera/communicator.h>
+#include <tessera/plan/run_record.h>
+
 #include <cstdint>
 #include <iosfwd>
 #include <memory>
 
-#include "core/comm/communicator.h"
-#include "plan/record/run_record.h"
 #include "run.h"
 #include "trainer.h"
 

@@ -1,8 +1,9 @@
 // The program behind `train_gpt --plan`, with the same options.
 
+#include <tessera/launch.h>
+
 #include <iostream>
 
-#include "core/launch/launch.h"
 #include "plan.h"
 #include "run.h"
 

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <tessera/event_writer.h>
+
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -8,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "core/trace/event_writer.h"
 #include "trainer.h"
 
 namespace train_gpt {

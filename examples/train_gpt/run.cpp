@@ -18,7 +18,6 @@
 
 #include "core/comm/notes.h"
 #include "core/memory/container_limits.h"
-#include "core/memory/peak_memory.h"
 #include "report.h"
 #include "trainer.h"
 
@@ -41,7 +40,7 @@ int ranks_of_this_machine(int world) {
 
 int threads_per_rank(const TrainOptions& options, int world) {
   if (options.threads > 0) return options.threads;
-  return std::max(1, tessera::available_cores() / ranks_of_this_machine(world));
+  return std::max(1, tessera::internal::available_cores() / ranks_of_this_machine(world));
 }
 
 void check_world(const TrainOptions& options, int world) {
@@ -239,7 +238,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
 // If all ranks fail with the same error, one rank prints it.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
-    return tessera::Notes(comm, "train_gpt").add("failed", 1) == 1;
+    return tessera::internal::Notes(comm, "train_gpt").add("failed", 1) == 1;
   } catch (const tessera::CommError&) {
     return true;
   }

@@ -1,10 +1,11 @@
 #pragma once
 
+#include <tessera/communicator.h>
+#include <tessera/folder_lock.h>
+
 #include <memory>
 #include <vector>
 
-#include "checkpoint/storage/folder_lock.h"
-#include "core/comm/communicator.h"
 #include "data.h"
 #include "options.h"
 

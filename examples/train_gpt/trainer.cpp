@@ -1,6 +1,7 @@
 #include "trainer.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <tessera/host_results.h>
 
 #include <algorithm>
 #include <chrono>
@@ -11,7 +12,6 @@
 #include <stdexcept>
 
 #include "checkpoint/format/checksum.h"
-#include "core/comm/host_results.h"
 
 namespace train_gpt {
 namespace {
@@ -162,8 +162,8 @@ Checkpoints::Checkpoints(const TrainOptions& options, const Corpus& corpus, int6
                          tessera::Communicator& comm, Trainable& model)
     : options_(options),
       windows_(windows),
-      data_(tessera::to_hex(
-          tessera::checksum(corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
+      data_(tessera::internal::to_hex(tessera::internal::checksum(
+          corpus.tokens.data(), static_cast<int64_t>(corpus.tokens.size() * sizeof(uint16_t))))),
       warmup_(options.warmup_steps()),
       comm_(comm),
       model_(model) {}

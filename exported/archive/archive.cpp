@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- mapping ------------------------------------------------------------------------------------
 
@@ -197,4 +197,4 @@ std::vector<std::string> Archive::names(const std::string& prefix, const std::st
   return names;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

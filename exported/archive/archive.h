@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A file's bytes in memory as the kernel pages them in. Writing to them changes this process's copy of the page, never
 // the file. Keeps nothing open.
@@ -61,4 +61,4 @@ class Archive {
   std::map<std::string, ArchiveMember> members_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

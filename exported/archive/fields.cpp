@@ -5,11 +5,10 @@
 
 #include <limits>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
-#include "checkpoint/format/errors.h"
-#include "exported/errors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -150,4 +149,4 @@ int64_t memory_format_of_export(const json& value) {
   return static_cast<int64_t>(kFormats[number - 1]);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Fields of the JSON in an archive, which may be damaged or hostile: each is looked for, and is of the type that its
 // reader expects, or ExportedError says which is not. Fields that nobody asks for are left alone: a newer minor version
@@ -42,4 +42,4 @@ at::ScalarType dtype_of_export(const nlohmann::json& value);
 int64_t layout_of_export(const nlohmann::json& value);
 int64_t memory_format_of_export(const nlohmann::json& value);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 
 #include "exported/archive/archive.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A model was exported in train() or eval(), and the other mode was compared with Python's.
 struct ExportedModes {
@@ -34,4 +34,4 @@ struct ExportRecord {
   static ExportRecord read(const Archive& archive);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

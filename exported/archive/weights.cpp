@@ -8,14 +8,14 @@
 #include <set>
 #include <utility>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/box.h"
-#include "checkpoint/full_file/full_file.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/slice_reader.h"
-#include "exported/errors.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -190,4 +190,4 @@ ReadElements converted(WeightSource source, at::ScalarType dtype) {
   };
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,11 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "core/layout/deferred.h"
 #include "exported/archive/archive.h"
 #include "exported/archive/record.h"
-#include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A tensor as an archive describes it.
 struct ExportedTensor {
@@ -71,4 +71,4 @@ class WeightFiles {
 // The source with its values converted to another dtype as they are read.
 ReadElements converted(WeightSource source, at::ScalarType dtype);
 
-}  // namespace tessera
+}  // namespace tessera::internal

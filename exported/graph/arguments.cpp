@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using c10::TypeKind;
@@ -255,4 +255,4 @@ std::string name_of_value(const json& argument) {
   return "";
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 
 #include "exported/graph/graph.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Which slot has a value of this name; throws ExportedError if there is none.
 using FindSlot = std::function<int(const std::string& name)>;
@@ -29,4 +29,4 @@ std::vector<Operand> read_arguments(const nlohmann::json& argument, const FindSl
 // The name of a tensor or number that a node or an input makes; "" for a constant.
 std::string name_of_value(const nlohmann::json& argument);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,11 +6,11 @@
 #include <string_view>
 #include <utility>
 
-#include "exported/graph/arguments.h"
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
+#include "exported/graph/arguments.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -556,4 +556,4 @@ std::unique_ptr<Step> Compiler::fold(Graph& graph, const Segment& segment) {
   return folded;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

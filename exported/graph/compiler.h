@@ -11,12 +11,12 @@
 #include <tuple>
 #include <vector>
 
+#include "exported/archive/record.h"
 #include "exported/graph/graph.h"
 #include "exported/graph/higher_order_steps.h"
-#include "exported/archive/record.h"
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A call of a module, as a node's metadata has it.
 struct ModuleCall {
@@ -101,4 +101,4 @@ class Compiler {
   std::map<std::string, std::string> random_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // An integer that depends on the shapes of inputs, as torch.export writes it down (sympy's srepr):
 //
@@ -54,4 +54,4 @@ std::optional<int64_t> floor_division(int64_t a, int64_t b);
 std::optional<int64_t> floor_modulo(int64_t a, int64_t b);
 std::optional<int64_t> integer_power(int64_t base, int64_t exponent);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 at::Tensor wrapped_number(const c10::IValue& number) {
@@ -151,4 +151,4 @@ std::vector<c10::IValue> Graph::run(std::vector<c10::IValue> given,
   return results;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

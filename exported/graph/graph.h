@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A graph of operators, ready to run: names have become slots, operators handles of the dispatcher, constants values.
 
@@ -129,4 +129,4 @@ class Graph {
                                const std::shared_ptr<const Execution>& execution) const;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,10 +7,10 @@
 #include <string_view>
 #include <utility>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- reading ------------------------------------------------------------------------------------
 
@@ -327,4 +327,4 @@ c10::IValue Guard::evaluate(const Node& node, const std::vector<c10::IValue>& in
 
 bool Guard::holds(const std::vector<c10::IValue>& inputs) const { return is_true(evaluate(node_, inputs)); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

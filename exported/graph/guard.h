@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What was true of the inputs when Python's code chose one way, of which the graph has no trace: an expression of
 // Python over sizes, strides and numbers of inputs.
@@ -47,4 +47,4 @@ class Guard {
   Node node_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

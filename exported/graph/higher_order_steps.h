@@ -8,7 +8,7 @@
 
 #include "exported/graph/steps.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The higher-order operators of torch.export: what each does with the graphs that it is given.
 
@@ -65,11 +65,11 @@ class ScanStep : public GraphStep {
   const size_t carried_, scanned_;
 };
 
-// A graph that backward computes again (offload/activations/checkpointed.h).
+// A graph that backward computes again (include/tessera/checkpointed.h).
 class CheckpointStep : public GraphStep {
  public:
   using GraphStep::GraphStep;
   void run(Frame& frame) const override;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

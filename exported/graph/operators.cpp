@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <string_view>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr std::string_view kPrefix = "torch.ops.";
@@ -88,4 +88,4 @@ std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema) {
   return index ? std::optional(static_cast<size_t>(*index)) : std::nullopt;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The operator that a node's target names ("torch.ops.aten.linear.default"). Throws ExportedError if libtorch does not
 // have it, if its namespace is neither aten nor among `namespaces` (of the program's own operators, or of libraries
@@ -29,4 +29,4 @@ bool evaluates_for_good(const c10::FunctionSchema& schema);
 // For operators that normalise by batch statistics, training or not, if they have no running ones: where those are.
 std::optional<size_t> running_mean_argument(const c10::FunctionSchema& schema);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,10 +8,10 @@
 #include <algorithm>
 #include <utility>
 
+#include <tessera/checkpointed.h>
 #include "exported/graph/higher_order_steps.h"
-#include "offload/activations/checkpointed.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // ---- operators ----------------------------------------------------------------------------------
 
@@ -181,4 +181,4 @@ void CheckpointStep::run(Frame& frame) const {
   set_results(frame, std::move(*outputs));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

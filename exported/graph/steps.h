@@ -10,7 +10,7 @@
 #include "exported/graph/graph.h"
 #include "exported/graph/operators.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a node's operator returns, and into how many results a list of it is taken apart: -1 for a value that is one.
 using ReturnLengths = std::vector<int>;
@@ -92,4 +92,4 @@ class GraphStep : public Step {
   const std::vector<std::shared_ptr<const Graph>> graphs_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "exported/module/exported_module.h"
+#include <tessera/exported.h>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -12,14 +12,15 @@
 
 #include "checkpoint/format/box.h"
 #include "exported/archive/archive.h"
-#include "exported/graph/arguments.h"
-#include "exported/graph/compiler.h"
 #include "exported/archive/fields.h"
-#include "exported/graph/linear_uses.h"
 #include "exported/archive/record.h"
 #include "exported/archive/weights.h"
+#include "exported/graph/arguments.h"
+#include "exported/graph/compiler.h"
+#include "exported/graph/linear_uses.h"
+#include "exported/module/signature.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -591,6 +592,10 @@ class ProgramBuilder {
 };
 
 }  // namespace
+}  // namespace tessera::internal
+
+namespace tessera {
+using namespace internal;
 
 // ---- the module ---------------------------------------------------------------------------------
 

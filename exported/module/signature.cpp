@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "exported/graph/arguments.h"
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
+#include "exported/graph/arguments.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -460,4 +460,4 @@ NamedInputs InputSignature::zeros(int64_t batch, int64_t sequence) const {
   return inputs;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

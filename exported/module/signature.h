@@ -9,23 +9,12 @@
 #include <string>
 #include <vector>
 
+#include <tessera/exported_value.h>
 #include "exported/graph/expression.h"
 #include "exported/graph/guard.h"
 #include "exported/module/structure.h"
-#include "exported/module/value.h"
 
-namespace tessera {
-
-// Inputs of one call, by position and by name.
-struct ExportedInputs {
-  std::vector<ExportedValue> positional;
-  ExportedValue::Named named;
-
-  // One more by position.
-  void add(ExportedValue value) { positional.push_back(std::move(value)); }
-  // More by name.
-  void add(const NamedInputs& inputs) { named.insert(named.end(), inputs.inputs().begin(), inputs.inputs().end()); }
-};
+namespace tessera::internal {
 
 // The shapes for which a model was exported: integers, and symbols with ranges.
 class ShapeCheck;
@@ -96,4 +85,4 @@ class InputSignature {
   Expression::Symbols exported_with_;  // where the archive tells
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,10 +2,10 @@
 
 #include <stdexcept>
 
-#include "exported/errors.h"
+#include <tessera/errors.h>
 #include "exported/archive/fields.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using nlohmann::json;
 
@@ -113,4 +113,4 @@ ExportedValue Structure::unflatten(const std::vector<ExportedValue>& leaves, siz
   return elements;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "exported/module/value.h"
+#include <tessera/exported_value.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // How Python's inputs or outputs are made of leaves (a torch.utils._pytree.TreeSpec): nested sequences and
 // dictionaries.
@@ -42,4 +42,4 @@ class Structure {
   std::vector<Structure> children_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "offload/activations/checkpointed.h"
+#include <tessera/checkpointed.h>
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -19,10 +19,11 @@
 #include <sstream>
 #include <tuple>
 
+#include <tessera/detail/saved_inputs.h>
 #include "core/paging/recomputes_later.h"
-#include "offload/activations/saved_inputs.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -221,7 +222,7 @@ struct Checkpoint : torch::autograd::Function<Checkpoint> {
 
 }  // namespace
 
-void checkpointed_detail::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
+void internal::require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after) {
   for (size_t i = 0; i < std::max(before.size(), after.size()); ++i)
     if (i >= before.size() || i >= after.size() || !before[i].is_same(after[i]))
       throw std::invalid_argument("a checkpointed function put another tensor in the place of tensor " +

@@ -14,7 +14,7 @@
 
 #include "core/memory/without_data.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 const DiskPagerOptions& checked(const DiskPagerOptions& options) {
@@ -329,4 +329,4 @@ int64_t DiskPager::disk_bytes() const {
 int64_t DiskPager::buffer_bytes() const { return buffers_.lent_bytes(); }
 int64_t DiskPager::peak_buffer_bytes() const { return buffers_.peak_lent_bytes(); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

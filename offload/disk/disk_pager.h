@@ -16,12 +16,12 @@
 #include <thread>
 #include <vector>
 
-#include "core/runtime/task_queue.h"
 #include "core/memory/counted_buffers.h"
-#include "offload/disk/disk_space.h"
 #include "core/paging/residency.h"
+#include "core/runtime/task_queue.h"
+#include "offload/disk/disk_space.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct DiskPagerOptions {
   std::string directory;                      // an existing folder, on a local SSD
@@ -141,4 +141,4 @@ class DiskPager : public Pager {
   TaskQueue queue_;  // last: its threads use the rest
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include "core/memory/disk_bytes.h"
 #include "core/memory/without_data.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 void throw_offload_error(const FileFailure& failure) {
@@ -57,4 +57,4 @@ void DiskSpace::give_back(int64_t offset, int64_t bytes) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

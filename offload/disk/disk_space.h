@@ -9,7 +9,7 @@
 
 #include "core/runtime/file.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A file for pages, without a name in `directory`. Its failures are std::runtime_error that names the directory.
 File offload_file(const std::string& directory);
@@ -37,4 +37,4 @@ class DiskSpace {
   std::map<int64_t, int64_t> free_bytes_;       // of the file, by offset; no two are neighbours
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

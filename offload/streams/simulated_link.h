@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <functional>
 
-#include "core/runtime/thread_scope.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/thread_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // For tests: how the link between host and device behaves where the device is the CPU itself, so that order, overlap
 // and failures can be tried without an accelerator.
@@ -32,4 +32,4 @@ class SimulatedLinkScope {
   const ThreadScope<const SimulatedLink*> scope_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

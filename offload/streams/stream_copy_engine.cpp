@@ -3,10 +3,10 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "core/runtime/stream_uses.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/stream_uses.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Note [Streams of a copy]. `ready` is recorded on the caller's stream and blocks the copy's, so that a copy never
@@ -99,4 +99,4 @@ std::unique_ptr<CopyEngine> make_stream_copy_engine(at::Device device) {
   return std::make_unique<StreamCopyEngine>(device);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

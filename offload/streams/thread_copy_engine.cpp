@@ -3,12 +3,12 @@
 #include <future>
 #include <thread>
 
-#include "core/runtime/task_queue.h"
 #include "core/memory/without_data.h"
 #include "core/runtime/copy_engine.h"
+#include "core/runtime/task_queue.h"
 #include "offload/streams/simulated_link.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 thread_local const SimulatedLink* current_link = nullptr;
@@ -85,4 +85,4 @@ std::unique_ptr<CopyEngine> make_thread_copy_engine(const SimulatedLink& link) {
   return std::make_unique<ThreadCopyEngine>(link);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

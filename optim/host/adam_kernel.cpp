@@ -11,7 +11,7 @@
 #define TESSERA_X86 1
 #endif
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Elements whose new values stay in the first-level cache until they are rounded to 16 bit.
@@ -184,4 +184,4 @@ void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFa
 
 const char* adam_instructions() { return kernels().name; }
 
-}  // namespace tessera
+}  // namespace tessera::internal

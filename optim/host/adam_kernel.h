@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-namespace tessera {
+namespace tessera::internal {
 
 // A group's options: torch::optim::AdamOptions or AdamWOptions.
 struct AdamRule {
@@ -52,4 +52,4 @@ void adam_step_beside(const AdamSpan& span, const AdamSpan& beside, const AdamFa
 // "avx512", "avx2" or "baseline": what adam_step() uses here.
 const char* adam_instructions();
 
-}  // namespace tessera
+}  // namespace tessera::internal

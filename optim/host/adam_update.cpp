@@ -13,13 +13,13 @@
 #include <tuple>
 #include <utility>
 
-#include "core/runtime/lazy_values.h"
-#include "optim/state/listed_optimizer.h"
-#include "optim/state/partial_step.h"
-#include "offload/disk/disk_pager.h"
+#include <tessera/detail/listed_optimizer.h>
+#include <tessera/detail/partial_step.h>
 #include "core/paging/residency.h"
+#include "core/runtime/lazy_values.h"
+#include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 template <class Options>
@@ -143,4 +143,4 @@ at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   return closure();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 
 #include "optim/host/adam_kernel.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What all optimizers of the Adam family here do alike: which parameters are stepped, what is refused, their states,
 // and the update by libtorch's fused operators. They differ in where state lies, and in what makes the update.
@@ -71,4 +71,4 @@ bool is_on_disk(const at::Tensor& parameter);
 // The closure's loss, recorded by autograd; undefined without one.
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure);
 
-}  // namespace tessera
+}  // namespace tessera::internal

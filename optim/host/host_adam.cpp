@@ -1,4 +1,4 @@
-#include "optim/host/host_adam.h"
+#include <tessera/host_adam.h>
 
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
@@ -11,15 +11,16 @@
 #include <utility>
 #include <vector>
 
-#include "core/runtime/parallel_over.h"
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"
+#include "core/paging/residency.h"
+#include "core/runtime/parallel_over.h"
+#include "offload/disk/disk_pager.h"
 #include "optim/host/adam_kernel.h"
 #include "optim/host/adam_update.h"
-#include "offload/disk/disk_pager.h"
-#include "core/paging/residency.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // What one thread takes at a time: enough to be worth a call, little enough to share evenly.

@@ -9,12 +9,12 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/runtime/stream_uses.h"
 #include "core/runtime/bits_dtype.h"
 #include "core/runtime/lazy_values.h"
+#include "core/runtime/stream_uses.h"
 #include "optim/state/optimizer_state.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Gradients on their way to the host while another parameter is stepped; and values on their way back.
@@ -237,4 +237,4 @@ void HostStep::step(torch::optim::Optimizer& optimizer) {
   partial != nullptr ? step_one_by_one(work, *partial) : step_all(work);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

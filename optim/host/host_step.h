@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
+#include <tessera/detail/partial_step.h>
 #include "core/gradients/gradient_guard.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
-#include "optim/state/partial_step.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct HostStepOptions {
   PinnedPoolOptions memory;  // for the copies and the gradients, of the parameters' device
@@ -78,4 +78,4 @@ class HostStep {
   std::unique_ptr<torch::optim::Optimizer> host_optimizer_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

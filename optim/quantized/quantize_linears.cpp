@@ -1,4 +1,4 @@
-#include "optim/quantized/quantize_linears.h"
+#include <tessera/quantize_linears.h>
 
 #include <torch/nn/modules/linear.h>
 
@@ -7,11 +7,15 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <tessera/detail/linear_weights.h>
 #include "core/layout/deferred.h"
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
+#include "optim/quantized/quantized_weight.h"
+
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Every weight of a Linear, and who uses it; names are from `root` on.

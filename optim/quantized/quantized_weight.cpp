@@ -15,7 +15,7 @@
 
 #include "core/layout/deferred.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using torch::autograd::AutogradContext;
@@ -136,4 +136,4 @@ at::Tensor QuantizedWeight::linear(const at::Tensor& input, const at::Tensor& bi
   return result + at::linear(at::linear(given, a_), b_) * (lora_.alpha / static_cast<double>(lora_.rank));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

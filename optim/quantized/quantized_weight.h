@@ -9,14 +9,7 @@
 #include "core/paging/stand_in.h"
 #include "optim/quantized/weight_format.h"
 
-namespace tessera {
-
-// A low-rank adapter beside a frozen weight (Hu et al., 2021): y = W x + alpha / rank * B A dropout(x).
-struct LoraOptions {
-  int64_t rank = 0;    // 0: none
-  double alpha = 16;   // see above
-  double dropout = 0;  // of the adapter's input, while the module trains
-};
+namespace tessera::internal {
 
 // What stands where a Linear had its weight: operators that are given handle() are given the weight's values, decoded
 // for them alone, and at::linear decodes them again in backward in the place of keeping them. The bytes are the
@@ -71,4 +64,4 @@ class QuantizedWeight : public StandIn, public std::enable_shared_from_this<Quan
   at::Tensor merged_;  // values with the adapter, while they are merged
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -18,13 +18,13 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/parallel_over.h"
+#include <tessera/adamw_8bit.h>
 #include "core/layout/deferred.h"
 #include "core/layout/int8_blocks.h"
 #include "core/memory/without_data.h"
-#include "optim/adamw_8bit.h"
+#include "core/runtime/parallel_over.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // bitsandbytes' table: quantiles of the normal distribution, with an exact 0, scaled to -1 .. 1.
@@ -224,4 +224,4 @@ at::Tensor decoded(WeightFormat format, const at::Tensor& bytes, int64_t numel, 
   return decoded_codes(layout.codes(bytes), decoded_scales(layout, bytes), numel).to(dtype);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

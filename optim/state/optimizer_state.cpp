@@ -17,14 +17,14 @@
 #include <tuple>
 #include <type_traits>
 
-#include "optim/adafactor.h"
-#include "optim/adamw_8bit.h"
-#include "optim/lbfgs.h"
-#include "optim/lion.h"
-#include "optim/muon.h"
-#include "optim/schedule_free.h"
+#include <tessera/adafactor.h>
+#include <tessera/adamw_8bit.h>
+#include <tessera/lbfgs.h>
+#include <tessera/lion.h>
+#include <tessera/muon.h>
+#include <tessera/schedule_free.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using namespace torch::optim;
@@ -314,4 +314,4 @@ void write_options(OptimizerOptions& options, const OptionList& values) {
   });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,9 +10,10 @@
 #include <variant>
 #include <vector>
 
-#include "core/model/model_shards.h"
+#include <tessera/model_shards.h>
+#include <tessera/optimizer_state_dict.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // How a state's tensor belongs to its parameter, by its name: element by element, in the parameter's shape; or, 1-D, a
 // number for each block of 256 elements in the order of memory (names that end in "_scale"), or for each row or column
@@ -29,17 +30,6 @@ std::vector<int64_t> state_sizes(const std::string& name, const std::vector<int6
 NamedShard state_shard(const std::string& name, const NamedShard& parameter, const Communicator& comm);
 // What of it is this part's to save: each block once, where its first element is.
 Range saved_part(const std::string& name, const NamedShard& parameter);
-
-// What an optimizer keeps for one parameter, by name: {"exp_avg", ...}, {"step", 7}. Tensors have the shape that
-// StateForm says; undefined ones are left out. They are the optimizer's own, not copies.
-struct ParameterState {
-  std::vector<std::pair<std::string, at::Tensor>> tensors;
-  std::vector<std::pair<std::string, int64_t>> numbers;
-};
-
-// A group's hyper-parameters by name: {"lr", 1e-3}, {"beta1", 0.9}, {"amsgrad", false}.
-using OptimizerOption = std::variant<bool, double>;
-using OptionList = std::vector<std::pair<std::string, OptimizerOption>>;
 
 // All of these know the optimizers that keep torch's Adam, AdamW, SGD, RMSprop or Adagrad options and states, and
 // Tessera's own, and throw std::invalid_argument for others: libtorch's archives do not tell names from values.
@@ -68,4 +58,11 @@ std::string text_of(const torch::optim::OptimizerOptions& options);
 // Sets the named options and leaves the others. Throws as make_state(), with nothing changed.
 void write_options(torch::optim::OptimizerOptions& options, const OptionList& values);
 
-}  // namespace tessera
+// The dictionary without states: groups and options as they are now.
+OptimizerStateDict describe_groups(const torch::optim::Optimizer& optimizer);
+
+// Checks that the dictionary fits the optimizer: kind, groups, their lengths, and the states' shapes.
+// Throws std::invalid_argument that lists everything that does not.
+void require_matching(const OptimizerStateDict& dict, const torch::optim::Optimizer& optimizer);
+
+}  // namespace tessera::internal

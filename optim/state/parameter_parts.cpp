@@ -1,4 +1,4 @@
-#include "optim/state/parameter_parts.h"
+#include <tessera/detail/parameter_parts.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -8,13 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include <tessera/host_results.h>
 #include "core/comm/agreement.h"
-#include "core/comm/host_results.h"
 #include "core/layout/shard_mark.h"
 #include "core/memory/without_data.h"
 #include "optim/state/optimizer_state.h"
 
 namespace tessera {
+using namespace internal;
 
 ParameterParts::ParameterParts(const ModelShards& model) : comm_(model.comm()) {
   at::NoGradGuard no_grad;

@@ -22,16 +22,16 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/launch/launch.h"
+#include <tessera/communicator.h>
+#include <tessera/launch.h>
 #include "core/memory/container_limits.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/simulate/collective_flow.h"
 #include "plan/calibrate/processor_time.h"
 #include "plan/calibrate/rank_timer.h"
 #include "plan/record/recorder.h"
+#include "plan/simulate/collective_flow.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -243,4 +243,4 @@ MachineSpeed calibrate(const CalibrationOptions& options) {
   return speed;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

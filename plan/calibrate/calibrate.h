@@ -3,9 +3,9 @@
 #include <functional>
 #include <string>
 
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/plan/machine_speed.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What calibrate() runs.
 struct CalibrationOptions {
@@ -27,4 +27,4 @@ struct CalibrationOptions {
 // intra-operator threads, and puts the recorder's allocator before libtorch's. Not in a dry run.
 MachineSpeed calibrate(const CalibrationOptions& options);
 
-}  // namespace tessera
+}  // namespace tessera::internal

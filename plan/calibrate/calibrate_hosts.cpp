@@ -18,7 +18,7 @@
 #include "plan/calibrate/calibrate_operators.h"
 #include "plan/calibrate/rank_timer.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // A collective in which every rank sends `sent_bytes`.
@@ -106,4 +106,4 @@ MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communica
   return speed;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

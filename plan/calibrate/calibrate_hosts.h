@@ -2,11 +2,11 @@
 
 #include <memory>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include <tessera/plan/machine_speed.h>
 #include "plan/calibrate/calibrate.h"
-#include "plan/calibrate/machine_speed.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Measures what lies between the ranks of `comm`, each of which is alone on its host: MachineSpeed::between_hosts, and
 // of tcp, which calibrate() has measured within one machine, what a byte takes of a rank's processors: what its process
@@ -18,4 +18,4 @@ namespace tessera {
 MachineSpeed calibrate_hosts(MachineSpeed speed, const std::shared_ptr<Communicator>& comm,
                              const CalibrationOptions& options);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -16,15 +16,15 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout/deferred.h"
-#include "optim/fused_optimizers.h"
-#include "plan/simulate/collective_flow.h"
-#include "plan/record/decoder.h"
-#include "plan/record/dry_run.h"
-#include "plan/calibrate/processor_time.h"
+#include <tessera/fused_optimizers.h>
+#include <tessera/plan/decoder.h>
+#include <tessera/plan/dry_run.h>
 #include <tessera/zero.h>
+#include "core/layout/deferred.h"
+#include "plan/calibrate/processor_time.h"
+#include "plan/simulate/collective_flow.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 double median_of(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -268,4 +268,4 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
   return speeds;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/communicator.h>
+#include <tessera/plan/machine_speed.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What training steps show of a rank's operators.
 struct OperatorSpeeds {
@@ -42,4 +42,4 @@ OperatorSpeeds measure_operators(const std::shared_ptr<Communicator>& comm, bool
 // threads make tensors.
 std::vector<TrainedCollectives> collectives_of_trainings(int ranks, bool quick);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/plan/machine_speed.h>
 
 #include <algorithm>
 #include <bit>
@@ -11,6 +11,7 @@
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
+using namespace internal;
 
 void refuse_collective(const std::string& operation) {
   throw std::invalid_argument("the time of a collective '" + operation +

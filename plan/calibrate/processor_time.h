@@ -2,7 +2,7 @@
 
 #include <time.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 inline double seconds_of_clock(clockid_t clock) {
   timespec now{};
@@ -13,4 +13,4 @@ inline double seconds_of_clock(clockid_t clock) {
 inline double thread_processor_s() { return seconds_of_clock(CLOCK_THREAD_CPUTIME_ID); }
 inline double process_processor_s() { return seconds_of_clock(CLOCK_PROCESS_CPUTIME_ID); }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,11 +4,11 @@
 #include <memory>
 #include <string>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "plan/calibrate/calibrate.h"
 #include "plan/calibrate/processor_time.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Times what all ranks do in step, for calibration. Everything but say() is collective, and all ranks get the same, but
 // of once_s().
@@ -46,4 +46,4 @@ class RankTimer {
   double budget_s_;  // of one measurement
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,10 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
-#include "plan/calibrate/machine_speed.h"
+#include <tessera/plan/machine_speed.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using nlohmann::json;

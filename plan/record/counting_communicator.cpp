@@ -7,10 +7,11 @@
 #include <numeric>
 #include <stdexcept>
 
+#include "core/comm/collective.h"
 #include "core/comm/shared_memory/shared_rounds_plan.h"
 #include "plan/record/recorder.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // By Collective::Kind.
@@ -194,4 +195,4 @@ Pending CountingCommunicator::start(Collective collective) {
   return pending;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

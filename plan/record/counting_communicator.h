@@ -5,9 +5,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // One rank of a group of any size of which no other rank exists: operations are written down by the thread's current
 // Recorder, as is when they are waited for, and move nothing. They answer as if every other rank had the same values as
@@ -46,4 +46,4 @@ class CountingCommunicator : public Communicator {
   std::string aborted_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

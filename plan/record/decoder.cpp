@@ -1,4 +1,4 @@
-#include "plan/record/decoder.h"
+#include <tessera/plan/decoder.h>
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
@@ -18,9 +18,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "offload/activations/checkpointed.h"
+#include <tessera/checkpointed.h>
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("model " + what); }

@@ -24,7 +24,7 @@
 #include "plan/record/recorder.h"
 #include "plan/record/shape_rules.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Left over from torchdistX, below autograd; libtorch does not use it. The one place where it is named.
 #define TESSERA_RECORDING_KEY Fake
@@ -391,4 +391,4 @@ RecordedOperators::RecordedOperators() : included_(kRecordingKey) {
         "this libtorch dropped it");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,7 +4,7 @@
 
 #include <memory>
 
-namespace tessera {
+namespace tessera::internal {
 
 // While it lives, operators of this thread are written down by its current Recorder; if that has no data, those that
 // would compute with values that mean nothing are not run, and give tensors without values instead.
@@ -22,4 +22,4 @@ class RecordedOperators {
   c10::impl::IncludeDispatchKeyGuard included_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/record/dry_run.h"
+#include <tessera/plan/dry_run.h>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
@@ -15,6 +15,7 @@
 #include "plan/record/recorder.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 int checked_steps(int steps) {

@@ -2,7 +2,7 @@
 
 #include "plan/record/shape_rules.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Arguments = MetaArguments;
@@ -67,4 +67,4 @@ int64_t flop_of(const std::string& name, const Arguments& arguments, const Tenso
   return rule == kFlopRules.end() ? 0 : rule->second(arguments, results);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

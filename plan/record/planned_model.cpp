@@ -1,4 +1,4 @@
-#include "plan/record/planned_model.h"
+#include <tessera/plan/planned_model.h>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/cross_entropy_loss.h>
@@ -12,15 +12,18 @@
 #include <utility>
 #include <vector>
 
-#include "exported/module/exported_module.h"
+#include <tessera/exported.h>
+#include <tessera/fused_optimizers.h>
+#include <tessera/host_adam.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/sharded_optimizer.h>
+#include <tessera/visit_tensors.h>
 #include "core/layout/deferred.h"
-#include "core/layout/visit_tensors.h"
-#include "optim/fused_optimizers.h"
-#include "optim/host/host_adam.h"
-#include "oss/sharded_optimizer.h"
-#include "plan/record/dry_run.h"
+
+#include "core/layout/partition.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // make() gives the module, run_backward(training) runs forward and backward, its outputs alive until the end.

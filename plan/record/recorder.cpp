@@ -17,7 +17,7 @@
 #include "core/memory/memory_cache.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 thread_local std::shared_ptr<Recorder> current_recorder;
@@ -340,4 +340,4 @@ RunRecord Recorder::finish() {
   return std::move(record_);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,9 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
+#include "core/memory/memory_kind_scope.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Writes down what the tensors of one thread take while it is that thread's current recorder, and makes a RunRecord of
 // it. The first recorder of a process puts an allocator before libtorch's, which it stays; one is to be made while no
@@ -111,4 +112,4 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   std::set<const void*> void_outside_;  // memory that is not the recorder's
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 
 #include <unordered_map>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
@@ -307,4 +307,4 @@ at::Tensor meta_of(const at::Tensor& tensor) {
   return meta;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

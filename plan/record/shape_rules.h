@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // The arguments of an operator, of which tensors are on the meta device: shapes without data.
 using MetaArguments = std::vector<c10::IValue>;
@@ -27,4 +27,4 @@ bool has_flop(const std::string& operator_name);
 int64_t flop_of(const std::string& operator_name, const std::vector<c10::IValue>& arguments,
                 const std::vector<at::Tensor>& results);
 
-}  // namespace tessera
+}  // namespace tessera::internal

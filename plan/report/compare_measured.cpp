@@ -10,7 +10,7 @@
 
 #include "plan/simulate/time_lanes.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using nlohmann::json;
@@ -148,4 +148,4 @@ json measured_memory_of(const RunRecord& predicted, const RunRecord& measured, c
           {"other_at", other_at}};
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,11 +4,11 @@
 #include <nlohmann/json_fwd.hpp>
 #include <vector>
 
-#include "plan/report/measured_step.h"
-#include "plan/record/run_record.h"
-#include "plan/simulate/step_time.h"
+#include <tessera/plan/measured_step.h>
+#include <tessera/plan/run_record.h>
+#include <tessera/plan/step_time.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a page draws of a real run beside a predicted one.
 
@@ -23,4 +23,4 @@ nlohmann::json measured_time_of(const StepTime& predicted, const MeasuredStep& m
 nlohmann::json measured_memory_of(const RunRecord& predicted, const RunRecord& measured,
                                   const std::vector<size_t>& points);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/report/measured_step.h"
+#include <tessera/plan/measured_step.h>
 
 #include <algorithm>
 #include <fstream>
@@ -9,6 +9,7 @@
 #include "core/trace/trace_file.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // A line of the trace that is of some rank and takes time.

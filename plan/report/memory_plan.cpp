@@ -1,4 +1,4 @@
-#include "plan/report/memory_plan.h"
+#include <tessera/plan/memory_plan.h>
 
 #include <c10/util/Exception.h>
 
@@ -15,6 +15,7 @@
 #include "plan/report/quantity_text.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 constexpr MemoryKind kColumns[] = {MemoryKind::kParameters,  MemoryKind::kGathered,  MemoryKind::kBuckets,

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Choices that differ from this one in one thing.
@@ -62,4 +62,4 @@ std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machi
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

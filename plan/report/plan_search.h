@@ -2,9 +2,9 @@
 
 #include <vector>
 
-#include "plan/report/memory_plan.h"
+#include <tessera/plan/memory_plan.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Looks for the choice that a plan would recommend among all stages, units, sizes of a copy, prefetching, resharding,
 // precisions, checkpointing and offload. Begins with training_choices(), and with offload where none of them fits; then
@@ -12,4 +12,4 @@ namespace tessera {
 // tens of dry runs in place of hundreds. Returns all that were tried. Throws as PlannedModel::run().
 std::vector<PlannedTraining> search_plans(const PlannedModel& model, const Machines& machines);
 
-}  // namespace tessera
+}  // namespace tessera::internal

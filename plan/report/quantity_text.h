@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What users and data sheets write: a number and its unit, which is a key of `units`, with spaces between them or none;
 // where it is of a speed, "/s" or "ps" may stand behind. In the unit whose factor is 1. Nothing if that is not what the
@@ -24,4 +24,4 @@ ByteUnit unit_for(int64_t most_bytes);
 // "1 rank", "2 ranks"
 std::string counted(int64_t number, const std::string& noun);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/report/timeline_page.h"
+#include <tessera/plan/timeline_page.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -11,6 +11,7 @@
 #include "plan/simulate/time_lanes.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 using nlohmann::json;

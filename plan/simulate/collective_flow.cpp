@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // As core/comm/gloo/gloo_communicator.cpp has them: what an all-reduce or a broadcast sends whole, in one exchange.
@@ -98,4 +98,4 @@ double sum_s_per_byte(const LinkSpeed& link) {
   return std::max(0.0, 1 / link.reduced_bytes_per_s - 1 / link.bytes_per_s);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

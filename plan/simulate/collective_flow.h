@@ -2,12 +2,13 @@
 
 #include <vector>
 
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
 
-namespace tessera {
+namespace tessera::internal {
 
-// How a collective goes on in core/comm/gloo/gloo_communicator.cpp, where each rank sends to each other one: for times of CPUs.
+// How a collective goes on in core/comm/gloo/gloo_communicator.cpp, where each rank sends to each other one: for times
+// of CPUs.
 struct CollectiveFlow {
   int exchanges = 1;              // one after the other, each waited for; 2 at most
   double message_bytes[2]{};      // of each exchange, to each other rank
@@ -45,4 +46,4 @@ int latencies_of(const RecordedCollective& collective);
 // Seconds of a byte that is added up, beside its copy. 0 where that is not known.
 double sum_s_per_byte(const LinkSpeed& link);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-namespace tessera {
+namespace tessera::internal {
 
 CoreTurns::CoreTurns(size_t threads, int cores, std::function<void(size_t)> go_on)
     : cores_(static_cast<size_t>(cores)), go_on_(std::move(go_on)), threads_(threads) {}
@@ -90,4 +90,4 @@ void CoreTurns::make_ready(size_t index) {
   ready_.emplace(thread.taken_s, index);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Threads that take turns on the cores of a host, in simulated time. A thread has bursts of work, one after the other,
 // and sleeps between them. Of those that are ready the one goes first that has had least of a core; where others wait
@@ -61,4 +61,4 @@ class CoreTurns {
   Order sleepers_;       // that know when they wake up
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

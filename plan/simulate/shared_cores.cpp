@@ -17,7 +17,7 @@
 #include "plan/simulate/core_turns.h"
 #include "plan/simulate/step_actions.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr double kNever = CoreTurns::kNever;
@@ -495,4 +495,4 @@ StepTime predict_on_cores(const std::vector<const RunRecord*>& records, const Ma
   return CoreSimulation(records, speed, step).run();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

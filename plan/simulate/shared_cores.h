@@ -2,11 +2,11 @@
 
 #include <vector>
 
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
-#include "plan/simulate/step_time.h"
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
+#include <tessera/plan/step_time.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // predict_step() where MachineSpeed::cores says how many cores the ranks of a host share: a discrete-event run of all
 // of them, as operating system (core_turns.h) and transports (collective_flow.h) have it. A rank computes, copies and
@@ -21,4 +21,4 @@ namespace tessera {
 // lacks something that the records need.
 StepTime predict_on_cores(const std::vector<const RunRecord*>& records, const MachineSpeed& speed, int step);
 
-}  // namespace tessera
+}  // namespace tessera::internal

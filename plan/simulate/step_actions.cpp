@@ -4,7 +4,7 @@
 #include <tuple>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 std::vector<StepAction> actions_of(const RunRecord& record) {
   using Kind = StepAction::Kind;
@@ -35,4 +35,4 @@ std::vector<StepAction> actions_of(const RunRecord& record) {
   return actions;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "plan/record/run_record.h"
+#include <tessera/plan/run_record.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 // One thing that a rank did: called an operator, started a collective, or waited for one.
 struct StepAction {
@@ -18,4 +18,4 @@ struct StepAction {
 // All of a record, in the order in which the rank did it.
 std::vector<StepAction> actions_of(const RunRecord& record);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,4 @@
-#include "plan/simulate/step_time.h"
+#include <tessera/plan/step_time.h>
 
 #include <algorithm>
 #include <array>
@@ -10,6 +10,7 @@
 #include "plan/simulate/step_actions.h"
 
 namespace tessera {
+using namespace internal;
 namespace {
 
 // Every lane's time, moved forward by what the rank did.

@@ -7,6 +7,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_faults_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;

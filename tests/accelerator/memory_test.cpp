@@ -10,6 +10,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::accelerator_memory_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;

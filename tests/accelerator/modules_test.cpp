@@ -13,6 +13,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator_modules_test {
+using namespace internal;
 namespace {
 
 using accelerator::Simulation;

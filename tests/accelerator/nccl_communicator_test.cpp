@@ -16,6 +16,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::nccl_communicator_test {
+using namespace internal;
 namespace {
 
 using accelerator::on_devices;

@@ -8,6 +8,7 @@
 #include "tests/support/matrix.h"
 
 namespace tessera::accelerator_parity_test {
+using namespace internal;
 namespace {
 
 using namespace accelerator_training;

@@ -10,6 +10,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::simulation_test {
+using namespace internal;
 namespace {
 
 using accelerator::Request;

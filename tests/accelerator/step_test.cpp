@@ -8,6 +8,7 @@
 #include "tests/accelerator/simulated_training.h"
 
 namespace tessera::accelerator_step_test {
+using namespace internal;
 namespace {
 
 using accelerator::Simulation;

@@ -9,6 +9,7 @@
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator_training {
+using namespace internal;
 namespace {
 
 using testing_support::seeded;

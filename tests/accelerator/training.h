@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator_training {
+using namespace internal;
 
 struct Case {
   std::string name;

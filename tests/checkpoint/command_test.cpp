@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/built.h"
@@ -12,6 +12,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::command_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

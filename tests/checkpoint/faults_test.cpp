@@ -22,8 +22,8 @@
 #include <thread>
 
 #include "checkpoint/format/entries.h"
-#include "checkpoint/save/group_saves.h"
 #include "checkpoint/load/offline.h"
+#include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
@@ -31,6 +31,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::faults_test {
+using namespace internal;
 
 using testing_support::FileCall;
 using testing_support::observed;

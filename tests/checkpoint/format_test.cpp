@@ -2,22 +2,23 @@
 #include <fstream>
 #include <iterator>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/save/commit.h"
 #include "checkpoint/format/entries.h"
-#include "checkpoint/format/errors.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "checkpoint/format/shard_writer.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "tests/support/built.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::format_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

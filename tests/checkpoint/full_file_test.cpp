@@ -1,5 +1,5 @@
 // Whole models in safetensors files, from any layout and to any.
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -15,6 +15,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::full_file_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -20,11 +20,11 @@
 #include <system_error>
 #include <thread>
 
-#include "checkpoint/save/commit.h"
 #include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/load/offline.h"
-#include "core/comm/agreement.h"
+#include "checkpoint/save/commit.h"
 #include "checkpoint/storage/file_lock.h"
+#include "core/comm/agreement.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/matrix.h"
@@ -32,6 +32,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::hostile_test {
+using namespace internal;
 
 std::atomic<int64_t> wall_clock_is_ahead_s = 0;
 std::atomic<bool> no_locks = false;  // as a file system may have none

@@ -11,16 +11,17 @@
 #include <random>
 #include <thread>
 
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/free_port.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::kill_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

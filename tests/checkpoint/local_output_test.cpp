@@ -17,6 +17,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::local_output_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -11,6 +11,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // A module that every rank holds whole (as under DDP), or in `group_numel` parts that groups of
 // ranks hold alike (as under hybrid sharding): the smallest ModelShards that show such layouts. It moves the module to

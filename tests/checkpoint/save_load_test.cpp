@@ -8,12 +8,12 @@
 #include <optional>
 #include <thread>
 
-#include "checkpoint/save/commit.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "core/comm/fingerprint.h"
 #include "tests/checkpoint/replicated.h"
 #include "tests/support/random_net.h"
@@ -21,6 +21,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::save_load_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -1,5 +1,5 @@
 // What is beside the model and its optimizer is saved and loaded with them, by one call.
-#include "checkpoint/state/training_state.h"
+#include <tessera/training_state.h>
 
 #include <torch/optim/schedulers/step_lr.h>
 
@@ -11,6 +11,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::training_state_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -3,7 +3,7 @@
 
 #include <cstdio>
 
-#include "core/memory/peak_memory.h"
+#include <tessera/peak_memory.h>
 
 #ifndef NDEBUG
 #error "libtorch's headers need NDEBUG"

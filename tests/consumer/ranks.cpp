@@ -6,8 +6,8 @@
 #include <exception>
 #include <memory>
 
-#include "core/comm/communicator.h"
-#include "core/launch/launch.h"
+#include <tessera/communicator.h>
+#include <tessera/launch.h>
 
 int main() {
   try {

@@ -9,11 +9,12 @@
 #include <string>
 #include <vector>
 
+#include <tessera/plan.h>
+#include <tessera/plan/dry_run.h>
 #include <tessera/tessera.h>
 #include "gpt.h"
 #include "model.h"
 #include "options.h"
-#include "plan/record/dry_run.h"
 #include "tests/support/built.h"
 #include "tests/support/child_process.h"
 #include "tests/support/temporary_folder.h"

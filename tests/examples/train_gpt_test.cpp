@@ -18,10 +18,10 @@
 #include <thread>
 #include <vector>
 
+#include <tessera/checkpoint.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
-#include "checkpoint/checkpoint.h"
 #include "checkpoint/format/slice_reader.h"
-#include "checkpoint/full_file/full_file.h"
 #include "gpt.h"
 #include "options.h"
 #include "run.h"
@@ -441,10 +441,10 @@ TEST(TrainGpt, AdaptersAreTrainedBesideAFrozenBase) {
   train("--wrapper oss --ranks 2 --batch 6 --optimizer muon --quantize int8" + common);
   const auto norms = [](const std::string& name) { return name.find("ln_") != std::string::npos; };
   const auto read = [](const std::string& path, const std::string& name) {
-    const auto found = tessera::find_full_tensors(path + "/model.safetensors");
-    return tessera::SliceReader(found).read(name, tessera::whole_box(found.tensors.at(name).shape));
+    const auto found = tessera::internal::find_full_tensors(path + "/model.safetensors");
+    return tessera::internal::SliceReader(found).read(name, tessera::internal::whole_box(found.tensors.at(name).shape));
   };
-  const auto found = tessera::find_full_tensors(base + "/model.safetensors");
+  const auto found = tessera::internal::find_full_tensors(base + "/model.safetensors");
   for (const auto& [name, tensor] : found.tensors) {
     const bool adapted = name.find(".h.") != std::string::npos && name.ends_with(".weight") && !norms(name);
     EXPECT_TRUE(at::allclose(read(first, name), read(again, name), 1e-3, 1e-4)) << name;

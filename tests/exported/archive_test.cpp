@@ -17,6 +17,7 @@
 #include "exported/graph/operators.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

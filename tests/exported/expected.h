@@ -7,12 +7,14 @@
 #include <memory>
 #include <string>
 
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
+#include <tessera/exported.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
 #include "tests/support/built.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 
 inline std::filesystem::path data_file(const std::string& name) {
   return std::filesystem::path(testing_support::built(TESSERA_EXPORTED_DATA)) / name;

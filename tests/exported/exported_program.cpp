@@ -19,9 +19,10 @@
 #include <sstream>
 #include <string>
 
-#include "checkpoint/full_file/full_file.h"
-#include "checkpoint/format/slice_reader.h"
+#include <tessera/exported.h>
+#include <tessera/full_file.h>
 #include <tessera/tessera.h>
+#include "checkpoint/format/slice_reader.h"
 
 namespace {
 
@@ -75,10 +76,11 @@ Settings read_settings(const std::vector<std::string>& words) {
 }
 
 Tensors read_tensors_of(const std::string& file) {
-  const tessera::SavedTensors saved = tessera::find_full_tensors(file);
-  tessera::SliceReader reader(saved);
+  const tessera::internal::SavedTensors saved = tessera::internal::find_full_tensors(file);
+  tessera::internal::SliceReader reader(saved);
   Tensors tensors;
-  for (const auto& [name, tensor] : saved.tensors) tensors[name] = reader.read(name, tessera::whole_box(tensor.shape));
+  for (const auto& [name, tensor] : saved.tensors)
+    tensors[name] = reader.read(name, tessera::internal::whole_box(tensor.shape));
   return tensors;
 }
 

@@ -5,13 +5,14 @@
 #include <fstream>
 #include <memory>
 
-#include "checkpoint/full_file/full_file.h"
+#include <tessera/full_file.h>
 #include "exported/archive/weights.h"
 #include "tests/exported/expected.h"
 #include "tests/support/reference.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

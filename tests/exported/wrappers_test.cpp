@@ -9,6 +9,7 @@
 #endif
 
 namespace tessera::exported_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -15,9 +15,9 @@
 #include <exception>
 #include <string>
 
-#include "gpt2_files.h"
-#include "checkpoint/load/find_checkpoints.h"
 #include <tessera/tessera.h>
+#include "checkpoint/load/find_checkpoints.h"
+#include "gpt2_files.h"
 
 namespace {
 
@@ -146,8 +146,9 @@ void go_on(const std::string& from, int ranks, int steps, const std::string& to)
                               torch::nn::BatchNorm1d(7));
     tessera::FullyShardedDataParallel fsdp(net, comm, {.auto_wrap = tessera::wrap_modules<torch::nn::LinearImpl>()});
     // All of one group, or matrices in the first and the rest in the second, as the checkpoint has them.
-    std::vector<torch::optim::OptimizerParamGroup> groups(tessera::read_manifest(from).optimizer->groups.size(),
-                                                          torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
+    std::vector<torch::optim::OptimizerParamGroup> groups(
+        tessera::internal::read_manifest(from).optimizer->groups.size(),
+        torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
     for (const auto& shard : fsdp.named_shards())
       groups[shard.sizes.size() > 1 ? 0 : groups.size() - 1].params().push_back(shard.tensor);
     torch::optim::AdamW optimizer(groups, 0.5);  // all of which the checkpoint replaces

@@ -8,6 +8,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::copy_engine_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

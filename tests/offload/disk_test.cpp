@@ -18,6 +18,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::disk_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::fsdp_offload_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -1,5 +1,5 @@
 // The host optimizers against the formula in double precision, against torch's, and their copy in 16 bit.
-#include "optim/host/host_adam.h"
+#include <tessera/host_adam.h>
 
 #include <cmath>
 
@@ -7,6 +7,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::host_adam_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

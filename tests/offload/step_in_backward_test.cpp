@@ -6,8 +6,8 @@
 #include <mutex>
 #include <set>
 
-#include "core/runtime/parallel_over.h"
 #include "core/gradients/shard_norm.h"
+#include "core/runtime/parallel_over.h"
 #include "optim/state/optimizer_state.h"
 #include "tests/support/matrix.h"
 #include "tests/support/random_net.h"
@@ -15,6 +15,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_in_backward_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -6,6 +6,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // Parameters of many shapes in two units, and no use of them: their gradients are given, so that optimizers can be
 // compared bit for bit at any number of ranks.

@@ -3,6 +3,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::frozen_base_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

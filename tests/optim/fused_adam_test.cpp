@@ -5,6 +5,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::fused_adam_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -5,6 +5,7 @@
 #include "tests/optim/bare_model.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 struct Layout {
   int world = 1;

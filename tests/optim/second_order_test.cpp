@@ -2,6 +2,7 @@
 #include "tests/optim/given_gradients.h"
 
 namespace tessera::second_order_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

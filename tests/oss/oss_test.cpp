@@ -9,6 +9,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::oss_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -14,6 +14,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_command_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

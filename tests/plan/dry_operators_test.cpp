@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

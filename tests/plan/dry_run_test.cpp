@@ -3,15 +3,16 @@
 #include <string>
 #include <vector>
 
-#include "optim/adafactor.h"
-#include "optim/ema.h"
-#include "optim/host/host_adam.h"
+#include <tessera/adafactor.h>
+#include <tessera/ema.h>
+#include <tessera/host_adam.h>
 #include "optim/state/optimizer_state.h"
 #include "tests/plan/models.h"
 #include "tests/plan/same_record.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -8,15 +8,16 @@
 #include <utility>
 #include <vector>
 
-#include "core/layout/unit_plan.h"
-#include "plan/record/decoder.h"
-#include "plan/record/dry_run.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/report/memory_plan.h"
-#include "plan/record/planned_model.h"
+#include <tessera/plan/decoder.h>
+#include <tessera/plan/dry_run.h>
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/memory_plan.h>
+#include <tessera/plan/planned_model.h>
 #include <tessera/zero.h>
+#include "core/layout/unit_plan.h"
 
 namespace tessera::literature_test {
+using namespace internal;
 namespace {
 
 constexpr double kGiB = 0x1p30, kGB = 1e9;

@@ -7,6 +7,7 @@
 
 // Small networks of the kinds of operators that models are made of, with sizes that divide nothing.
 namespace tessera::plan_tests {
+using namespace internal;
 
 struct MlpImpl : torch::nn::Module {
   MlpImpl() {

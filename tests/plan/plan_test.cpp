@@ -5,17 +5,18 @@
 #include <cmath>
 #include <fstream>
 
-#include "exported/module/exported_module.h"
-#include "optim/fused_optimizers.h"
+#include <tessera/exported.h>
+#include <tessera/fused_optimizers.h>
+#include <tessera/plan/timeline_page.h>
 #include "plan/record/counting_communicator.h"
 #include "plan/report/plan_search.h"
-#include "plan/report/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/support/built.h"
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::plan_tests {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

@@ -6,10 +6,11 @@
 #include <utility>
 #include <vector>
 
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
 
 namespace tessera::plan_tests {
+using namespace internal;
 
 // 1 TFLOP/s, 1 GB/s of memory and link, no fixed costs: numbers that divide.
 inline MachineSpeed plain() {

@@ -8,16 +8,17 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/run_record.h>
+#include <tessera/plan/step_time.h>
 #include "plan/simulate/collective_flow.h"
 #include "plan/simulate/core_turns.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/record/run_record.h"
 #include "plan/simulate/shared_cores.h"
-#include "plan/simulate/step_time.h"
 #include "tests/plan/script.h"
 #include "tests/support/reference.h"
 
 namespace tessera::shared_cores_test {
+using namespace internal;
 namespace {
 
 using namespace plan_tests;

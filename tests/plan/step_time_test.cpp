@@ -8,14 +8,14 @@
 #include <set>
 #include <utility>
 
-#include "core/launch/launch.h"
+#include <tessera/launch.h>
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/measured_step.h>
+#include <tessera/plan/step_time.h>
+#include <tessera/plan/timeline_page.h>
 #include "plan/calibrate/calibrate_hosts.h"
 #include "plan/calibrate/calibrate_operators.h"
-#include "plan/calibrate/machine_speed.h"
-#include "plan/report/measured_step.h"
-#include "plan/simulate/step_time.h"
 #include "plan/simulate/time_lanes.h"
-#include "plan/report/timeline_page.h"
 #include "tests/plan/models.h"
 #include "tests/plan/page.h"
 #include "tests/plan/script.h"
@@ -23,6 +23,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::step_time_test {
+using namespace internal;
 namespace {
 
 using namespace plan_tests;

@@ -3,6 +3,7 @@
 #include <cstdlib>
 
 namespace tessera::testing_support {
+using namespace internal;
 namespace {
 
 // A module without a forward of its own: a place in the tree.

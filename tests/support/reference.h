@@ -16,6 +16,7 @@
 #include "tests/support/matrix.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // Where this thread's rank has its tensors: on the CPU, unless the program runs its tests on simulated devices
 // (tests/support/accelerator/tests_on_devices.cpp).

@@ -6,6 +6,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::testing_support {
+using namespace internal;
 
 // The events of a file that TESSERA_TRACE has made: with the bracket that the format leaves to the reader, it has to
 // be JSON.

@@ -5,6 +5,7 @@
 #include "tests/support/temporary_folder.h"
 
 namespace tessera::checkpoint_test {
+using namespace internal;
 namespace {
 
 using namespace testing_support;

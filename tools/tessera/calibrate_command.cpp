@@ -7,12 +7,13 @@
 #include <string>
 #include <utility>
 
+#include <tessera/launch.h>
 #include "commands.h"
-#include "core/launch/launch.h"
 #include "plan/calibrate/calibrate_hosts.h"
 #include "plan/report/quantity_text.h"
 
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 
@@ -48,7 +49,7 @@ int calibrate(const Arguments& arguments) {
   CalibrationOptions options{.ranks = arguments.ranks, .threads = arguments.threads, .quick = arguments.quick};
   options.progress = [](const std::string& what) { std::fprintf(stderr, "%s\n", what.c_str()); };
   if (!arguments.speed.file.empty()) return calibrate_between_hosts(arguments, options);
-  const MachineSpeed speed = tessera::calibrate(options);
+  const MachineSpeed speed = calibrate(options);
   write_speed(speed, file);
   const auto largest = [](const SpeedCurve& curve) {
     const auto [amount, seconds] = curve.points().back();

@@ -7,19 +7,21 @@
 #include <string>
 #include <system_error>
 
-#include "progress_bar.h"
-#include "checkpoint/checkpoint.h"
-#include "checkpoint/save/commit.h"
-#include "checkpoint/load/find_checkpoints.h"
+#include <tessera/checkpoint.h>
 #include "checkpoint/format/manifest.h"
-#include "checkpoint/load/offline.h"
 #include "checkpoint/format/rank_files.h"
 #include "checkpoint/format/safetensors_header.h"
+#include "checkpoint/full_file/find_full_tensors.h"
+#include "checkpoint/load/find_checkpoints.h"
+#include "checkpoint/load/offline.h"
+#include "checkpoint/save/commit.h"
 #include "plan/report/quantity_text.h"
+#include "progress_bar.h"
 
 namespace fs = std::filesystem;
 using nlohmann::json;
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 

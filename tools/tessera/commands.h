@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "plan/calibrate/machine_speed.h"
-#include "plan/report/memory_plan.h"
+#include <tessera/plan/machine_speed.h>
+#include <tessera/plan/memory_plan.h>
 
 // The subcommands, all but plan, calibrate and `trace merge` of checkpoints. Each prints to standard output and returns
 // the exit code: 0, or 1 where it found damage or differences. Errors are thrown.

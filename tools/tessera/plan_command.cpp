@@ -10,12 +10,13 @@
 #include <stdexcept>
 #include <system_error>
 
+#include <tessera/plan/timeline_page.h>
 #include "commands.h"
 #include "plan/report/plan_search.h"
 #include "plan/report/quantity_text.h"
-#include "plan/report/timeline_page.h"
 
 using namespace tessera;
+using namespace tessera::internal;
 
 namespace {
 

@@ -9,17 +9,17 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/errors.h>
 #include "checkpoint/format/checked_json.h"
 #include "checkpoint/format/checksum.h"
-#include "checkpoint/format/errors.h"
 #include "checkpoint/format/manifest.h"
 #include "checkpoint/format/safetensors_header.h"
 #include "exported/archive/archive.h"
-#include "exported/errors.h"
 
 namespace {
 
 using namespace tessera;
+using namespace tessera::internal;
 
 // With the right checksum, so that what lies behind it is tried too. A manifest that is accepted
 // has to be the same after writing and reading it again.

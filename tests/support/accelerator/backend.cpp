@@ -18,6 +18,7 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 class SimulatedGroup {
  public:

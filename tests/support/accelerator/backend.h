@@ -19,6 +19,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 // What the ranks of a group share.
 class SimulatedGroup;

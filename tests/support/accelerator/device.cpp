@@ -16,6 +16,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 using c10::Device;

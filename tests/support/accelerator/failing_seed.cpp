@@ -6,6 +6,7 @@
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 class FailingSeed : public testing::EmptyTestEventListener {

@@ -18,6 +18,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 constexpr int kMostGpus = 64;

@@ -4,6 +4,7 @@
 #include "tests/support/gpu/gpu_support.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 // Null: the accelerator is simulated. Loads the library at the first call.
 const GpuSupport* gpus();

@@ -13,6 +13,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 // The tensor's memory as kernels reach it: a CPU tensor that owns nothing.
 at::Tensor for_kernels(const at::Tensor& tensor);

@@ -24,6 +24,7 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 constexpr size_t kArenaBytes = size_t{2} << 30;  // of addresses; memory is taken as it is used

@@ -6,6 +6,7 @@
 #include "core/memory/page_locked.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 c10::Allocator* device_allocator();
 at::HostAllocator* pinned_allocator();

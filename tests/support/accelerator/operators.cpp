@@ -29,6 +29,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 at::Tensor for_kernels(const at::Tensor& tensor) {
   return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),

@@ -13,6 +13,7 @@
 #include "tests/support/accelerator/streams.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 // Where something was asked for: addresses now, names when somebody wants to read them.
 class CallStack {

@@ -4,11 +4,12 @@
 #include <functional>
 #include <memory>
 
+#include <tessera/launch.h>
 #include "core/comm/nccl/nccl_communicator.h"
-#include "core/launch/launch.h"
 #include "tests/support/accelerator/accelerator.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 // What an NCCL communicator's groups are made with: NCCL's on GPUs, else simulated ones.
 std::shared_ptr<NcclBackends> device_groups();

@@ -19,6 +19,7 @@
 #include "tests/support/accelerator/races.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 // A thread that does the stream's work in order. Never destroyed: it may outlive main().

@@ -9,6 +9,7 @@
 #include "tests/support/reference.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 namespace {
 
 void run(int world, const testing_support::RankBody& body) {

@@ -8,6 +8,7 @@
 #include "core/memory/page_locked.h"
 
 namespace tessera::accelerator {
+using namespace internal;
 
 struct GpuSupport {
   std::shared_ptr<NcclBackends> groups;  // NCCL's
