@@ -20,7 +20,7 @@ bool is_count(const json& value) {
 }  // namespace
 
 json parse_json(std::string_view text, const std::string& where, int max_depth) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
+  std::vector<std::set<std::string>> keys;  // of the open objects
   const json::parser_callback_t check = [&](int depth, json::parse_event_t event, json& parsed) {
     if (depth > max_depth)
       throw CheckpointError(where + ": JSON nested deeper than " + std::to_string(max_depth) + " levels");

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-// All of xxHash is in this file: nothing to link, and the compiler's own vector instructions.
+// Includes xxHash in this file only: nothing to link, and the compiler can use its vector instructions.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

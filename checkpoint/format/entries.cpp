@@ -18,7 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What was being done, in the order of FileAction.
+// The words for each FileAction, in its order.
 constexpr const char* kDoing[] = {
     "creating",          "opening", "looking at", "reading", "writing", "writing to the disk", "setting the size of",
     "claiming space for"};
@@ -44,7 +44,7 @@ void throw_checkpoint_error(const FileFailure& failure) {
 
 const Storage& storage_of(const fs::path& path) {
   static std::mutex mutex;
-  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // threads outlive main(): not destroyed
+  static auto& all = *new std::map<std::string, std::unique_ptr<Storage>>;  // never destroyed: threads outlive main()
   const std::string scheme = scheme_of(path);
   const std::lock_guard lock(mutex);
   auto& storage = all[scheme];

@@ -18,7 +18,6 @@ namespace fs = std::filesystem;
 
 constexpr char kSequence[] = "\"sequence\": ";
 
-// Why a directory has no manifest.
 std::string explain_missing(const fs::path& directory) {
   std::error_code ignored;
   const std::string where = directory.string();
@@ -43,10 +42,9 @@ bool is_rank_file(const std::string& listed) {
          listed.find_first_not_of("0123456789-", kStart.size()) == listed.size() - kEnd.size();
 }
 
-// What is in a checkpoint's directory beside the manifest.
 struct Contents {
-  int ranks = 0;   // files of ranks, or folders of saves
-  int others = 0;  // what no save has written
+  int ranks = 0;   // rank files, or folders of saves
+  int others = 0;  // written by no save
 };
 Contents contents_of(const fs::path& checkpoint) {
   Contents contents;
@@ -95,7 +93,7 @@ FoundCheckpoints find_checkpoints(const fs::path& folder) {
       text = read_text(path / kManifestName, kMaxManifestBytes);
     } catch (const StorageUnavailable&) {
       throw;
-    } catch (const CheckpointError&) {  // removed meanwhile, or no manifest in any way
+    } catch (const CheckpointError&) {  // removed meanwhile, or not a manifest
       if (!is_checkpoint(path)) continue;
     }
     if (const auto sequence = sequence_of(text))
@@ -132,13 +130,13 @@ Manifest manifest_of(const std::string& text, const fs::path& directory) {
 Manifest read_manifest(const fs::path& directory) { return manifest_of(read_manifest_text(directory), directory); }
 
 std::optional<int64_t> peek_sequence(const fs::path& directory) {
-  // Where format_manifest() writes both fields.
+  // The start of the file, where format_manifest() writes both fields.
   std::string start;
   try {
     start = storage_of(directory).beginning(directory / kManifestName, 256);
   } catch (const StorageUnavailable&) {
     throw;
-  } catch (const CheckpointError&) {  // it is no file
+  } catch (const CheckpointError&) {  // not a file
     return std::nullopt;
   }
   const auto format = start.find("\"format\": \"tessera-checkpoint\"");
@@ -153,7 +151,7 @@ std::optional<int64_t> peek_sequence(const fs::path& directory) {
 
 }  // namespace tessera::internal
 
-namespace tessera {
+namespace tessera::internal {
 using namespace internal;
 
 std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
@@ -164,4 +162,4 @@ std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
   return std::nullopt;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@ namespace {
 
 using nlohmann::json;
 
-// So that ranks whose optimizers differ are told apart without sending the names of all parameters.
+// Detects ranks whose optimizers differ, without sending the names of all parameters.
 std::string fingerprint(const SavedOptimizer& optimizer) {
   return to_hex(checksum(optimizer_to_json({optimizer.kind, optimizer.groups}).dump()));
 }

@@ -1,4 +1,4 @@
-// In the place of s3_storage.cpp where there is no libcurl.
+// Replaces s3_storage.cpp in builds without libcurl.
 #include <stdexcept>
 
 #include "checkpoint/storage/storage.h"

@@ -17,30 +17,32 @@
 
 namespace tessera {
 
-// Sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks loads them. FORMAT.md
-// has the bytes; docs/checkpoint.md the use. All functions are collective over the model's communicator unless said
-// otherwise, and called by the thread that uses it, outside forward and backward. An error on one rank is an error on
-// all, which names the rank; the group, the model and the optimizer are then as they were, and training can go on.
+// Saves and loads sharded checkpoints: each rank writes its own shards, and any wrapper on any number of ranks can load
+// them. FORMAT.md defines the bytes; docs/checkpoint.md is the guide.
 //
-//   dir         the checkpoint itself ("out/step-000200"), the same on all ranks, on a file system that all of them
-//               see. Its parents are made. A checkpoint that is there is replaced.
+// Unless stated otherwise, these functions are collective over the model's communicator, and must be called on its
+// thread, outside forward and backward. If one rank fails, all throw an error that names it; group, model and optimizer
+// are then unchanged, and training can continue.
+//
+//   dir         the checkpoint itself ("out/step-000200"): the same path on all ranks, on a shared file system. Creates
+//               its parents, and replaces an existing checkpoint.
 //   model       any wrapper
-//   optimizer   any that optim/state/optimizer_state.h knows, over the wrapper's parameters; sharded or not
-//   extra       the caller's own, finite numbers, nothing binary, rank 0's is kept: step, position, ...; {} if null
+//   optimizer   any type known to optim/state/optimizer_state.h, over the wrapper's parameters; sharded or not
+//   extra       the caller's own values (step, position, ...), finite numbers without binary data; rank 0's is saved
 //
-// Throws CheckpointError for files, std::invalid_argument for arguments and while averages are swapped in whose Ema, or
-// optimizer, is given; CommError for a broken group.
+// Throws CheckpointError for files, CommError for a broken group, std::invalid_argument for bad arguments and while the
+// averages of a given Ema or optimizer are swapped in.
 
-// Writes a checkpoint and returns when it is complete and on the disk; killed before, the directory is what it was.
-// Buffers are rank 0's. Waits first for an asynchronous save of the same group that is under way, and throws the error
-// of one that failed and was not waited for.
+// Writes a checkpoint and blocks until it is complete and durable; until then, the directory keeps its old content.
+// Saves rank 0's buffers. Waits first for the group's asynchronous save in flight, and throws the error of one that
+// failed and was never waited for.
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 void save_checkpoint(const std::filesystem::path& dir, ModelShards& model,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
-// The same with all whose state belongs together: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}).
-// Anything that is a Stateful (include/tessera/stateful.h) can be in the list, with tensors of its own or without.
+// Saves a list of objects: save_checkpoint(dir, {model, optimizer, scheduler, ema, sampler}). The list accepts any
+// Stateful (include/tessera/stateful.h), with or without tensors.
 void save_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                      const nlohmann::json& extra = nlohmann::json::object(), const SaveOptions& options = {});
 
@@ -48,37 +50,37 @@ namespace internal {
 class SaveJob;
 }
 
-// A save that goes on in the background. Move-only.
+// Handle of a save that runs in the background. Move-only.
 class [[nodiscard]] PendingSave {
  public:
-  // For save_checkpoint_async(), which returns it.
+  // Used by save_checkpoint_async() only.
   explicit PendingSave(std::shared_ptr<internal::SaveJob> job) : job_(std::move(job)) {}
   PendingSave(PendingSave&&) noexcept = default;
   PendingSave& operator=(PendingSave&&) noexcept = default;
-  // Not collective. Returns when the checkpoint is complete or has failed; an error is then a warning (TORCH_WARN), and
-  // thrown by the group's next save, if there is one. So too while an exception is on its way, which the save does not
-  // mind; but then it waits for other ranks only as long as they are heard of.
+  // Not collective. Blocks until the checkpoint is complete or has failed. An error becomes a warning (TORCH_WARN), and
+  // the group's next save throws it. During stack unwinding, waits for another rank only while it sends heartbeats.
   ~PendingSave();
 
-  // Whether the save has ended, well or not, as far as this rank knows. Not collective. Any thread, as wait().
+  // Returns whether the save has ended, successfully or not, as far as this rank knows. Not collective; may be called
+  // on any thread, like wait().
   bool done() const;
 
-  // Returns when this rank's part of the state is copied, and may be written to; at once without
-  // SaveOptions::copy_in_background. Not collective; throws nothing.
+  // Blocks until this rank's state is copied and may be modified; returns at once without
+  // SaveOptions::copy_in_background. Not collective. Does not throw.
   void copied() const;
 
-  // Returns when the checkpoint is complete, or throws CheckpointError, on all ranks. Not collective. A second call
-  // returns at once.
+  // Blocks until the checkpoint is complete; throws CheckpointError on all ranks if it failed. Not collective. A second
+  // call returns at once.
   void wait();
 
  private:
   std::shared_ptr<internal::SaveJob> job_;
 };
 
-// The same in the background: copies this rank's shards to host memory (pinned, for a GPU), and returns; the model may
-// be trained on at once. Costs the bytes of the shards in host memory, which the group keeps for its next such save.
-// The checkpoint appears when all ranks are done, whether or not anybody waits. A rank that cannot write is an error of
-// all that names it; so is one that gets no further, when a single step has taken four times the group's timeout.
+// Copies this rank's shards to host memory (pinned, for a GPU) and returns; training can continue while the save runs
+// in the background. The group reuses that memory for its next asynchronous save. The checkpoint appears even if wait()
+// is never called. If a rank cannot write, or one step of its save takes four times the group's timeout, all ranks get
+// an error that names it.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards& model,
                                   torch::optim::Optimizer& optimizer,
                                   const nlohmann::json& extra = nlohmann::json::object(),
@@ -87,49 +89,48 @@ PendingSave save_checkpoint_async(const std::filesystem::path& dir, ModelShards&
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
-// The same of all that a program lists.
+// As save_checkpoint() of a list.
 PendingSave save_checkpoint_async(const std::filesystem::path& dir, const TrainingState& state,
                                   const nlohmann::json& extra = nlohmann::json::object(),
                                   const SaveOptions& options = {});
 
-// Loads a checkpoint, saved by any wrapper on any number of ranks, and returns its `extra`. Each rank reads the blocks
-// that its shards lie in and verifies them; everything is read, on all ranks, before anything is changed. Sets
-// parameters, buffers, the optimizer's state and hyper-parameters, and the random generators. What does not fit is
-// listed all together: missing, unexpected, shape, dtype, optimizer. A checkpoint with optimizer state loads without an
-// optimizer, not the other way. Waits first for an asynchronous save of the same group that is under way, whose error
-// it does not throw.
+// Loads a checkpoint saved by any wrapper on any number of ranks; returns its `extra`. Each rank reads and verifies the
+// blocks of its shards; no rank changes its state before all have read. Sets parameters, buffers, optimizer state,
+// hyper-parameters and random generators. One error lists all mismatches: missing, unexpected, shape, dtype, optimizer.
+// A checkpoint with optimizer state can be loaded without an optimizer, but not the reverse. Waits first for the
+// group's asynchronous save in flight, without throwing its error.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, torch::optim::Optimizer& optimizer,
                                const LoadOptions& options = {});
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, ModelShards& model, const LoadOptions& options = {});
 
-// What is beside the model may be missing from the list, not from the checkpoint.
+// The list may omit Stateful objects of the checkpoint, but not name objects that the checkpoint lacks.
 nlohmann::json load_checkpoint(const std::filesystem::path& dir, const TrainingState& state,
                                const LoadOptions& options = {});
 
-// What load_newest_checkpoint() has loaded, and what it passed over: the errors, of unknown age first, then the newest.
+// The result of load_newest_checkpoint(); `damaged` has the errors of the skipped checkpoints: those of unknown age
+// first, then the newest first.
 struct LoadedCheckpoint {
   std::filesystem::path path;
   nlohmann::json extra;
   std::vector<std::string> damaged;
 };
 
-// Loads the newest complete checkpoint of a folder that is sound: one that is damaged is passed over for the one
-// before, and told of in the result; one whose manifest is damaged, so that its age is not known, in any case. Nothing
-// if the folder has none; CheckpointError with all their errors if none is sound, and for a folder that is a checkpoint
-// itself. One that does not fit is a
-// CheckpointMismatch, as of load_checkpoint(). What says nothing of a checkpoint is thrown too, since an older one
-// would undo what the newest holds: StorageUnavailable for a store that does not answer, files that may not be opened,
-// too many that are, a disk that does not read; CheckpointError for memory that ends. Waits as load_checkpoint() does.
-// Collective.
+// Loads the newest complete and undamaged checkpoint in a folder. Skips and reports damaged ones; one with a damaged
+// manifest has no known age and is always skipped. Collective; waits like load_checkpoint().
+//
+// Returns nullopt if the folder has no checkpoint. Throws CheckpointError if all are damaged, or if the folder is
+// itself a checkpoint; CheckpointMismatch like load_checkpoint(). Errors that prove no damage are thrown, because an
+// older checkpoint would lose progress: StorageUnavailable (no answer, no permission, too many open files, an
+// unreadable disk), and CheckpointError for lack of memory.
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, const TrainingState& state,
                                                        const LoadOptions& options = {});
 std::optional<LoadedCheckpoint> load_newest_checkpoint(const std::filesystem::path& folder, ModelShards& model,
                                                        torch::optim::Optimizer& optimizer,
                                                        const LoadOptions& options = {});
 
-// The newest complete checkpoint among the entries of a folder; nothing if there is none. One whose manifest is damaged
-// comes first, so that loading it says so. Throws CheckpointError for a folder that is a checkpoint itself. Not
-// collective: let rank 0 ask, or make sure that no save is under way.
+// Returns the newest complete checkpoint among the entries of a folder, or nullopt. Prefers one with a damaged
+// manifest, so that loading it reports the damage. Throws CheckpointError if the folder is itself a checkpoint. Not
+// collective: call it on rank 0 only, or when no save is in flight.
 std::optional<std::filesystem::path> latest_checkpoint(const std::filesystem::path& folder);
 
 }  // namespace tessera

@@ -7,62 +7,60 @@
 
 namespace tessera {
 
-// How a checkpoint is written. The same on all ranks.
+// How a checkpoint is written. Must be the same on all ranks.
 struct SaveOptions {
-  // After a save, only this many of the complete checkpoints in the directory's parent stay, the newest; 0: all. The
-  // parent is then taken to hold one run's checkpoints alone. Files of your own in one that is removed stay.
+  // Number of newest complete checkpoints to keep in the directory's parent after a save; 0: all. The parent must then
+  // hold the checkpoints of one run only. Files of your own in a removed checkpoint are kept.
   int keep_last = 0;
 
-  // How many bytes one checksum covers: what a rank that needs a part of a slice reads at least. A multiple of 16, at
+  // Bytes covered by one checksum: the smallest read of a rank that needs part of a slice. Must be a multiple of 16, at
   // most 1 GiB.
   int64_t block_bytes = int64_t{1} << 20;
 
-  // save_checkpoint_async() alone: all parameters and optimizer state are copied to the host on a thread, while the
-  // next forward and backward run, and PendingSave::copied() has to return before anything writes to them: before
-  // optimizer.step(). What was written too early is an error of the save, which names it. Buffers, what is beside the
-  // model, and all of an optimizer whose writes autograd does not count (torch's SGD, LBFGS, one of your own) are
-  // copied before the call returns.
+  // For save_checkpoint_async() only: a thread copies parameters and optimizer state to the host during the next
+  // forward and backward. PendingSave::copied() must return before optimizer.step() modifies them; an earlier write
+  // fails the save, with the tensor's name. Buffers, Stateful objects and optimizers whose writes autograd does not
+  // count (torch's SGD, LBFGS, your own) are copied before the call returns.
   bool copy_in_background = false;
 
-  // The states of the random generators too. Where ranks are threads of one process they share the CPU's, and it is
-  // saved as each finds it.
+  // Saves the random generators' states too. Ranks that are threads of one process share the CPU generator; each saves
+  // the state that it finds.
   bool rng = true;
 };
 
-// What a load with strict = false left as it was. The same on all ranks.
+// Differences that a load with strict = false skipped. The same on all ranks.
 struct LoadReport {
-  std::vector<std::string> missing;     // the model's names that the checkpoint does not have
-  std::vector<std::string> unexpected;  // the checkpoint's names, also of states, that found no place
-  std::vector<std::string> optimizer;   // of the optimizer: sentences
+  std::vector<std::string> missing;     // names that the checkpoint lacks
+  std::vector<std::string> unexpected;  // names in the checkpoint, states included, that the model lacks
+  std::vector<std::string> optimizer;   // differences of the optimizer, as sentences
 };
 
-// What a checkpoint has to fit, and what is taken from it. The same on all ranks, but for the pointers.
+// How a checkpoint is loaded. Must be the same on all ranks, except for the pointers.
 struct LoadOptions {
-  // true: the names of the model and of the checkpoint must be the same. false: what only one of them has is left as
-  // it is, its optimizer state too, and listed in `report`; so are all hyper-parameters where the optimizers' groups
-  // are not equally many. Shapes must agree either way.
+  // true: model and checkpoint must have equal names. false: skips names that only one of them has, with their
+  // optimizer state, and all hyper-parameters if the optimizers differ in the number of groups; lists them in `report`.
+  // Shapes must agree either way.
   bool strict = true;
 
-  // If not null, gets what was left as it was: nothing if `strict`.
+  // If not null, receives the skipped differences; empty if `strict`.
   LoadReport* report = nullptr;
 
-  // The model's name for a name of the checkpoint: of a parameter or buffer; the optimizer's state, averages, and what
-  // else beside the model has a parameter's name, follow the parameter. "" leaves the tensor out. Not set: the same
-  // name.
+  // Maps a parameter's or buffer's name in the checkpoint to its name in the model; "" skips the tensor. Optimizer
+  // state, averages and other tensors named after a parameter follow it. Not set: names are equal.
   std::function<std::string(const std::string& saved)> rename;
 
-  // Whether the tensor of a checkpoint's name, which must have two dimensions, is stored as the transposed of the
-  // model's (Hugging Face's Conv1D). Its optimizer state and averages are taken to be so too. Not set: none is.
+  // Returns whether the checkpoint stores this tensor transposed (Hugging Face's Conv1D). It must have two dimensions.
+  // Applies to its optimizer state and averages too. Not set: none is transposed.
   std::function<bool(const std::string& saved)> transposed;
 
-  // Floating-point tensors of another dtype than the model's are converted, rounding to nearest; an optimizer's state
-  // that had its parameter's dtype gets the model's. false: another dtype is an error.
+  // true: converts floating-point tensors of another dtype to the model's, rounding to nearest; optimizer state with
+  // its parameter's old dtype follows. false: another dtype is an error.
   bool convert_dtypes = false;
 
-  // Restores the random generators, if the checkpoint has their states and was saved by as many ranks as load it.
+  // Restores the random generators, if the checkpoint has their states and was saved by the current number of ranks.
   bool rng = true;
 
-  // If not null, gets the number of bytes that this rank read from data files.
+  // If not null, receives the bytes that this rank read from data files.
   int64_t* bytes_read = nullptr;
 };
 

@@ -5,30 +5,29 @@
 
 namespace tessera {
 
-// A collective that failed: a peer died, did not come in time, or came with another operation.
-// what() names the operation, the unit it was for and the rank; the group is of no use afterwards.
-// Wrong arguments throw std::invalid_argument instead, before anything is sent.
+// A collective failed: a peer died, did not arrive in time, or called another operation. what() names the operation, its
+// unit and the rank; the group is broken afterwards. Wrong arguments throw std::invalid_argument instead, before any
+// bytes are sent.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A checkpoint that cannot be written or read, or that does not fit the model. what() names the
-// directory or file, the tensor and the reason, and, from a collective function, the rank.
+// A checkpoint cannot be written or read, or does not fit the model. what() names the directory or file, the tensor and
+// the reason; from a collective function also the rank.
 class CheckpointError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A sound checkpoint of something else: it does not fit the model, the optimizer or the options.
+// An undamaged checkpoint that does not fit the model, the optimizer or the options.
 class CheckpointMismatch : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;
 };
 
-// What was asked for could not be had, here and now: a storage elsewhere that gave no answer, after all attempts, or
-// refused one; a file that may not be opened, too many that are, a disk that does not read. Says nothing of the
-// checkpoint.
+// The storage could not provide a file now: no answer after all attempts, a refusal, no permission, too many open
+// files, a disk that cannot be read. Does not mean that the checkpoint is damaged.
 class StorageUnavailable : public CheckpointError {
  public:
   using CheckpointError::CheckpointError;

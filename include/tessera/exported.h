@@ -18,37 +18,36 @@
 
 namespace tessera {
 
-// Where the values of an exported model come from, and where they go.
+// How load_exported() finds the values of a model and where it puts them.
 struct ExportedOptions {
-  // Where parameters and buffers are, and every device in the archive becomes.
+  // Device of parameters and buffers; replaces every device in the archive.
   at::Device device = at::kCPU;
 
-  // A safetensors file, an index (model.safetensors.index.json) or a folder of them; symbolic links are followed.
-  // Empty: the archive's own values. Names that the files do not have come from the archive or from `init`.
+  // A safetensors file, an index (model.safetensors.index.json) or a folder of them; follows symbolic links. Empty: the
+  // archive's own values. Names that the files lack are taken from the archive or from `init`.
   std::filesystem::path weights{};
-  // The name in those files of what the model calls `fqn`; empty: the same name.
+  // Maps the model's `fqn` to its name in those files. Empty: names are equal.
   std::function<std::string(const std::string& fqn)> weight_name{};
-  // true: throws for names in the files that the model does not have.
+  // true: throws for names in the files that the model lacks.
   bool strict = true;
 
-  // Fills, under NoGradGuard, each parameter and buffer that neither the files nor the archive (exported on meta) have
-  // values of.
+  // Called under NoGradGuard for each parameter and buffer without a value in the files or the archive (exported on
+  // meta).
   std::function<void(const std::string& fqn, at::Tensor& tensor)> init{};
 
-  // Of floating-point parameters; empty: as exported. kFloat with a model that was exported in bfloat16 and
-  // MixedPrecision::param_dtype = kBFloat16 keeps full precision where optimizers work.
+  // Dtype of floating-point parameters; empty: as exported. For a model exported in bfloat16, kFloat with
+  // MixedPrecision::param_dtype = kBFloat16 gives the optimizer full precision.
   std::optional<at::ScalarType> parameter_dtype{};
 
-  // Modules (not the root) whose activations are computed again in backward, as checkpointed() does.
+  // Modules, except the root, whose activations are recomputed in backward, as by checkpointed().
   WrapPolicy checkpointed{};
 
-  // Namespaces of operators, beside "aten", that the archive may use: of libraries that this program links.
+  // Operator namespaces that the archive may use besides "aten"; the program must link their libraries.
   std::vector<std::string> operator_namespaces{};
 
-  // true: takes for right what tools/export_model.py would have compared with Python, in archives of others: gradients
-  // of decomposed programs, eval() of models with random operators, ties of tensors without values; and leaves out
-  // guards that cannot be read. Without it such archives, or calls, are refused, or warned of where nothing shows that
-  // anything is wrong.
+  // true: skips the comparisons with Python that tools/export_model.py records and other archives lack: gradients of
+  // decomposed programs, eval() of models with random operators, ties of tensors without values. Also ignores guards
+  // that cannot be read. Otherwise such archives or calls throw, or warn if nothing indicates an error.
   bool unchecked = false;
 };
 
@@ -56,29 +55,28 @@ namespace internal {
 class ExportedProgram;
 }
 
-// A model that Python exported (torch.export.save), to be trained: its modules, by their names in Python, hold the
-// parameters and buffers; forward() calls the archive's operators one after the other through libtorch's dispatcher, so
-// that autograd and paging see what they see of any other module.
+// A trainable model that Python exported (torch.export.save). Its modules have their Python names and hold the
+// parameters and buffers. forward() runs the archive's operators through libtorch's dispatcher, so autograd and paging
+// work as for any module.
 //
 //   auto model = tessera::load_exported("llama.pt2");
 //   auto out = model->forward(tessera::NamedInputs{{"input_ids", ids}, {"labels", labels}});
 //   out["loss"].tensor().backward();
 //
-// Modules have their Python class's name as name(). train() and eval() switch dropout and batch norm, of one module or
-// of all; a model begins in the mode in which it was exported. Python's code that did something else in eval() than in
-// train() did so when it was exported, for good: forward() in the other mode is refused by the module's name.
-// Persistent buffers are buffers(); others, and constants, are not, so that what is saved has the names of Python's
-// state_dict().
+// name() of a module is its Python class. train() and eval() switch dropout and batch norm, of one module or of all;
+// the initial mode is that of the export. Python code that branched on the mode is fixed to that of the export: in the
+// other mode forward() throws with the module's name. buffers() has the persistent buffers only, no others and no
+// constants, so saved names equal Python's state_dict().
 class ExportedModule : public torch::nn::Module, public internal::HasLinearWeights {
  public:
-  // Reads the archive.
+  // Use load_exported().
   ExportedModule(const std::filesystem::path& archive, const ExportedOptions& options);
   ~ExportedModule() override;
 
-  // Inputs by position, and after them any by name (NamedInputs): tensors, numbers, None (std::nullopt, an undefined
-  // tensor), and vectors or ExportedValues of these. Returns what Python's forward() returns, in its structure. Throws
-  // std::invalid_argument for inputs for which the model was not exported, by name, and what operators throw, with the
-  // node and the line of Python.
+  // Takes inputs by position, then by name (NamedInputs): tensors, numbers, None (std::nullopt or an undefined tensor),
+  // and vectors or ExportedValues of these. Returns the value of Python's forward() in its structure. Throws
+  // std::invalid_argument that names an input for which the model was not exported; errors of operators get the node
+  // and the line of Python.
   template <class... Inputs>
   ExportedValue forward(Inputs&&... inputs) {
     ExportedInputs given;
@@ -89,22 +87,22 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   ExportedValue operator()(Inputs&&... inputs) {
     return forward(std::forward<Inputs>(inputs)...);
   }
-  // forward() with inputs that are gathered already.
+  // As forward(), for collected inputs.
   ExportedValue run(const ExportedInputs& inputs);
 
   // Names of forward's inputs, in order.
   std::vector<std::string> input_names() const;
-  // Inputs of zeros on the CPU, for a call that is only to be measured: InputSignature::zeros().
+  // Inputs of zeros on the CPU for a dry run: InputSignature::zeros().
   NamedInputs example_inputs(int64_t batch = 0, int64_t sequence = 0) const;
-  // Inputs with dtypes, shapes and ranges, and the classes of modules with their number: for people.
+  // A text with the inputs' dtypes, shapes and ranges, and the number of modules of each class.
   std::string describe() const;
-  // Bytes of weights that were read from files so far. What is mapped and not deferred is not counted.
+  // Bytes of weights read from files so far, without mapped weights that are not deferred.
   int64_t weight_bytes_read() const;
 
-  // Parameters that the graph uses as weights of aten.linear and for nothing else: what quantize_linears() may take.
+  // Parameters that the graph uses only as weights of aten.linear, for quantize_linears().
   std::vector<internal::LinearWeight> linear_weights() override;
 
-  // As torch::nn::Module's, with the constants that the graph has beside its parameters and buffers.
+  // As torch::nn::Module's; also converts the graph's constants.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
@@ -121,19 +119,19 @@ class ExportedModule : public torch::nn::Module, public internal::HasLinearWeigh
   std::unique_ptr<internal::ExportedProgram> program_;
 };
 
-// Reads an archive of torch.export (torch 2.9 to 2.15). The archive is mapped: parameters are its pages until they are
-// written to. Inside deferred(), parameters and persistent buffers have no memory yet, and under
-// FullyShardedDataParallel each rank reads its part of them and no more, unit by unit:
+// Loads an archive of torch.export (torch 2.9 to 2.15). Maps the archive: parameters are its pages until they are
+// written to. Inside deferred(), parameters and persistent buffers have no memory yet; under FullyShardedDataParallel
+// each rank then reads only its shards, unit by unit:
 //
 //   auto model = tessera::deferred([] { return tessera::load_exported("llama.pt2", {.weights = "llama/"}); });
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = tessera::wrap_classes({"LlamaDecoderLayer"})});
 //
-// Not collective. Throws ExportedError, with the node and the line of Python where it is about one; CheckpointError for
-// `weights`. Nothing is unpickled, no library is loaded, no other file is opened.
+// Not collective. Throws ExportedError, for a node with the line of Python; CheckpointError for `weights`. Never
+// unpickles, loads a library, or opens another file.
 std::shared_ptr<ExportedModule> load_exported(const std::filesystem::path& archive,
                                               const ExportedOptions& options = {});
 
-// A unit for each module of one of these Python classes: "LlamaDecoderLayer", or with its module in front
+// Selects the modules of these Python classes: "LlamaDecoderLayer", or qualified
 // ("transformers.models.llama.modeling_llama.LlamaDecoderLayer"). Also for checkpointing and mixed precision.
 WrapPolicy wrap_classes(std::vector<std::string> classes);
 

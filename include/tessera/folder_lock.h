@@ -9,13 +9,13 @@ namespace internal {
 class FileLock;
 }
 
-// One job at a time works in a folder, an output folder say: its rank 0 holds this from its start to its end. The lock
-// is a file ".tessera.lock" there, which stays, and says who has it. Not collective.
+// A lock that gives one job exclusive use of a folder, such as its output folder; the job's rank 0 holds it. The lock
+// is a file ".tessera.lock", which names its holder and is never removed. Not collective.
 class FolderLock {
  public:
-  // Makes the folder where it is not there. Throws CheckpointError, which names process, host and file, if another job
-  // has the folder. On a file system without locks the file's text decides: one of a process of this host that has
-  // ended counts for nothing, any other one has to be removed by hand.
+  // Creates the folder if it is missing. Throws CheckpointError with process, host and file if another job holds the
+  // lock. On a file system without locks the file's text decides: a dead process of this host does not count; the file
+  // of any other must be removed by hand.
   explicit FolderLock(const std::filesystem::path& folder);
   ~FolderLock();
   FolderLock(FolderLock&& other) noexcept;

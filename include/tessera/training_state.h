@@ -15,18 +15,18 @@
 
 namespace tessera {
 
-// One thing whose state is saved, made from the thing, which has to outlive it.
+// A reference to one object whose state is saved. The object must outlive it.
 class StateRef {
  public:
   // NOLINTBEGIN(google-explicit-constructor): for lists such as {model, optimizer, scaler}
-  StateRef(ModelShards& model);  // an Ema is no model but averages, as "ema"
+  StateRef(ModelShards& model);  // An Ema is saved as averages named "ema", not as a model.
   StateRef(torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
   StateRef(Stateful& stateful);
-  StateRef(ShardedGradScaler& scaler);  // as "grad_scaler"
-  StateRef(
-      torch::optim::LRScheduler& scheduler);  // as "scheduler": its count of steps; learning rates are the optimizer's
+  StateRef(ShardedGradScaler& scaler);  // named "grad_scaler"
+  // Named "scheduler": its count of steps; learning rates belong to the optimizer.
+  StateRef(torch::optim::LRScheduler& scheduler);
   // NOLINTEND(google-explicit-constructor)
-  // Several schedulers, or averages, have names of their own.
+  // For several schedulers or averages, each with its own name.
   StateRef(const std::string& name, torch::optim::LRScheduler& scheduler);
   StateRef(const std::string& name, Ema& ema);
 
@@ -37,14 +37,14 @@ class StateRef {
   std::shared_ptr<Stateful> stateful_;
 };
 
-// All whose state belongs together: one model, at most one optimizer, and what is beside them.
+// The objects of one training state: one model, at most one optimizer, and Stateful objects.
 class TrainingState {
  public:
-  // Throws std::invalid_argument for no model, two, two optimizers, or names that are not a Stateful's or come twice.
+  // Throws std::invalid_argument for no model, two models, two optimizers, and names that are invalid or duplicate.
   TrainingState(std::initializer_list<StateRef> all);
 
-  ModelShards& model() const { return *model_; }                                    // the one model
-  torch::optim::Optimizer* optimizer() const { return optimizer_; }                 // null: none
+  ModelShards& model() const { return *model_; }                                    // the only one
+  torch::optim::Optimizer* optimizer() const { return optimizer_; }                 // may be null
   const std::vector<std::shared_ptr<Stateful>>& beside() const { return beside_; }  // in the order given
 
  private:

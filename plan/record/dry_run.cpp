@@ -27,10 +27,10 @@ int checked_steps(int steps) {
 
 }  // namespace
 
-// Nothing moves, and random numbers go back to where they were.
+// Simulates communication, and restores the random generator.
 struct RunScope::Without {
-  // Under deterministic algorithms libtorch fills the memory of new tensors, by a switch of the process; here that
-  // memory is an address and no more.
+  // Deterministic algorithms make libtorch fill new memory, by a process-wide switch, but here memory is only
+  // addresses.
   class UnfilledScope {
    public:
     UnfilledScope() {

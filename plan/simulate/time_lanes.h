@@ -6,9 +6,9 @@
 
 namespace tessera::internal {
 
-// A step's lanes as a page draws them: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward",
-// "operators"}]}], lanes without intervals left out. Operators that follow each other in one unit are one interval. Of
-// many intervals the longest of each lane are kept, kMostDrawn at most.
+// Returns a step's lanes for a page: [{"lane", "intervals": [{"name", "begin_ms", "end_ms", "backward",
+// "operators"}]}], without empty lanes. Merges consecutive operators of one unit. Keeps the longest intervals of each
+// lane, at most kMostDrawn.
 inline constexpr size_t kMostDrawn = 2000;
 nlohmann::json lanes_of(const StepTime& time);
 

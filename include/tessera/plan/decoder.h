@@ -14,50 +14,49 @@
 
 namespace tessera {
 
-// A transformer that predicts tokens, as GPT-2 or Llama: what a plan trains instead of the user's own.
+// A transformer language model like GPT-2 or Llama, which a plan trains instead of the user's own.
 struct DecoderOptions {
   int64_t layers = 12;
   int64_t width = 768;
   int64_t heads = 12;
-  int64_t key_value_heads = 0;  // fewer than `heads` share keys and values; 0: as many
+  int64_t key_value_heads = 0;  // fewer than `heads` share keys and values; 0: `heads`
   int64_t head_dim = 0;         // 0: width / heads
   int64_t mlp_width = 0;        // 0: 4 * width
   int64_t vocabulary = 50257;
   int64_t sequence = 1024;  // tokens of one item
-  int64_t batch = 1;        // items a rank and step
-  // Llama's: root-mean-square norms, rotary positions and gated MLPs without biases. GPT-2's: layer norms, positions
-  // that are learned, biases.
+  int64_t batch = 1;        // items of one rank in one step
+  // true: as Llama, with RMS norms, rotary positions and gated MLPs without biases. false: as GPT-2, with layer norms,
+  // learned positions and biases.
   bool is_llama = false;
-  bool tie = true;              // the output layer is the table of tokens
-  int64_t positions = 0;        // GPT-2: of the learned table; 0: as many as the sequence
-  bool attention_bias = false;  // Llama: in the four products of attention
-  bool input_bias = false;      // Llama: in those of queries, keys and values, as Qwen2's
-  bool head_norms = false;      // Llama: norms of each head's query and key, as Qwen3's
-  bool mlp_bias = false;        // Llama: in the products of the MLP
-  std::string left_out = {};    // of a file's model: what it has beside this, for people; "" for nothing
+  bool tie = true;              // the output layer shares the token table
+  int64_t positions = 0;        // GPT-2: rows of the learned table; 0: the sequence
+  bool attention_bias = false;  // Llama: biases in the four products of attention
+  bool input_bias = false;      // Llama: biases for queries, keys and values, as in Qwen2
+  bool head_norms = false;      // Llama: norms of each head's query and key, as in Qwen3
+  bool mlp_bias = false;        // Llama: biases in the MLP
+  std::string left_out = {};    // features of a file's model that are not planned, as text
 };
 
-// "gpt:layers=80,width=8192,heads=64" or "llama:..."; names of DecoderOptions (kv_heads, head_dim, mlp, vocab,
-// sequence, batch, tie=0|1), what is left out as above (llama: not tied). Throws std::invalid_argument, naming the
-// part.
+// Parses "gpt:layers=80,width=8192,heads=64" or "llama:...". Names are those of DecoderOptions (kv_heads, head_dim,
+// mlp, vocab, sequence, batch, tie=0|1), with its defaults (llama: not tied). Throws std::invalid_argument that names
+// the part.
 DecoderOptions decoder_of(const std::string& text);
 
-// Hugging Face's config.json of a model_type gpt2, llama, mistral, qwen2 or qwen3, with as many parameters as
-// transformers makes of it. `batch` and, unless the file's full context is meant (0), `sequence` are the caller's.
-// Throws std::invalid_argument, naming the file and the field: for what is missing or of another type, and for what
-// would be planned wrongly (a window of attention shorter than the sequence, cross attention, quantized weights, more
-// positions than there are).
+// Reads a Hugging Face config.json with model_type gpt2, llama, mistral, qwen2 or qwen3; gives as many parameters as
+// transformers does. The caller sets `batch` and `sequence` (0: the file's full context). Throws std::invalid_argument,
+// naming file and field, for missing fields, wrong types, and features that would be planned wrongly: an attention
+// window shorter than the sequence, cross attention, quantized weights, too few positions.
 DecoderOptions decoder_of_config(const std::filesystem::path& file, int64_t sequence, int64_t batch);
 
-// The options; throws std::invalid_argument for ones that make no model.
+// Returns the options; throws std::invalid_argument if they do not define a model.
 const DecoderOptions& checked(const DecoderOptions& options);
 
-// One layer: attention and MLP, each behind a norm and added to its input.
+// One layer: attention and MLP, each after a norm and with a residual connection.
 class DecoderBlockImpl : public torch::nn::Module {
  public:
-  // Of checked options.
+  // The options must be checked().
   explicit DecoderBlockImpl(const DecoderOptions& options);
-  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, width], the same
+  at::Tensor forward(const at::Tensor& x);  // [batch, sequence, width], unchanged
 
  private:
   at::Tensor attend(const at::Tensor& x);
@@ -71,10 +70,10 @@ class DecoderBlockImpl : public torch::nn::Module {
 };
 TORCH_MODULE(DecoderBlock);
 
-// The whole model: tokens, layers, a norm and the output layer.
+// The whole model: embeddings, layers, a norm and the output layer.
 class DecoderImpl : public torch::nn::Module {
  public:
-  // checkpoints: each layer is computed again in backward (checkpointed()).
+  // checkpoints: each layer's activations are recomputed in backward (checkpointed()).
   explicit DecoderImpl(const DecoderOptions& options, bool checkpoints = false);
   at::Tensor forward(const at::Tensor& tokens);  // [batch, sequence] of int64 to [batch * sequence, vocabulary]
 

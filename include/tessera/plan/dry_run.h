@@ -17,18 +17,17 @@ namespace internal {
 class Recorder;
 }
 
-// Which rank of which world a dry run is, and for how long.
+// The rank and world that a dry run simulates, and its number of steps.
 struct DryRunOptions {
   int world_size = 1;
   int rank = 0;
-  // At least 2: the first makes the optimizer's state, every other is like the second.
+  // At least 2: the first creates the optimizer's state, all others are alike.
   int steps = 2;
-  // Ranks 0 to this less 1 read each other's memory, as those of a host do on gloo, and so on; 0: all do, 1: none
-  // (NCCL).
+  // This many consecutive ranks read each other's memory, as gloo ranks of one host do; 0: all ranks, 1: none (NCCL).
   int ranks_sharing_memory = 0;
 };
 
-// What dry_run() and record_run() share, below their templates.
+// The part of dry_run() and record_run() that needs no templates.
 class RunScope {
  public:
   explicit RunScope(const DryRunOptions& options);          // without data
@@ -37,12 +36,12 @@ class RunScope {
   RunScope(const RunScope&) = delete;
   RunScope& operator=(const RunScope&) = delete;
 
-  // What the model is to be made with, and how often to step.
+  // The communicator to build the model with.
   const std::shared_ptr<Communicator>& comm() const { return comm_; }
-  int steps() const { return steps_; }                    // that many times
-  void end_step();                                        // after the constructor, and after each step
-  void name_parameters(const torch::nn::Module& module);  // for the record
-  RunRecord finish();                                     // while the model is there
+  int steps() const { return steps_; }                    // number of steps to run
+  void end_step();                                        // call after the constructor and after each step
+  void name_parameters(const torch::nn::Module& module);  // names operators by module
+  RunRecord finish();                                     // call while the model exists
 
  private:
   struct Without;
@@ -55,8 +54,8 @@ class RunScope {
   std::unique_ptr<Recording> recording_;
 };
 
-// The module in what make_model() has returned: what a wrapper has, what a pointer points to, or a module's holder.
-// Null for anything else; operators are then in no module.
+// Returns the module in the result of make_model(): of a wrapper, a pointer or a module holder. Null for any other
+// type, whose operators then have no module.
 template <class Model>
 const torch::nn::Module* module_in(Model& model) {
   if constexpr (requires { static_cast<const torch::nn::Module&>(*model.module()); }) {
@@ -70,7 +69,7 @@ const torch::nn::Module* module_in(Model& model) {
   }
 }
 
-// The constructor and the steps within a scope, and what they took.
+// Runs the constructor and the steps in a scope.
 template <class MakeModel, class Step>
 RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   auto model = make_model(scope.comm());
@@ -83,8 +82,8 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
   return scope.finish();
 }
 
-// Runs a training program's own constructor and step as one rank of a world of any size, without data, other ranks or
-// memory, and tells what it would take:
+// Runs a training program's constructor and steps as one rank of a world of any size, without data, other ranks or
+// memory, and returns its memory and work:
 //
 //   auto record = tessera::dry_run(
 //       [&](auto comm) { return tessera::zero(Gpt(config), torch::optim::AdamWOptions(3e-4), comm, {.stage = 3}); },
@@ -97,30 +96,29 @@ RunRecord run_recorded(RunScope& scope, MakeModel& make_model, Step& step) {
 //       {.world_size = 65536, .rank = 17});
 //   std::cout << record.summary();
 //
-// make_model(communicator) returns what step(model) trains, made by Tessera's wrappers with that communicator. The
-// wrappers, autograd and the optimizer are the real ones and make every tensor that they would make; operators that
-// would compute with floating-point values are not run, and collectives go nowhere (CountingCommunicator). So all
-// ranks are taken to have the same data and to use the same parameters.
+// make_model(communicator) must return the object that step(model) trains, wrapped by Tessera with that communicator.
+// Wrappers, autograd and optimizer are real and create all their tensors. Operators that would compute with
+// floating-point values do not run, and collectives move nothing (CountingCommunicator). So all ranks are assumed to
+// have equal data and to use equal parameters.
 //
-// Tensors are on the CPU and are counted as they are made and freed: bytes are those of a run on CPUs. On a GPU tensors
-// take the same, but where a library chooses another kernel there (attention, convolutions) what that saves for
-// backward may differ, as do the allocator's rounding and the kernels' own scratch, which a dry run does not know.
+// Counts CPU tensors when they are allocated and freed. Tensors on a GPU have the same sizes, but a library may choose
+// other kernels there (attention, convolutions), which save other tensors for backward. The allocator's rounding and
+// the kernels' scratch memory are unknown to a dry run.
 //
-// Small values are there: numbers, counters, integer tensors (tokens, masks) and what is computed of those alone. A
-// value that was never computed reads as 0 (a loss's item(), a norm), which RunRecord::stand_ins lists. Reading tensors
-// behind the dispatcher finds zeros. Operators whose results' shapes depend on values that are not there throw
-// std::invalid_argument, as do those for which libtorch has no shapes in C++ and that are too large to run; the text
-// names the operator. std::logic_error inside another one on this thread; std::invalid_argument for fewer than 2 steps.
-// The default CPU generator is left as it was. Not collective; on one thread, and the first in a process while no
-// other thread makes tensors.
+// Numbers, counters, integer tensors (tokens, masks) and values computed from them alone are real. A value that was not
+// computed reads as 0 (a loss's item(), a norm), and RunRecord::stand_ins lists it. Code that bypasses the dispatcher
+// reads zeros. If a result's shape depends on missing values, or libtorch has no C++ shapes for an operator too large
+// to run, throws std::invalid_argument that names the operator. Also throws std::invalid_argument for fewer than 2
+// steps, and std::logic_error in a nested run on this thread. Restores the default CPU generator. Not collective. Uses
+// one thread; while the first dry run of a process starts, no other thread may create tensors.
 template <class MakeModel, class Step>
 RunRecord dry_run(MakeModel make_model, Step step, const DryRunOptions& options = {}) {
   RunScope scope(options);
   return run_recorded(scope, make_model, step);
 }
 
-// The same record of a run with data on the CPU, as this rank sees it: what a dry run is to be compared with. `comm` is
-// real, and its collectives are not in the record. Collective, as make_model and step are. Throws as dry_run().
+// Records a run with data on the CPU, as this rank sees it, for comparison with a dry run. `comm` is real; its internal
+// tensors are not recorded. Collective, as make_model and step are. Throws as dry_run().
 template <class MakeModel, class Step>
 RunRecord record_run(MakeModel make_model, Step step, std::shared_ptr<Communicator> comm, int steps = 2) {
   RunScope scope(std::move(comm), steps);

@@ -12,108 +12,109 @@
 
 namespace tessera {
 
-// Seconds that amounts of some work take (FLOP, bytes), as measured or as one speed. Between two points in a straight
-// line, below the first and above the last in proportion to these.
+// The seconds that an amount of work (FLOP, bytes) takes, from measured points or one speed. Linear between two points;
+// proportional below the first and above the last.
 class SpeedCurve {
  public:
-  SpeedCurve() = default;  // not known
-  // One speed, amount a second. Throws std::invalid_argument unless it is above 0.
+  SpeedCurve() = default;  // unknown
+  // A constant speed in amounts a second. Throws std::invalid_argument unless it is above 0.
   static SpeedCurve of_speed(double per_s);
-  // (amount, seconds) with growing amounts above 0. Throws std::invalid_argument for others, and for none.
+  // Points (amount, seconds) with increasing amounts above 0; otherwise, or without points, throws
+  // std::invalid_argument.
   explicit SpeedCurve(std::vector<std::pair<double, double>> points);
 
-  bool is_known() const { return !points_.empty(); }  // false of one that was made by default
-  double seconds_of(double amount) const;             // throws std::logic_error if it is not known
+  bool is_known() const { return !points_.empty(); }  // false if default-constructed
+  double seconds_of(double amount) const;             // throws std::logic_error if unknown
   const std::vector<std::pair<double, double>>& points() const { return points_; }  // (amount, seconds)
 
  private:
   std::vector<std::pair<double, double>> points_;
 };
 
-// Seconds of one operator by its work: FLOP and, since a product of flat matrices waits for memory, the bytes that it
-// touches, each as if it were so many FLOP. Of operators without FLOP bytes alone.
+// Seconds of one operator by its work: FLOP plus the bytes that it touches, converted to FLOP, because a product of
+// flat matrices waits for memory. For operators without FLOP, bytes alone.
 struct OperatorSpeed {
   double flop_per_byte = 0;
-  SpeedCurve curve;  // of work
+  SpeedCurve curve;  // by work
 
-  // Where `curve` is to be read for an operator of that many FLOP and bytes.
+  // The work of an operator with these FLOP and bytes.
   double work_of(double flop, double bytes) const { return flop > 0 ? flop + flop_per_byte * bytes : bytes; }
 };
 
-// What an operator's time depends on: FLOP of its class or, with none, the bytes that it touches.
+// Determines an operator's time: FLOP of its class or, without FLOP, the bytes that it touches.
 enum class WorkClass : uint8_t { kMatmul, kConvolution, kAttention, kMemory };
 inline constexpr size_t kWorkClasses = 4;
 WorkClass work_class_of(const RecordedOperator& op);  // by its name and FLOP
-const char* name_of(WorkClass work);                  // as speed files have it: "matmul"
+const char* name_of(WorkClass work);                  // in speed files: "matmul"
 
-// From one rank to another of its group: what a message takes at least, and what each rank sends in a second. Where
-// numbers are added on arrival they come slower.
+// The link from one rank to another of its group: the latency of a message, and the bytes that each rank sends a
+// second. Reductions are slower, because they add numbers on arrival.
 struct LinkSpeed {
   double latency_s = 0;
-  double bytes_per_s = 0;          // 0: not known
-  double reduced_bytes_per_s = 0;  // of what is reduced on the way; 0: as fast
+  double bytes_per_s = 0;          // 0: unknown
+  double reduced_bytes_per_s = 0;  // of reductions; 0: equal to bytes_per_s
 
   bool operator==(const LinkSpeed&) const = default;  // in every field
 };
 
-// What one rank of a machine, or of several, computes and sends in a second while all others do the same.
+// The speed of one rank of one or several machines, while all other ranks do the same work.
 struct MachineSpeed {
-  // By WorkClass: FLOP to seconds; of kMemory bytes to seconds. A class that is not known goes as matrix products do.
+  // By WorkClass: FLOP to seconds; for kMemory, bytes to seconds. An unknown class uses kMatmul.
   std::array<SpeedCurve, kWorkClasses> work;
-  // The same of 16-bit operators. What is not known is as `work`.
+  // For 16-bit operators. An unknown class uses `work`.
   std::array<SpeedCurve, kWorkClasses> work_16bit;
-  std::map<std::string, OperatorSpeed> operators;  // of single ones in fp32, by name; before `work`
-  double operator_s = 0;                           // of every operator, beside its work
+  std::map<std::string, OperatorSpeed> operators;  // single operators in fp32, by name; preferred to `work`
+  double operator_s = 0;                           // of every operator, in addition to its work
   LinkSpeed within_host;
   LinkSpeed between_hosts;
-  int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first, and so on; 0: all on one
-  // Of compute's speed while something is communicated, since the same processors do both. 0 on GPUs with few channels.
+  int ranks_per_host = 0;  // ranks 0 to ranks_per_host - 1 are on the first host, and so on; 0: all on one
+  // The share of compute speed that communication costs, because both use the same processors. 0 on GPUs with few
+  // channels.
   double lost_to_communication = 0;
 
-  // Cores that the ranks of a host share, each rank one at a time: times above are then processor time, and more ranks
-  // than cores take turns (shared_cores.h). 0: each rank has what it needs.
+  // Cores that the ranks of a host share, one for each rank at a time. Times are then processor time, and more ranks
+  // than cores take turns (shared_cores.h). 0: cores are not shared.
   int cores = 0;
-  double wake_s = 0;  // until a thread that sleeps goes on, once what it waits for is there
-  double jitter = 0;  // of one operator's times, the standard deviation of their logarithm
-  LinkSpeed tcp;      // between ranks that share no memory: latency by the clock, processor seconds a byte that is sent
-  // Hosts are namespaces of one machine. Not in speed files.
+  double wake_s = 0;  // from the end of a wait until its sleeping thread runs
+  double jitter = 0;  // standard deviation of the logarithm of one operator's times
+  LinkSpeed tcp;      // between ranks that share no memory: wall-clock latency, processor time of a sent byte
+  // Hosts are namespaces of one machine. Not stored in speed files.
   bool shares_cores_between_hosts = false;
 
-  double seconds_of(const RecordedOperator& op) const;  // alone, with nothing communicated meanwhile
+  double seconds_of(const RecordedOperator& op) const;  // without concurrent communication
 
-  // Throws std::invalid_argument that names what is missing for operators. Links are missed when they are used.
+  // Throws std::invalid_argument that names missing speeds of operators. Links are checked when used.
   void check() const;
 };
 
-// How a group lies on hosts, and a collective's seconds there.
+// The seconds of a collective, and the links that it uses.
 struct CollectiveTime {
   double seconds = 0;
   bool within_host = false;    // uses that link
-  bool between_hosts = false;  // that too, or alone
+  bool between_hosts = false;  // uses that link
 };
 
-// Throws std::invalid_argument for a collective whose time is not known.
+// Throws std::invalid_argument for a collective of unknown time.
 [[noreturn]] void refuse_collective(const std::string& operation);
 
-// In one level a rank sends (n - 1) / n of the full tensor for an all-gather, a reduce-scatter, a scatter or an
-// all-to-all, twice that for an all-reduce (as both one after the other), all of it for a broadcast or a reduce; and
-// waits ceil(log2(n)) times for the latency. With m ranks of the group on each of h hosts: the same within hosts (m
-// ranks), and between hosts (h ranks) with 1 / m of the bytes for each of the m ranks, who send at the same time; the
-// phases one after the other. Throws std::invalid_argument for an operation that it does not know, and for a link whose
-// speed is not known.
+// Returns the time of a collective. In one level a rank sends (n - 1) / n of the full tensor for an all-gather,
+// reduce-scatter, scatter or all-to-all; twice that for an all-reduce; all of it for a broadcast or reduce. The latency
+// counts ceil(log2(n)) times. With m ranks on each of h hosts, adds the times within hosts (m ranks) and between hosts
+// (h ranks, with 1 / m of the bytes, because m ranks send concurrently). Throws std::invalid_argument for an unknown
+// operation, and for a link of unknown speed.
 CollectiveTime time_of(const RecordedCollective& collective, const MachineSpeed& speed);
 
-// A JSON file. Throws std::invalid_argument, naming the file and the field that is missing or wrong.
+// Reads a JSON file. Throws std::invalid_argument that names the file and the missing or wrong field.
 MachineSpeed read_speed(const std::filesystem::path& file);
-// Throws std::runtime_error where the file cannot be written.
+// Throws std::runtime_error if the file cannot be written.
 void write_speed(const MachineSpeed& speed, const std::filesystem::path& file);
 
-// "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B bytes, a second with and without "/s".
-// Throws std::invalid_argument that names the text.
+// Parses "400Gbit", "400Gb/s", "50GB/s", "50GB", "64GiB/s": b and bit are bits, B is bytes; "/s" is optional. Throws
+// std::invalid_argument that names the text.
 double bytes_per_s_of_text(const std::string& text);
-// "300e12", "300TFLOP/s", "300TFLOPS". Throws likewise.
+// Parses "300e12", "300TFLOP/s", "300TFLOPS". Throws std::invalid_argument.
 double flop_per_s_of_text(const std::string& text);
-// "10us", "2ms". Throws likewise.
+// Parses "10us", "2ms". Throws std::invalid_argument.
 double seconds_of_text(const std::string& text);
 
 }  // namespace tessera

@@ -13,59 +13,61 @@
 
 namespace tessera {
 
-// What a choice takes on one rank: two steps of AdamW with clipping by norm.
+// The memory and work of a choice on one rank: two steps of AdamW with clipping by norm.
 struct PlannedTraining {
   TrainingChoice choice;
-  std::string options;           // options_text()
-  int rank = 0;                  // the one that takes most: rank 0, or whoever owns most parameters in stages 1 and 2
-  BytesByKind peak;              // of its device
-  int64_t host_bytes = 0;        // with offload: of the rank in host memory, at most
-  int64_t collective_bytes = 0;  // of a step, by full tensors
-  int64_t between_bytes = 0;     // what of it goes from host to host
-  int64_t flop = 0;              // of a step, with what is computed again
-  int64_t tokens = 0;            // of a step, of all ranks
-  // Of a step, without intervals, where the machines' speed is known. Not with offload: the host's Adam and the copies
-  // are no operators, so nobody would see them.
+  std::string options;  // options_text()
+  // the rank that needs most memory: rank 0, or the owner of most parameters in stages 1 and 2
+  int rank = 0;
+  BytesByKind peak;              // on its device
+  int64_t host_bytes = 0;        // with offload: the rank's maximum in host memory
+  int64_t collective_bytes = 0;  // of full tensors in a step
+  int64_t between_bytes = 0;     // the part that crosses hosts
+  int64_t flop = 0;              // of a step, with recomputation
+  int64_t tokens = 0;            // of a step, on all ranks
+  // The time of a step, without intervals, if the machines' speed is known. Not with offload, because the host's Adam
+  // and the copies are not operators.
   std::optional<StepTime> time;
-  std::string why_not;  // what libtorch says, if the model cannot be run so (in bfloat16, say)
+  std::string why_not;  // libtorch's error if the model cannot run this way (in bfloat16, for example)
 };
 
-// Where a model is trained. Ranks 0 to ranks_per_host - 1 are on the first host, and so on, for bytes as for times.
+// The machines for the training. Ranks 0 to ranks_per_host - 1 are on the first host, and so on, for bytes and for
+// times.
 struct Machines {
   int ranks = 1;
   int ranks_per_host = 8;
   int64_t memory_bytes = 0;             // of each rank's device
-  const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host does not count
-  int64_t host_memory_bytes = 0;        // of each host, for offload; 0: not known
+  const MachineSpeed* speed = nullptr;  // null: unknown; its own ranks_per_host is ignored
+  int64_t host_memory_bytes = 0;        // of each host, for offload; 0: unknown
 
-  // With fewer ranks than that in all, all of them.
+  // The smaller of ranks and ranks_per_host.
   int ranks_on_host() const { return std::min(ranks, ranks_per_host); }
-  // Of those whose speed is that of CPUs, as DryRunOptions has it.
+  // As in DryRunOptions, for machines with the speed of CPUs.
   int ranks_sharing_memory() const { return speed != nullptr && speed->cores > 0 ? ranks_per_host : 1; }
 };
 
-// A dry run of the choice. Throws as PlannedModel::run(), but for errors of libtorch's, and as predict_step().
+// Runs the choice as a dry run. Throws as PlannedModel::run(), except for libtorch's errors, and as predict_step().
 PlannedTraining plan_training(const PlannedModel& model, const TrainingChoice& choice, const Machines& machines);
 
-// PlannedTraining::time of a record of the choice, with its intervals. Throws as predict_step().
+// Returns PlannedTraining::time of a record of the choice, with its intervals. Throws as predict_step().
 std::optional<StepTime> planned_time(const RunRecord& record, const TrainingChoice& choice, const Machines& machines);
 
-// Of those of which the peak is at most kUsable of the device's memory and, with offload, what all ranks of a host have
-// there of the host's, where that is known: one without offload, then the fastest where times are known, then the one
-// that computes least again, then exchanges least between hosts, then at all, then is most as by default, then takes
-// least; -1 if none. The rest of a GPU's memory is for its allocator, the kernels' scratch and the driver, which a dry
-// run does not see.
+// The usable part of a GPU's memory; the rest is for its allocator, the kernels' scratch memory and the driver, which a
+// dry run does not count.
 inline constexpr double kUsable = 0.9;
-// An index of `plans`.
+// Returns the index of the recommended plan, or -1. Its peak must be at most kUsable of the device's memory. With
+// offload, a host's ranks must also fit in that share of the host's memory, if known. Prefers, in this order: no
+// offload, the shortest time if known, the least recomputation, the least exchange between hosts, the least exchange,
+// the fewest options that are not defaults, the least memory.
 int recommended(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// Their indices, the recommended one first and those that do not fit last, by what they take.
+// Indices by preference: the recommended plan first; those that do not fit last, by memory.
 std::vector<int> by_preference(const std::vector<PlannedTraining>& plans, const Machines& machines);
-// A table of what each takes, the milliseconds of a step and tokens a second where they are known, which fit, the
-// recommended one and its options, and what is not known of it.
+// A table with the memory of each plan, the milliseconds of a step and tokens a second if known, and which fit; then
+// the recommended plan, its options and its unknowns.
 std::string plan_text(const std::vector<PlannedTraining>& plans, const Machines& machines);
 
-// "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument.
+// Parses "80GiB", "24GB", "512MiB", or a number of bytes. Throws std::invalid_argument.
 int64_t bytes_of_text(const std::string& text);
 
 }  // namespace tessera

@@ -13,8 +13,8 @@
 
 namespace tessera {
 
-// Whether memory of this kind is tensors': all but what kernels and communicators take for a moment, and what is on a
-// disk.
+// Returns whether memory of this kind is tensors: all but the scratch memory of kernels and communicators, and disk
+// space.
 inline bool is_tensors(MemoryKind kind) {
   return kind != MemoryKind::kScratch && kind != MemoryKind::kTransport && kind != MemoryKind::kDisk;
 }
@@ -23,88 +23,89 @@ inline bool is_tensors(MemoryKind kind) {
 struct BytesByKind {
   std::array<int64_t, kMemoryKinds> bytes{};
 
-  // Of one kind.
+  // Bytes of one kind.
   int64_t operator[](MemoryKind kind) const { return bytes[static_cast<size_t>(kind)]; }
-  // The same, to be changed.
+  // Bytes of one kind, mutable.
   int64_t& operator[](MemoryKind kind) { return bytes[static_cast<size_t>(kind)]; }
-  // Of all kinds that are is_tensors().
+  // The sum over the kinds that are is_tensors().
   int64_t tensors() const;
-  // Whether every kind has the same.
+  // Returns whether all kinds are equal.
   bool operator==(const BytesByKind&) const = default;
 };
 
-// An operator that was called, below autograd, and what lives once it has returned.
+// A call of an operator, below autograd, and the memory in use after it.
 struct RecordedOperator {
   std::string name;  // "aten::addmm"
-  int unit = 0;      // of RunRecord::units: that of the parameters used last
-  // Of RunRecord::modules: that of the parameter used last or, in backward, where the operator was called whose
-  // gradient this is of.
+  int unit = 0;      // index in RunRecord::units: the unit of the last used parameter
+  // Index in RunRecord::modules: the module of the last used parameter or, in backward, of the forward operator that
+  // this computes the gradient of.
   int module = 0;
   int step = 0;              // 0: the constructor; 1: the first step
-  bool in_backward = false;  // what is computed again for backward is in it
-  int64_t flop = 0;          // multiplications and additions of a matrix product, a convolution or attention; else 0
-  // Read and written: each tensor that it is given once, and each that it makes or writes to. Not scratch.
+  bool in_backward = false;  // includes recomputation
+  int64_t flop = 0;          // multiplications and additions of a matrix product, convolution or attention; otherwise 0
+  // Bytes read and written: each input once, and each output. Without scratch memory.
   int64_t bytes = 0;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point tensor that it is given or makes
-  double seconds = 0;                                  // of its kernel, by the clock; 0 in a dry run
-  double processor_s = 0;                              // the same of the calling thread's processor
-  BytesByKind live;                                    // when the next one is called
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // of the first floating-point input or output
+  double seconds = 0;                                  // wall-clock time of its kernel; 0 in a dry run
+  double processor_s = 0;                              // processor time of its kernel on the calling thread
+  BytesByKind live;                                    // when the next operator is called
 };
 
-// When a rank waited for a collective: from then on it needs the result.
+// A wait for a collective, whose result the rank needs from then on.
 struct RecordedWait {
   int step = 0;
-  size_t operators = 0;    // how many operators were called before
-  size_t collectives = 0;  // how many collectives were started before
+  size_t operators = 0;    // operators called before
+  size_t collectives = 0;  // collectives started before
 };
 
-// "constructor" for 0, else "step 1".
+// "constructor" for 0, otherwise "step 1".
 std::string name_of_step(int step);
 
-// What this rank took part in.
+// A collective that this rank took part in.
 struct RecordedCollective {
   std::string operation;  // "all-gather"
   std::string what;       // "unit 'blocks.3'"
   int ranks = 0;          // of the group
   int64_t bytes = 0;      // of the full tensor
   int step = 0;
-  size_t operators = 0;  // how many operators were called before it was started
-  int root = 0;          // of the group, where one rank sends to all others or they to it
-  // The group's ranks as numbered in the world, shared by all collectives of a group; null: all ranks of the world.
+  size_t operators = 0;  // operators called before its start
+  int root = 0;          // in the group, if one rank sends to or receives from all others
+  // The group's ranks in the world, shared by all collectives of the group; null: all ranks.
   std::shared_ptr<const std::vector<int>> members;
-  std::optional<RecordedWait> wait;  // none: nobody waited
+  std::optional<RecordedWait> wait;  // none: never awaited
 };
 
-// What one rank of a run did, and which memory its tensors took: a timeline in operators. Of a run with data
-// (record_run()) or of one without (dry_run()), in which the same is counted.
+// The operators of one rank's run and the memory of its tensors: a timeline in operators. The run has data
+// (record_run()) or none (dry_run()); both count alike.
 //
-// Bytes are those that tensors' storages ask of the allocator. Kinds that nobody can tell when a tensor is made are
-// found when it goes: what an operator makes in forward is an activation if it is there when a backward begins; what
-// one makes in backward and outlives the step is a gradient; what stays from the first step to the end is the
-// optimizer's, and what the constructor leaves a parameter or buffer.
+// Bytes are those that storages request from the allocator. Kinds that are unknown when a tensor is created are decided
+// when it is freed. A tensor created in forward is an activation if it exists when a backward begins. One created in
+// backward that outlives the step is a gradient. Tensors that stay from the first step to the end are optimizer state,
+// and those left by the constructor are parameters or buffers.
 struct RunRecord {
-  std::vector<std::string> units;  // names; the first is "" for what comes before any parameter is used
-  // Dotted names of submodules; the first is "" for what is in none, or in a model whose parameters nobody has named.
+  std::vector<std::string> units;  // names; the first is "": before the use of any parameter
+  // Dotted names of submodules; the first is "": in no module, or parameters without names.
   std::vector<std::string> modules;
   std::vector<RecordedOperator> operators;
   std::vector<RecordedCollective> collectives;
-  BytesByKind peak;     // when the sum of tensors() was largest
-  size_t peak_at = 0;   // the operator
-  BytesByKind end;      // after the last step, with the model still there
-  BytesByKind most;     // the most of each kind at any time, one kind for itself
-  int64_t scratch = 0;  // the most that one operator took and gave back; a run without data does not know it
-  int64_t flop = 0;     // of the last step
-  std::vector<int64_t> flop_by_unit;  // of the last step, as `units`
-  // Without data: which operators asked for a value and got 0, each with the unit it was in, once.
+  BytesByKind peak;                   // when tensors() was largest
+  size_t peak_at = 0;                 // index of the operator
+  BytesByKind end;                    // after the last step, while the model exists
+  BytesByKind most;                   // the maximum of each kind on its own
+  int64_t scratch = 0;                // largest memory that one operator allocated and freed; 0 without data
+  int64_t flop = 0;                   // in the last step
+  std::vector<int64_t> flop_by_unit;  // in the last step, by index in `units`
+  // Without data: operators that requested a value and got 0, once for each unit.
   std::vector<std::string> stand_ins;
 
   // peak.tensors()
   int64_t peak_bytes() const { return peak.tensors(); }
-  // Where the peak is: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; "" without operators.
+  // The place of the peak: "step 2, in backward, at aten::mm of unit 'blocks.3', in blocks.3.mlp.up"; "" without
+  // operators.
   std::string peak_place() const;
-  // Of the full tensors of a step's collectives.
+  // Bytes of the full tensors in a step's collectives.
   int64_t collective_bytes(int step) const;
-  // The peak, what is in it and where it is, FLOP and collectives, in a few lines of text.
+  // A text of a few lines: the peak, its content and place, FLOP and collectives.
   std::string summary() const;
 };
 

@@ -9,44 +9,44 @@
 
 namespace tessera {
 
-// Where something happens, one thing at a time.
+// A resource that does one thing at a time.
 enum class Lane : uint8_t { kCompute, kWithinHost, kBetweenHosts };
 inline constexpr size_t kLanes = 3;
-const char* name_of(Lane lane);  // for tables and pages: "compute"
+const char* name_of(Lane lane);  // in tables and pages: "compute"
 
-// Seconds from the beginning of the step; what began in the step before has a negative beginning.
+// Seconds from the start of the step; negative for a begin in the previous step.
 struct TimedInterval {
   std::string name;  // "aten::addmm", "all-gather of unit 'blocks.3'"
   Lane lane = Lane::kCompute;
   double begin_s = 0;
   double end_s = 0;
-  std::string unit;  // of an operator: RecordedOperator::unit by name; "" outside of units
+  std::string unit;  // of an operator: the name of RecordedOperator::unit; "" outside units
   bool in_backward = false;
 };
 
-// A step as one rank goes through it.
+// The predicted step of one rank.
 struct StepTime {
-  double total_s = 0;          // from the end of the step before to its own
-  double compute_s = 0;        // in operators, slowed down by what is communicated meanwhile
-  double exposed_s = 0;        // in which compute waits for collectives: total_s - compute_s
-  double communication_s = 0;  // of the step's collectives, one after the other
-  double processor_s = 0;      // with MachineSpeed::cores: what this rank's thread has of a core; else compute_s
-  std::vector<TimedInterval> intervals;  // by beginning within each lane; a two-level collective is in two lanes
+  double total_s = 0;                    // from the end of the previous step to its own
+  double compute_s = 0;                  // in operators, with the slowdown by concurrent communication
+  double exposed_s = 0;                  // compute is blocked by collectives: total_s - compute_s
+  double communication_s = 0;            // sum over the step's collectives
+  double processor_s = 0;                // with MachineSpeed::cores: this rank's time on a core; otherwise compute_s
+  std::vector<TimedInterval> intervals;  // by begin in each lane; a two-level collective is in two lanes
 };
 
-// What a step of a recorded run would take on such a machine: a small simulation in the order in which this rank called
-// operators, started collectives and waited for them. Operators follow each other; a collective begins when it is
-// started and its lanes are free, in the order of starts; a wait holds compute until it is over. What overlaps follows
-// from that order alone. Collectives of earlier steps (not the constructor's) go on into the step. All ranks are taken
-// to be equally fast, and the host always to be ahead of the device.
+// Predicts the time of a recorded step on a machine, by a simulation in this rank's order of operators, starts and
+// waits. Operators run in sequence. A collective begins when it is started and its lanes are free, in the order of
+// starts; a wait blocks compute until it completes. That order alone determines the overlap. Collectives of earlier
+// steps, except the constructor's, continue into the step. Assumes that all ranks are equally fast, and that the host
+// is always ahead of the device.
 //
-// `step` is one of the record's, from 1; 0: the last. Throws std::invalid_argument for another one, and where the speed
-// lacks something that the record needs.
+// `step`: of the record, from 1; 0: the last. Throws std::invalid_argument for any other step, and for speeds missing
+// for the record.
 //
-// With MachineSpeed::cores all ranks of a host are simulated, which take turns on them: shared_cores.h.
+// With MachineSpeed::cores, simulates all ranks of a host, which share the cores: shared_cores.h.
 StepTime predict_step(const RunRecord& record, const MachineSpeed& speed, int step = 0);
-// The same of the first rank, where `of_ranks` are the records of the ranks of a host, in order: with
-// MachineSpeed::cores those that have more to do hold back the others. Throws likewise, and for no record.
+// As above, for the first of the ranks of a host, whose records are in rank order: with MachineSpeed::cores, ranks with
+// more work delay the others. Also throws without records.
 StepTime predict_step(const std::vector<RunRecord>& of_ranks, const MachineSpeed& speed, int step = 0);
 
 }  // namespace tessera

@@ -9,25 +9,25 @@
 
 namespace tessera {
 
-// What a page says beside the record.
+// The content of a page besides the record.
 struct TimelinePageText {
-  std::string title;               // of the page and its first line
-  std::string options;             // how it is trained, beneath
-  std::string notes;               // beneath the picture, as it is, line by line: a table of choices, say
-  int64_t memory_bytes = 0;        // a line in the picture: what a rank has; 0: none
-  const StepTime* time = nullptr;  // of a step, drawn beneath in lanes; null: not known
-  // A real run beside the predicted one, where there was one. The same constructor and steps by record_run(): its bytes
-  // are a line over those of the record, and where they differ is marked.
+  std::string title;               // title and first line of the page
+  std::string options;             // how it is trained; below the title
+  std::string notes;               // preformatted lines below the picture, such as a table of choices
+  int64_t memory_bytes = 0;        // a line in the picture: a rank's memory; 0: none
+  const StepTime* time = nullptr;  // time of a step, drawn below in lanes; null: unknown
+  // A record_run() of the same constructor and steps, or null. Its bytes are drawn as a line over the record's;
+  // differences are marked.
   const RunRecord* measured = nullptr;
-  // A step of its trace, with lanes beneath those of `time`, and what differs most; nothing without `time`.
+  // A step of its trace, or null; drawn in lanes below those of `time`, with the largest differences. Ignored without
+  // `time`.
   const MeasuredStep* measured_time = nullptr;
 };
 
-// A page (HTML, UTF-8, complete, without anything from a network) that draws a run: bytes by kind over the operators,
-// from the constructor to the last step, with the peak, what is in it and where it is; the collectives beneath; for the
-// operator under the pointer its name, unit, module and bytes; and, where its time is known, a step's compute by unit
-// and its collectives over milliseconds. Of many operators those with the most bytes are kept, 2,000 at most, the peak
-// among them. Any text may stand in names.
+// Returns a self-contained HTML page (UTF-8) that draws a run: bytes by kind over all operators, with the peak, its
+// content and place; collectives below; name, unit, module and bytes of the operator under the pointer; and, if the
+// time is known, a step's compute by unit and its collectives over milliseconds. Keeps at most 2,000 operators, those
+// with the most bytes, the peak included. Names may contain any text.
 std::string timeline_page(const RunRecord& record, const TimelinePageText& text);
 
 }  // namespace tessera

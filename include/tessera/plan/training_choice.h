@@ -7,36 +7,37 @@
 
 namespace tessera {
 
-// What becomes a unit of FullyShardedDataParallel.
+// The modules that become units of FullyShardedDataParallel.
 enum class UnitChoice : uint8_t {
-  kLayers,   // each of the model's repeated layers
-  kLinears,  // each Linear within them: less is gathered at a time, in more collectives
-  kWhole     // all of it at once
+  kLayers,   // each repeated layer
+  kLinears,  // each Linear in the layers: smaller gathers, more collectives
+  kWhole     // the whole model
 };
 
-// One way to train a model: what zero() and the model take.
+// One way to train a model: the options of zero() and of the model.
 struct TrainingChoice {
   int stage = 0;
   bool reshard_after_forward = true;  // stage 3
-  // Stage 3: gathered and computed with in bfloat16, reduced in fp32. Before: libtorch's autocast around the forward.
+  // Stage 3: gathers and computes in bfloat16, reduces in fp32. Stages 0 to 2: libtorch's autocast around forward.
   bool bf16 = false;
-  bool checkpointed = false;               // each layer is computed again in backward
+  bool checkpointed = false;               // recomputes each layer in backward
   UnitChoice units = UnitChoice::kLayers;  // stage 3
   int ranks_per_copy = 0;                  // stage 3: HybridSharding; 0: one copy over all ranks
   int ranks_per_secondary_copy = 0;        // stage 3 with reshard_after_forward: HybridSharding; 0: none
   int prefetch = 1;                        // stage 3
-  bool offload = false;                    // stages 1 to 3: gradients, state and, in 3, shards in host memory
+  // stages 1 to 3: gradients, optimizer state and, in stage 3, shards in host memory
+  bool offload = false;
   bool operator==(const TrainingChoice&) const = default;
 };
 
-// The choices that a plan compares, each a dry run: the stages, in stage 3 with and without resharding; in fp32 and
-// bf16; everything with and without checkpointing. The rest as by default.
+// The choices that a plan compares, each by a dry run: all stages, stage 3 with and without resharding, fp32 and bf16,
+// with and without checkpointing.
 std::vector<TrainingChoice> training_choices();
 
-// For zero(). `units`: the policy of the choice's units.
+// The options for zero(). `units`: the policy for the choice's units.
 ZeroOptions zero_options(const TrainingChoice& choice, WrapPolicy units);
-// For a program: "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", where `units` is how it writes that policy; with
-// what else is to be done.
+// Source text: "tessera::ZeroOptions{.stage = 3, .fsdp = {...}}", with `units` as the policy, and the other changes
+// that a program needs.
 std::string options_text(const TrainingChoice& choice, const std::string& units);
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
-"""Tessera for Conan 2. The recipe uses no remote: libtorch, gloo's headers, libcurl, xxHash, Boost and nlohmann-json are the
-system's, as tools/setup.sh installs them.
+"""Tessera for Conan 2. Uses no remote: libtorch, gloo's headers, libcurl, xxHash, Boost and nlohmann-json are the
+system's, installed by tools/setup.sh.
 
     conan create tools/packaging/conan -o 'tessera/*:libtorch=/path/to/libtorch'
     conan export-pkg tools/packaging/conan -o ...     # packs the files of `make build`, without building again
@@ -21,7 +21,7 @@ class TesseraConan(ConanFile):
     topics = ("libtorch", "distributed-training", "zero", "fsdp")
     package_type = "static-library"
     settings = "os", "arch", "compiler", "build_type"
-    # libtorch: its folder, with include/ and lib/. If empty, CMake searches by itself (CMAKE_PREFIX_PATH), since Conan's
+    # libtorch: its folder, with include/ and lib/. If empty, CMake searches for it (CMAKE_PREFIX_PATH), because Conan's
     # copy of the tree has no .deps/.
     options = {"libtorch": ["", "ANY"], "cuda": [True, False]}
     default_options = {"libtorch": "", "cuda": False}
