@@ -10,30 +10,30 @@
 
 namespace tessera {
 
-// How ActivationOffload takes host memory.
+// Options of ActivationOffload: its use of host memory.
 struct ActivationOffloadOptions {
-  bool pin_memory = true;                // page-locked, which devices copy from and to by themselves
-  int64_t host_limit_bytes = 0;          // 0: no bound
+  bool pin_memory = true;                // page-locked memory, which devices access directly
+  int64_t host_limit_bytes = 0;          // 0: no limit
   int64_t min_bytes = int64_t{1} << 20;  // smaller tensors stay on the device
 };
 
-// Keeps the inputs of checkpointed() blocks in host memory between forward and backward, so that a
-// deep model's device memory is that of one block (DeepSpeed's cpu_checkpointing).
+// Keeps the inputs of checkpointed() blocks in host memory between forward and backward. A deep model then needs the
+// device memory of one block (DeepSpeed's cpu_checkpointing).
 //
 //   tessera::ActivationOffload activations(comm->device());
 //   at::Tensor loss;
 //   {
 //     tessera::ActivationOffload::Scope scope(activations);
-//     loss = loss_of(model(x));           // whose blocks are called through checkpointed()
+//     loss = loss_of(model(x));           // the blocks are called through checkpointed()
 //   }
 //   loss.backward();
 //
-// Copies go beside the computation in both directions, at most two tensors in each: forward lets go of
-// a tensor when it has left, backward fetches the one before the one that it computes with. The values are
-// those at the time of the call; results are bit for bit those without. Thread-safe. Outlives the graphs.
+// Copies overlap computation, with at most two tensors in flight in each direction. Forward frees a tensor once it is
+// copied; backward fetches the input of the next block in advance. Results are bit-equal to those without offload. Is
+// thread-safe. Must outlive the graphs.
 class ActivationOffload : public internal::SavedInputs {
  public:
-  // Of tensors on this device.
+  // Accepts tensors on this device.
   explicit ActivationOffload(at::Device device, ActivationOffloadOptions options = {});
   ~ActivationOffload() override;
 

@@ -7,24 +7,24 @@
 
 namespace tessera {
 
-// Options of Adafactor, each set by a function of its name. lr is the most: step t takes min(lr, 1 / sqrt(t)) of the
-// parameter's size.
+// Options of Adafactor; each field has a setter of its name. lr is an upper bound: step t uses min(lr, 1 / sqrt(t)),
+// times the parameter's size.
 struct AdafactorOptions : ListedDecay<AdafactorOptions> {
-  // As checkpoints have it.
+  // Name in checkpoints.
   static constexpr const char* kName = "Adafactor";
 
-  // With this learning rate.
+  // Sets the learning rate.
   explicit AdafactorOptions(double lr = 1e-2) : ListedDecay(lr, 0.0) {}
 
-  TORCH_ARG(double, beta2_decay) = -0.8;    // what of step t is new in the averages: t^beta2_decay
-  TORCH_ARG(double, eps1) = 0;              // least root of an average; 0: the epsilon of the parameter's dtype
-  TORCH_ARG(double, eps2) = 1e-3;           // least size (root of the mean square) of a parameter
-  TORCH_ARG(double, clip_threshold) = 1.0;  // largest size of a direction
+  TORCH_ARG(double, beta2_decay) = -0.8;    // weight of step t in the averages: t^beta2_decay
+  TORCH_ARG(double, eps1) = 0;              // lower bound of an average's root; 0: the epsilon of the parameter's dtype
+  TORCH_ARG(double, eps2) = 1e-3;           // lower bound of a parameter's size (root mean square)
+  TORCH_ARG(double, clip_threshold) = 1.0;  // upper bound of an update's size (root mean square)
 
  public:
-  // Throws std::invalid_argument for a value out of its range.
+  // Throws std::invalid_argument if a value is out of range.
   void check() const;
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
     ListedDecay::visit(visit);
@@ -35,15 +35,15 @@ struct AdafactorOptions : ListedDecay<AdafactorOptions> {
   }
 };
 
-// What Adafactor keeps for a parameter.
+// Adafactor's state of one parameter.
 struct AdafactorParamState : ListedState<AdafactorParamState> {
-  TORCH_ARG(int64_t, step) = 0;           // steps taken
-  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // fp32, of matrices: a number for each row
-  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // see above
-  TORCH_ARG(at::Tensor, exp_avg_sq);      // fp32, of others
+  TORCH_ARG(int64_t, step) = 0;           // number of steps taken
+  TORCH_ARG(at::Tensor, exp_avg_sq_row);  // matrices: fp32, one number for each row
+  TORCH_ARG(at::Tensor, exp_avg_sq_col);  // matrices: fp32, one number for each column
+  TORCH_ARG(at::Tensor, exp_avg_sq);      // other parameters: fp32
 
  public:
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each field.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -53,15 +53,16 @@ struct AdafactorParamState : ListedState<AdafactorParamState> {
   }
 };
 
-// Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor): squares of gradients are averaged by
-// rows and columns of the last two dimensions, so a matrix has rows + columns numbers of state; no momentum.
+// Adafactor (Shazeer and Stern, 2018, algorithms 4 and 5; torch.optim.Adafactor), without momentum. Squared gradients
+// are averaged over rows and columns of the last two dimensions, so the state of a matrix is rows + columns numbers.
 //
-// Sums over a matrix are over all of its parts: two all-reduces a step, of rows + columns doubles for each matrix, and
-// of a double for each parameter. Equal to one process to rounding. States of matrices are the same on all ranks.
+// Sums over a matrix include the parts on other ranks. A step issues two all-reduces: of rows + columns doubles for
+// each matrix, and of one double for each parameter. Results equal those of one process to rounding. All ranks hold
+// equal states of matrices.
 class Adafactor : public ListedOptimizer<AdafactorOptions, AdafactorParamState, Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError, and std::invalid_argument for sparse gradients and parameters that are not dense.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 
  private:

@@ -9,25 +9,25 @@
 
 namespace tessera {
 
-// Options of AdamW8bit, each set by a function of its name.
+// Options of AdamW8bit; each field has a setter of its name.
 struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
-  // As checkpoints have it.
+  // Name in checkpoints.
   static constexpr const char* kName = "AdamW8bit";
 
-  // With this learning rate.
+  // Sets the learning rate.
   explicit AdamW8bitOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.999, 1e-2) {}
 
   TORCH_ARG(double, eps) = 1e-8;  // added to the denominator
-  // false: Adam, with weight decay through the gradient.
+  // false: Adam, which adds weight decay to the gradient.
   TORCH_ARG(bool, decoupled) = true;
-  // Parameters of fewer elements have states in fp32, as bitsandbytes' min_8bit_size. Of states that are made from then
-  // on: those that are there, from a checkpoint say, stay of the kind that they are.
+  // New states of parameters with fewer elements are fp32, as with bitsandbytes' min_8bit_size. Existing states, e.g.
+  // from a checkpoint, keep their format.
   TORCH_ARG(int64_t, min_8bit_numel) = 4096;
 
  public:
-  // Throws std::invalid_argument for a value out of its range.
+  // Throws std::invalid_argument if a value is out of range.
   void check() const;
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
     ListedBetas::visit(visit);
@@ -39,18 +39,18 @@ struct AdamW8bitOptions : ListedBetas<AdamW8bitOptions> {
   }
 };
 
-// What AdamW8bit keeps for a parameter.
+// AdamW8bit's state of one parameter.
 struct AdamW8bitParamState : ListedState<AdamW8bitParamState> {
-  TORCH_ARG(int64_t, step) = 0;             // steps taken
-  TORCH_ARG(at::Tensor, exp_avg);           // fp32, of small parameters
-  TORCH_ARG(at::Tensor, exp_avg_sq);        // of their squares
-  TORCH_ARG(at::Tensor, exp_avg_8bit);      // uint8, of the parameter's shape: places in dynamic_map()
-  TORCH_ARG(at::Tensor, exp_avg_scale);     // fp32, of a block each: its largest absolute value
-  TORCH_ARG(at::Tensor, exp_avg_sq_8bit);   // see above
-  TORCH_ARG(at::Tensor, exp_avg_sq_scale);  // see above
+  TORCH_ARG(int64_t, step) = 0;             // number of steps taken
+  TORCH_ARG(at::Tensor, exp_avg);           // small parameters: average of gradients, fp32
+  TORCH_ARG(at::Tensor, exp_avg_sq);        // small parameters: average of squared gradients, fp32
+  TORCH_ARG(at::Tensor, exp_avg_8bit);      // uint8, of the parameter's shape: indices into dynamic_map()
+  TORCH_ARG(at::Tensor, exp_avg_scale);     // fp32, one for each block: the largest absolute value
+  TORCH_ARG(at::Tensor, exp_avg_sq_8bit);   // as exp_avg_8bit, for squared gradients
+  TORCH_ARG(at::Tensor, exp_avg_sq_scale);  // as exp_avg_scale, for squared gradients
 
  public:
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each field.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -61,24 +61,23 @@ struct AdamW8bitParamState : ListedState<AdamW8bitParamState> {
     visit("exp_avg_sq_8bit", exp_avg_sq_8bit());
     visit("exp_avg_sq_scale", exp_avg_sq_scale());
   }
-  // The state of a parameter to which set_data() has given other strides since: in the order of its memory now. Values
-  // in 8 bit are then in other blocks, and rounded once more, as in a step. Tensors are replaced, not written.
+  // Permutes the state to the memory order of the parameter, whose strides set_data() may have changed. 8-bit values
+  // are regrouped into new blocks and rounded once more. Replaces the tensors; does not write to the old ones.
   void lay_out_as(const at::Tensor& parameter);
 };
 
-// AdamW, or Adam, with states in 8 bit (Dettmers et al., 2022; bitsandbytes' AdamW8bit): each block of 256 elements is
-// scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. 2 bytes and 1/32 a
-// parameter in place of 8.
+// AdamW or Adam with 8-bit states (Dettmers et al., 2022; bitsandbytes' AdamW8bit). Each block of 256 elements is
+// scaled by its largest absolute value and rounded to the nearest of 256 values of the dynamic map. The state of a
+// parameter element is 2 bytes and 1/32 instead of 8.
 //
-// Blocks are the parameter's, counted in the order of its memory, wherever it is cut (that of the codes', if set_data()
-// has given the parameter other strides since the last step: see lay_out_as()). Ranks that share a block agree on
-// its scale, in one all-reduce a step of two numbers for each cut, so the parameters have the same bits at every world
-// size, given the same gradients, and a checkpoint goes on at any other. A step works through a million elements at a
-// time, in fp32.
+// Blocks divide the whole parameter in memory order, wherever the parameter is cut; lay_out_as() follows changed
+// strides. Ranks that share a block agree on its scale in one all-reduce a step, of two numbers for each cut. So with
+// equal gradients, parameters are bit-equal at every world size, and a checkpoint continues at any other. A step
+// processes a million elements at a time, in fp32.
 class AdamW8bit : public ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError, and std::invalid_argument for sparse gradients and parameters that are not dense.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and parameters that are not dense.
   at::Tensor step(LossClosure closure = nullptr) override;
 
  private:
@@ -88,8 +87,8 @@ class AdamW8bit : public ListedOptimizer<AdamW8bitOptions, AdamW8bitParamState, 
   SharedScales shared_scales(const std::vector<Work>& all) const;
 };
 
-// The 256 values of bitsandbytes' dynamic map, ascending: a sign, as many bits of exponent as there are zeros before
-// the first one, and a linear fraction in the bits that are left. [256], fp32.
+// Returns the 256 values of bitsandbytes' dynamic map, ascending: [256], fp32. A code has a sign, an exponent in unary
+// (leading zeros), and a linear fraction in the remaining bits.
 at::Tensor dynamic_map(bool is_signed);
 
 }  // namespace tessera

@@ -4,17 +4,17 @@
 
 namespace tessera {
 
-// An optimizer that evaluates at other values than it trains at (ScheduleFreeAdamW, also under OSS).
+// An optimizer that evaluates with averaged parameters (ScheduleFreeAdamW, also under OSS).
 class Averages {
  public:
   virtual ~Averages() = default;
-  // While the scope lives, the parameters are the averages; then bit for bit what they were. Takes the memory of the
-  // parameters that are stepped here once more. Collective under OSS, and so is ending the scope. Throws
-  // std::logic_error for a second scope at a time, and under OSS if the optimizer keeps no averages.
+  // Replaces the parameters by their averages until the scope ends, then restores their bits. Allocates a copy of the
+  // parameters that this rank steps. Under OSS, both the call and the end of the scope are collective. Throws
+  // std::logic_error if a scope is already open, and under OSS if the optimizer keeps no averages.
   virtual Scope swap_in_averages() = 0;
-  // Whether such a scope lives: no step is to be taken then.
+  // Whether a scope is open; step() must not be called then.
   virtual bool are_swapped_in() const = 0;
-  // false: under OSS, of an optimizer that evaluates where it trains.
+  // false: under OSS, if the optimizer has no averages.
   virtual bool keeps_averages() const { return true; }
 };
 

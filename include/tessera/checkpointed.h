@@ -19,8 +19,8 @@
 
 namespace tessera {
 
-// What checkpointed() is below its templates. `compute` maps the tensors among the inputs to those
-// among the outputs; it is called now, unrecorded, and again in backward. All defined.
+// Implementation of checkpointed() without templates. `compute` maps the input tensors to the output tensors, all of
+// them defined. Calls it unrecorded now, and again in backward.
 std::vector<at::Tensor> run_checkpointed(std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> compute,
                                          std::vector<at::Tensor> inputs);
 
@@ -35,7 +35,7 @@ decltype(auto) call(Function& function, Inputs&... inputs) {
   }
 }
 
-// Of arguments that the caller would see changed: variables of its own.
+// Returns the tensors in the caller's own variables, where the caller would see a change.
 template <class... Inputs, class Arguments>
 std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::vector<at::Tensor> tensors;
@@ -46,32 +46,31 @@ std::vector<at::Tensor> tensors_by_reference(Arguments& arguments) {
   std::apply([&](auto&... each) { (add(std::type_identity<Inputs>(), each), ...); }, arguments);
   return tensors;
 }
-// Throws std::invalid_argument.
+// Throws std::invalid_argument if a tensor was replaced.
 void require_same(const std::vector<at::Tensor>& before, const std::vector<at::Tensor>& after);
 
 }  // namespace internal
 
-// function(inputs...), or module->forward(inputs...) of a holder or pointer, without keeping what happens in between
-// for backward: backward computes it again from the inputs (gradient checkpointing, Chen et al., 2016;
-// torch.utils.checkpoint, reentrant). It costs one more forward of the part; memory is that of the inputs. It needs no
-// wrapper; under FullyShardedDataParallel the part's units are gathered again when it is computed again.
+// Calls function(inputs...), or module->forward(inputs...) of a holder or pointer, and keeps only the inputs; backward
+// recomputes the rest (gradient checkpointing, Chen et al., 2016; torch.utils.checkpoint, reentrant). Costs one more
+// forward of the function. Needs no wrapper; under FullyShardedDataParallel, recomputing unshards the function's units
+// again.
 //
 //   x = tessera::checkpointed(block, x);
 //   auto [y, state] = tessera::checkpointed([&](at::Tensor a, int steps) { ... }, x, 3);
 //
-// Gradients reach the tensors among the inputs (in all that include/tessera/visit_tensors.h knows or is taught) and the
-// parameters that the function uses; tensors that a lambda captures and that are no leaves are not reached: pass them
-// as inputs. Results that are no tensors are those of the first time. The function and the other inputs are copied, and
-// must do the same when called again: random numbers (the default generators of the CPU, of the thread's current
-// device, of inputs' and outputs') and autocast are set back for it. While a SavedInputs::Scope lives
-// (ActivationOffload), the inputs' tensors are kept in host memory. Without autograd (NoGradGuard, InferenceMode) it is
-// a plain call.
+// Gradients flow to the tensors among the inputs (all types supported by include/tessera/visit_tensors.h) and to the
+// parameters that the function uses. They do not flow to non-leaf tensors captured by a lambda: pass those as inputs.
+// Results that are not tensors are those of the first call. The function and its other inputs are copied, and must
+// compute equal results when called again. For that call, autocast and random numbers are restored: the default
+// generators of the CPU, of the thread's current device, and of the devices of inputs and outputs. While a
+// SavedInputs::Scope is open (ActivationOffload), input tensors are kept in host memory. Without autograd (NoGradGuard,
+// InferenceMode) it is a plain call.
 //
-// Throws std::invalid_argument if the function changes one of its inputs in place or, where it takes a variable of the
-// caller's by reference, puts another tensor there, and in backward if somebody else has changed one since, wherever it
-// was kept; std::logic_error, in backward, if the second time gives other outputs (number, shape, dtype), and for
-// create_graph. Exceptions of the function pass through. Backward must run on one thread at a time, as libtorch's does
-// for one graph on CPUs.
+// Throws std::invalid_argument if the function changes an input in place or replaces a tensor in a variable that it
+// takes by reference, and in backward if an input has changed since the call. Throws std::logic_error in backward if
+// the second call's outputs differ in number, shape or dtype, and for create_graph. Exceptions of the function
+// propagate. Backward must run on one thread at a time, like libtorch's backward of one graph on CPUs.
 template <class Function, class... Inputs>
 auto checkpointed(Function function, Inputs&&... inputs) {
   std::tuple<std::decay_t<Inputs>...> arguments(std::forward<Inputs>(inputs)...);
@@ -115,24 +114,24 @@ auto checkpointed(Function function, Inputs&&... inputs) {
   return std::move(**first);
 }
 
-// A Sequential whose children are checkpointed where `policy` says so (every one if it is empty),
-// with their names as in the Sequential. Tensor in, tensor out.
+// A Sequential that checkpoints the children selected by `policy` (all if empty), under their names in the Sequential.
+// Takes and returns a tensor.
 //
 //   auto blocks = tessera::CheckpointedSequential(sequential, tessera::wrap_modules<BlockImpl>());
 class CheckpointedSequentialImpl : public torch::nn::Module {
  public:
-  // The children are shared with `sequential`.
+  // Shares the children with `sequential`.
   explicit CheckpointedSequentialImpl(const torch::nn::Sequential& sequential, const WrapPolicy& policy = {});
-  // Each child's result is the next one's input.
+  // Passes each child's result to the next child.
   at::Tensor forward(at::Tensor x);
 
  private:
-  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // and whether they are checkpointed
+  std::vector<std::pair<torch::nn::AnyModule, bool>> children_of_mine_;  // with whether they are checkpointed
 };
 TORCH_MODULE(CheckpointedSequential);
 
-// The children of a ModuleList one after the other, each of one of these types, checkpointed:
-// x = checkpointed_chain<BlockImpl>(blocks, x). Throws std::invalid_argument for a child of another type.
+// Runs the children of a ModuleList in order, checkpointed; each must be of one of the given types: x =
+// checkpointed_chain<BlockImpl>(blocks, x). Throws std::invalid_argument for a child of another type.
 template <class... Modules>
 at::Tensor checkpointed_chain(const torch::nn::ModuleList& list, at::Tensor x) {
   for (const auto& child : *list) {

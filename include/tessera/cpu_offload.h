@@ -6,28 +6,27 @@
 
 namespace tessera {
 
-// Where shards lie while they are not in use (ZeRO-Offload, Ren et al., 2021). What comes of the
-// optimizer's state follows the shards, since optimizers make it where the parameters are.
+// Placement of shards between uses (ZeRO-Offload, Ren et al., 2021). Optimizer state follows the shards, because
+// optimizers allocate state where the parameters are.
 struct CpuOffload {
-  // Shards lie in host memory. Each unit's travels to the device right before its all-gather, one unit
-  // further ahead than `prefetch`, in param_dtype if that is set.
+  // Keeps shards in host memory. Copies each unit's shard to the device just before its all-gather, one unit further
+  // ahead than `prefetch`, in param_dtype if set.
   bool params = false;
-  // Reduced gradients travel to host memory right after their reduce-scatter, beside backward, and
-  // are there when backward returns. On an accelerator both or neither: no optimizer steps from a
-  // gradient on one to a parameter on the other.
+  // Copies reduced gradients to host memory after their reduce-scatter, overlapped with backward; they have arrived
+  // when backward returns. On an accelerator it must equal `params`: optimizers cannot step a host parameter with a
+  // device gradient.
   bool grads = false;
-  // In page-locked memory, which devices copy from and to without the host's help.
+  // Uses page-locked memory, which devices access directly.
   bool pin_memory = true;
-  // The most host memory that the wrapper may take, in bytes. 0: no bound. Beyond it construction or
-  // backward throws std::runtime_error that says what the memory was for, and the rank.
+  // Upper limit of the wrapper's host memory, in bytes. 0: no limit. Beyond it, construction or backward throws
+  // std::runtime_error that names the purpose and the rank.
   int64_t host_limit_bytes = 0;
-  // With `params`: a folder on a local disk. The shards of the units that `disk_units` names lie there
-  // instead, and so does their state with HostAdam and HostAdamW; other optimizers keep their state in
-  // host memory. Empty: no disk.
+  // With `params`: a folder on a local disk. The shards of the units selected by `disk_units` are kept there, as is
+  // their state with HostAdam and HostAdamW; other optimizers keep state in host memory. Empty: no disk.
   std::string directory;
-  // Which units lie on the disk, by name as in describe(): "blocks.3". Empty: all.
+  // Selects the units on disk, by name as in describe(): "blocks.3". Empty: all.
   std::function<bool(const std::string& unit)> disk_units;
-  // The most host memory for what is on its way between disk, optimizer and device.
+  // Upper limit of host memory for data in flight between disk, optimizer and device.
   int64_t disk_buffer_bytes = int64_t{256} << 20;
 };
 

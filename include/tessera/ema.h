@@ -9,18 +9,18 @@
 
 namespace tessera {
 
-// How fast averages follow.
+// Options of Ema.
 struct EmaOptions {
-  // average <- decay * average + (1 - decay) * parameter, in each update. 0 or more and below 1.
+  // Each update sets average <- decay * average + (1 - decay) * parameter. Must be in [0, 1).
   double decay = 0.9999;
-  // In update n (the first is 0) the decay is at most (1 + n) / (10 + n), so that the first values are soon forgotten.
+  // Limits the decay in update n (from 0) to (1 + n) / (10 + n), so that the initial values soon lose their weight.
   bool warmup = false;
 };
 
 // The exponential moving average of a model's parameters (Polyak averaging; torch.optim.swa_utils.AveragedModel), in
-// fp32 (fp64 for fp64), split over the ranks whatever the wrapper splits: each rank averages its own part and nothing
-// is exchanged but to evaluate. Where ranks hold the same (DistributedDataParallel, OSS, ShardedDataParallel, copies of
-// hybrid sharding) each averages 1/N of it.
+// fp32 (fp64 for fp64 parameters). Averages are split over the ranks: each rank averages its own part, and only
+// evaluation communicates. Ranks with equal parameters (DistributedDataParallel, OSS, ShardedDataParallel, replicas of
+// hybrid sharding) average 1/N of them each.
 //
 //   tessera::Ema ema(fsdp, {.decay = 0.999});
 //   for (...) {
@@ -34,32 +34,33 @@ struct EmaOptions {
 //   save_checkpoint(dir, {fsdp, optimizer, ema});  // load_checkpoint() likewise, or without the averages
 //   save_full("ema.safetensors", ema);                  // the averages under the module's names
 //
-// As ModelShards it shows the averages, under the parameters' names. Floating-point parameters only; buffers stay the
-// module's. With OssOptions::broadcast_dtype it averages what ranks were sent, rounded. Used by one thread.
+// Its ModelShards are the averages, under the parameters' names. Only floating-point parameters have averages; buffers
+// stay the module's. With OssOptions::broadcast_dtype it averages the rounded values that ranks receive. Must be used
+// by one thread.
 class Ema : public ModelShards {
  public:
-  // Averages begin as the parameters are. `model` outlives this. Collective. Throws std::invalid_argument for a decay
-  // out of range or that ranks disagree about, and for parameters that are not dense.
+  // Sets the averages to the parameters. `model` must outlive this object. Is collective. Throws std::invalid_argument
+  // if the decay is out of range or differs between ranks, and for parameters that are not dense.
   explicit Ema(ModelShards& model, EmaOptions options = {});
 
-  // After each step of the optimizer. Not collective: one foreach call (a tensor at a time from a disk). Throws
-  // std::logic_error while averages are swapped in.
+  // Must be called after each optimizer step. Is not collective. One foreach call; parameters on disk are read one at a
+  // time. Throws std::logic_error while averages are swapped in.
   void update();
-  int64_t updates() const { return updates_.item<int64_t>(); }  // how many there were
+  int64_t updates() const { return updates_.item<int64_t>(); }  // number of updates
 
-  // While the scope lives, the parameters have the averages' values; then their own again. Takes the memory of what
-  // the rank holds of the parameters. Collective where ranks hold the same: an all-gather a parameter; ending the scope
-  // is not. Throws std::logic_error for a second scope at a time.
+  // Replaces the parameters by their averages until the scope ends, then restores them. Allocates a copy of the
+  // parameters that this rank holds. Is collective if ranks hold equal parameters: one all-gather for each parameter;
+  // the end of the scope is not. Throws std::logic_error if a scope is already open.
   Scope swap_in();
 
-  // The model with the averages beside it: "ema.<name>" for each, and the buffer "ema.updates". As long as this lives.
-  // For checkpoints the same as the list {model, ema}.
+  // Returns the model and its averages as one: "ema.<name>" for each average, and the buffer "ema.updates". Valid as
+  // long as this object. For checkpoints it is equivalent to the list {model, ema}.
   ModelShards& with_model();
-  // Whose with_model() this is; null: nobody's.
+  // Returns the Ema whose with_model() this is, or null.
   static Ema* of(ModelShards& with_model);
 
-  ModelShards& model() const { return model_; }          // whose parameters are averaged
-  bool is_swapped_in() const { return is_swapped_in_; }  // while a scope of swap_in() lives
+  ModelShards& model() const { return model_; }          // the averaged model
+  bool is_swapped_in() const { return is_swapped_in_; }  // whether a scope of swap_in() is open
 
   const std::shared_ptr<Communicator>& comm() const override { return model_.comm(); }
   std::vector<NamedShard> named_shards() const override;
@@ -70,9 +71,9 @@ class Ema : public ModelShards {
  private:
   class WithModel;
   struct Average {
-    NamedShard shard;                 // of the parameter, with the strides that it had at first
-    Range part;                       // of `shard.held`, in its elements, that this rank averages
-    std::vector<int64_t> part_numel;  // by rank of replicas_; empty without
+    NamedShard shard;                 // the parameter, with its strides at construction
+    Range part;                       // elements of `shard.held` that this rank averages
+    std::vector<int64_t> part_numel;  // by rank of replicas_; empty without replicas
     at::Tensor values;                // [part.numel()]
   };
   static bool is_whole(const Average& average);
@@ -81,7 +82,7 @@ class Ema : public ModelShards {
 
   ModelShards& model_;
   const EmaOptions options_;
-  std::shared_ptr<Communicator> replicas_;  // who hold the same parts; null: nobody else
+  std::shared_ptr<Communicator> replicas_;  // ranks with equal parts; null: none
   std::vector<Average> averages_;
   at::Tensor updates_;  // [], int64
   std::unique_ptr<ModelShards> with_model_;

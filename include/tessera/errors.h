@@ -5,9 +5,9 @@
 
 namespace tessera {
 
-// A collective failed: a peer died, did not arrive in time, or called another operation. what() names the operation, its
-// unit and the rank; the group is broken afterwards. Wrong arguments throw std::invalid_argument instead, before any
-// bytes are sent.
+// A collective failed: a peer died, did not arrive in time, or called another operation. what() names the operation,
+// its unit and the rank; the group is broken afterwards. Wrong arguments throw std::invalid_argument instead, before
+// any bytes are sent.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;

@@ -10,15 +10,16 @@
 
 namespace tessera {
 
-// torch::optim's optimizer `Base` with one call of libtorch's fused kernel for all parameters of a group, dtype and
-// device (under FullyShardedDataParallel all shards of a rank) instead of some ten operators for each: same results
-// to rounding, same options, states and archives. Gradients may have any strides; step() throws
-// std::invalid_argument for parameters that are not dense or not of floating-point type, and sparse gradients.
+// torch::optim's optimizer `Base`, which steps all parameters of a group, dtype and device in one call of libtorch's
+// fused kernel. torch::optim runs about ten operators for each parameter; under FullyShardedDataParallel one call
+// covers all shards of a rank. Results are equal to rounding; options, states and archives are those of `Base`.
+// Gradients may have any strides. step() throws std::invalid_argument for sparse gradients and for parameters that are
+// not dense or not of floating-point type.
 template <class Base>
 class FusedOptimizer : public Base, public ChosenStep {
  public:
   using Base::Base;
-  // One step; returns the closure's loss, if there is a closure. Not collective.
+  // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override;
   // See ChosenStep.
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
@@ -30,8 +31,8 @@ extern template class FusedOptimizer<torch::optim::Adam>;
 extern template class FusedOptimizer<torch::optim::AdamW>;
 extern template class FusedOptimizer<torch::optim::SGD>;
 
-using Adam = FusedOptimizer<torch::optim::Adam>;    // Adam
-using AdamW = FusedOptimizer<torch::optim::AdamW>;  // as Adam, with weights that decay by themselves
-using SGD = FusedOptimizer<torch::optim::SGD>;      // with momentum in the same call
+using Adam = FusedOptimizer<torch::optim::Adam>;    // fused torch::optim::Adam
+using AdamW = FusedOptimizer<torch::optim::AdamW>;  // fused torch::optim::AdamW, with decoupled weight decay
+using SGD = FusedOptimizer<torch::optim::SGD>;      // fused torch::optim::SGD; updates momentum in the same call
 
 }  // namespace tessera

@@ -10,36 +10,36 @@
 
 namespace tessera {
 
-// torch::optim::Adam and AdamW for parameters in host memory: one pass over parameter, gradient and state in the
-// widest vector instructions that the processor has, on all of the intra-operator threads; where a wrapper sends
-// parameters to a device in 16 bit, that copy is written in the same pass. Options, states and archives are torch's;
-// results agree to rounding (ZeRO-Offload's CPU Adam: Ren et al., 2021).
+// torch::optim::Adam and AdamW for parameters in host memory (ZeRO-Offload's CPU Adam: Ren et al., 2021). A step is one
+// pass over parameter, gradient and state, in the widest vector instructions of the processor, on all intra-operator
+// threads. The pass also writes the 16-bit copy, if a wrapper sends one to a device. Options, states and archives are
+// torch's; results are equal to rounding.
 //
 //   FullyShardedDataParallel fsdp(model, comm, {.offload = {.params = true, .grads = true}});
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //
-// fp32 takes the pass, other floating-point types libtorch's fused operator. A gradient on a device is copied to the
-// host first. Used by one thread at a time. Both steps throw std::invalid_argument, with nothing changed, for
-// parameters that are not in host memory or not dense, and for sparse gradients.
+// fp32 parameters use the pass, other floating-point types libtorch's fused operator. Gradients on a device are copied
+// to the host first. Must be used by one thread at a time. Both steps throw std::invalid_argument, with nothing
+// changed, for sparse gradients and for parameters that are not dense or not in host memory.
 //
-// Steps that can be taken back (revocable_steps()) keep what parameter and state were, in host memory or on the disk:
-// 12 bytes an element of fp32, 16 with amsgrad, from the first such step on. In host memory the new state is written
-// beside the old one, which costs less than copies.
+// revocable_steps() keeps the previous parameter and state, in host memory or on disk: 12 bytes for each fp32 element,
+// 16 with amsgrad, allocated by the first such step. In host memory it writes the new state beside the old one, which
+// costs less than copying.
 class HostAdam : public torch::optim::Adam, public PartialStep {
  public:
   using torch::optim::Adam::Adam;
-  // One step; returns the closure's loss, if there is a closure. Not collective.
+  // Takes one step; returns the closure's loss, if there is a closure. Is not collective.
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
   void require_steppable() override;
   std::unique_ptr<RevocableSteps> revocable_steps() override;
 };
 
-// As HostAdam, with weights that decay by themselves.
+// HostAdam with decoupled weight decay.
 class HostAdamW : public torch::optim::AdamW, public PartialStep {
  public:
   using torch::optim::AdamW::AdamW;
-  // As HostAdam::step().
+  // See HostAdam::step().
   at::Tensor step(LossClosure closure = nullptr) override;
   void step_parameters(const std::vector<at::Tensor>& parameters) override;
   void require_steppable() override;

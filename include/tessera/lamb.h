@@ -9,33 +9,34 @@
 
 namespace tessera {
 
-// LAMB (You et al., 2020, algorithm 2, with bias correction): Adam's direction plus weight decay, scaled for each
-// parameter by the norm of the parameter over the norm of the direction (1 where either is 0).
+// LAMB (You et al., 2020, algorithm 2, with bias correction): scales Adam's direction plus weight decay by the ratio of
+// the parameter's norm to the direction's norm (1 if either is 0).
 //
-// The norms are of whole parameters: squares of all parts are added up over the ranks, in one all-reduce of two numbers
-// a parameter, so that it equals the unsharded one to rounding. Options and states are AdamW's, so that checkpoints
-// know them; amsgrad is refused. Parameters are of floating-point type; states have their dtype, norms are in double. A
-// step takes one more tensor of each parameter's shard.
+// Norms are those of whole parameters: one all-reduce a step sums the squares of all parts, two numbers for each
+// parameter. Results equal the unsharded optimizer's to rounding. Options and states are AdamW's, so checkpoints
+// support them; amsgrad is refused. Parameters must be of floating-point type. States have their dtype; norms are
+// computed in double. A step allocates one more tensor of each shard's size.
 class Lamb : public torch::optim::Optimizer {
  public:
-  // Of whole parameters, alike on all ranks. Throws std::invalid_argument for shards.
+  // For whole parameters, equal on all ranks. Throws std::invalid_argument for shards.
   explicit Lamb(std::vector<torch::optim::OptimizerParamGroup> groups, torch::optim::AdamWOptions defaults = {});
   explicit Lamb(std::vector<at::Tensor> parameters, torch::optim::AdamWOptions defaults = {});
 
-  // Of the parts that FullyShardedDataParallel shows, in any groups, the same in the same order on all ranks. Throws
-  // std::invalid_argument for tensors that are not among model.named_shards(). Collective over model.comm(), as step().
+  // For the shards of FullyShardedDataParallel, in any groups, which must be equal and in the same order on all ranks.
+  // Throws std::invalid_argument for tensors that are not in model.named_shards(). Construction and step() are
+  // collective over model.comm().
   Lamb(const ModelShards& model, std::vector<torch::optim::OptimizerParamGroup> groups,
        torch::optim::AdamWOptions defaults = {});
   explicit Lamb(const ModelShards& model, torch::optim::AdamWOptions defaults = {});
 
-  // As torch's; throws as construction does, with nothing changed. Collective where a wrapper is given.
+  // Adds a group; throws as construction does, with nothing changed. Is collective if constructed with a wrapper.
   void add_param_group(const torch::optim::OptimizerParamGroup& group);
 
-  // Throws CommError, and std::invalid_argument for sparse gradients and for groups that construction would refuse.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and for groups that construction would refuse.
   at::Tensor step(LossClosure closure = nullptr) override;
-  // torch::save and torch::load of this rank's state, in AdamW's format.
+  // For torch::save: writes this rank's state in AdamW's format.
   void save(torch::serialize::OutputArchive& archive) const override;
-  // What save() has written.
+  // For torch::load: reads the output of save().
   void load(torch::serialize::InputArchive& archive) override;
 
  private:

@@ -10,28 +10,28 @@
 
 namespace tessera {
 
-// Options of Lbfgs, each set by a function of its name.
+// Options of Lbfgs; each field has a setter of its name.
 struct LbfgsOptions : ListedOptions<LbfgsOptions> {
-  // As checkpoints have it.
+  // Name in checkpoints.
   static constexpr const char* kName = "Lbfgs";
 
-  static constexpr int64_t kMostHistory = 100;  // of history_size
+  static constexpr int64_t kMostHistory = 100;  // upper bound of history_size
 
-  // With this learning rate.
+  // Sets the learning rate.
   explicit LbfgsOptions(double lr = 1) : lr_(lr) {}
 
   TORCH_ARG(double, lr) = 1;                   // the learning rate
-  TORCH_ARG(int64_t, max_iter) = 20;           // of one step()
-  TORCH_ARG(int64_t, max_eval) = 0;            // of the closure in one step(); 0: 5 / 4 of max_iter
-  TORCH_ARG(double, tolerance_grad) = 1e-7;    // see above
-  TORCH_ARG(double, tolerance_change) = 1e-9;  // see above
+  TORCH_ARG(int64_t, max_iter) = 20;           // iterations in one step(), at most
+  TORCH_ARG(int64_t, max_eval) = 0;            // calls of the closure in one step(), at most; 0: 5 / 4 of max_iter
+  TORCH_ARG(double, tolerance_grad) = 1e-7;    // stops if the largest absolute gradient is at most this
+  TORCH_ARG(double, tolerance_change) = 1e-9;  // stops if the loss or the parameters change by less
   TORCH_ARG(int64_t, history_size) = 100;      // 1 to 100
-  TORCH_ARG(bool, strong_wolfe) = false;       // a line search; else steps of length lr
+  TORCH_ARG(bool, strong_wolfe) = false;       // true: a line search; false: steps of length lr
 
  public:
-  // Throws std::invalid_argument for a value out of its range.
+  // Throws std::invalid_argument if a value is out of range.
   void check() const;
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
     auto visit_count = [&](const char* name, int64_t& field) {
@@ -49,22 +49,22 @@ struct LbfgsOptions : ListedOptions<LbfgsOptions> {
   }
 };
 
-// A parameter's part of the vectors, and the numbers, the same for all parameters.
+// A parameter's part of the vectors, and the numbers that all parameters share.
 struct LbfgsParamState : ListedState<LbfgsParamState> {
-  int64_t func_evals = 0;           // of the closure
+  int64_t func_evals = 0;           // calls of the closure
   int64_t n_iter = 0;               // iterations
   double t = 0;                     // length of the last step
   at::Tensor direction;             // of the last step
-  at::Tensor gradient;              // before it
-  std::vector<at::Tensor> steps;    // of parameters, the oldest first
-  std::vector<at::Tensor> changes;  // of gradients with them
+  at::Tensor gradient;              // before the last step
+  std::vector<at::Tensor> steps;    // changes of the parameter, oldest first
+  std::vector<at::Tensor> changes;  // changes of the gradient in these steps
 
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each field.
   template <class Visit>
   void visit(Visit visit) {
     visit("func_evals", func_evals);
     visit("n_iter", n_iter);
-    auto bits = std::bit_cast<int64_t>(t);  // as its 64 bits
+    auto bits = std::bit_cast<int64_t>(t);  // checkpoints store integers
     visit("t_bits", bits);
     t = std::bit_cast<double>(bits);
     visit("direction", direction);
@@ -81,11 +81,11 @@ struct LbfgsParamState : ListedState<LbfgsParamState> {
   }
 };
 
-// torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as minFunc has it) for parameters and gradients that are
-// split: the direction is a combination of the vectors of the history, whose coefficients need inner products alone,
-// so an iteration exchanges 5 doubles for each step that is remembered, at once, and an evaluation 5 (Chen et al.,
-// 2014). Losses are averaged over the ranks, so that all take the same steps. Given a wrapper that has the gradients of
-// its parts (FullyShardedDataParallel, DistributedDataParallel); one group; equal to torch's to rounding.
+// torch::optim::LBFGS (Liu and Nocedal, 1989; strong Wolfe as in minFunc) for sharded parameters and gradients. The
+// direction is a combination of the history's vectors. Its coefficients need only inner products, so an iteration
+// all-reduces 5 doubles for each remembered step, and an evaluation 5 (Chen et al., 2014). Losses are averaged over the
+// ranks, so that all ranks take equal steps. Needs a wrapper that has the gradients of its shards
+// (FullyShardedDataParallel, DistributedDataParallel) and one group. Results equal torch's to rounding.
 //
 //   tessera::Lbfgs optimizer(fsdp, tessera::LbfgsOptions(1).strong_wolfe(true));
 //   optimizer.step([&] {
@@ -95,22 +95,22 @@ struct LbfgsParamState : ListedState<LbfgsParamState> {
 //     return loss;
 //   });
 //
-// The history takes 2 * history_size times the memory of the parts. OSS<Lbfgs> has that of what a rank owns, and sends
-// all parameters from their owners at each point that the search tries.
+// The history takes 2 * history_size times the memory of the shards; under OSS<Lbfgs>, of the parameters that the rank
+// owns. OSS<Lbfgs> publishes all parameters at each point of the search.
 class Lbfgs : public ListedOptimizer<LbfgsOptions, LbfgsParamState, Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Up to max_iter iterations; returns the closure's first loss, this rank's. Throws std::invalid_argument without a
-  // closure, for several groups, and for sparse gradients; CommError.
+  // Runs up to max_iter iterations; returns this rank's loss of the closure's first call. Throws CommError. Throws
+  // std::invalid_argument without a closure, for several groups, and for sparse gradients.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // Of ranks that each have other parameters, whole: OSS's.
+  // Each rank owns some parameters whole (OSS).
   struct Owners {
     Communicator* comm;
-    std::vector<at::Tensor> trained;  // those of all ranks that are not frozen
-    std::function<void()> publish;    // collective: all ranks get the owners' new values
+    std::vector<at::Tensor> trained;  // of all ranks, without frozen ones
+    std::function<void()> publish;    // collective: sends the owners' new values to all ranks
   };
-  // step() over the parameters of all ranks, of which this one owns param_groups()'. Collective.
+  // Runs step() over the parameters of all ranks, of which this rank owns those in param_groups(). Is collective.
   at::Tensor step_among(const Owners& owners, const LossClosure& closure);
 
  private:

@@ -9,31 +9,31 @@
 
 namespace tessera {
 
-// Of a group of Muon: of matrices, or, with use_muon(false), of what AdamW steps beside them (adamw()).
+// Options of one group of Muon: of matrices, or with use_muon(false) of parameters that AdamW steps (adamw()).
 struct MuonOptions : ListedBetas<MuonOptions> {
-  // As checkpoints have it.
+  // Name in checkpoints.
   static constexpr const char* kName = "Muon";
 
-  // With this learning rate.
+  // Sets the learning rate.
   explicit MuonOptions(double lr = 1e-3) : ListedBetas(lr, 0.9, 0.95, 0.1) {}
-  // A group for embeddings, heads, biases and norms.
+  // Returns options for embeddings, heads, biases and norms.
   static MuonOptions adamw(double lr) { return MuonOptions(lr).use_muon(false); }
 
-  TORCH_ARG(bool, use_muon) = true;  // else AdamW
-  // Of matrices.
+  TORCH_ARG(bool, use_muon) = true;  // false: AdamW
+  // Of matrices: decay of the momentum.
   TORCH_ARG(double, momentum) = 0.95;
-  TORCH_ARG(bool, nesterov) = true;  // see above
-  TORCH_ARG(int64_t, ns_steps) = 5;  // see above
-  TORCH_ARG(bool, bfloat16) = true;  // what is exchanged and multiplied; false: fp32
-  // Steps are lr * 0.2 * sqrt(max(rows, columns)), so that their size is AdamW's and so may its learning rate be
-  // (Moonlight); false: lr * sqrt(max(1, rows / columns)) (Jordan).
+  TORCH_ARG(bool, nesterov) = true;  // of matrices: Nesterov's momentum
+  TORCH_ARG(int64_t, ns_steps) = 5;  // of matrices: iterations of Newton and Schulz
+  TORCH_ARG(bool, bfloat16) = true;  // dtype of exchange and products; false: fp32
+  // Scales steps by lr * 0.2 * sqrt(max(rows, columns)), so that AdamW's learning rates apply (Moonlight). false: by lr
+  // * sqrt(max(1, rows / columns)) (Jordan).
   TORCH_ARG(bool, match_rms_adamw) = false;
-  TORCH_ARG(double, eps) = 1e-8;  // of the others, as beta1 and beta2: added to the denominator
+  TORCH_ARG(double, eps) = 1e-8;  // AdamW: added to the denominator
 
  public:
-  // Throws std::invalid_argument for a value out of its range.
+  // Throws std::invalid_argument if a value is out of range.
   void check() const;
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
     ListedBetas::visit(visit);
@@ -49,15 +49,15 @@ struct MuonOptions : ListedBetas<MuonOptions> {
   }
 };
 
-// What Muon keeps for a parameter.
+// Muon's state of one parameter.
 struct MuonParamState : ListedState<MuonParamState> {
-  TORCH_ARG(int64_t, step) = 0;            // steps taken
+  TORCH_ARG(int64_t, step) = 0;            // number of steps taken
   TORCH_ARG(at::Tensor, momentum_buffer);  // of a matrix
-  TORCH_ARG(at::Tensor, exp_avg);          // of the others
-  TORCH_ARG(at::Tensor, exp_avg_sq);       // of their squares
+  TORCH_ARG(at::Tensor, exp_avg);          // AdamW: average of gradients
+  TORCH_ARG(at::Tensor, exp_avg_sq);       // AdamW: average of squared gradients
 
  public:
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each field.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -67,27 +67,28 @@ struct MuonParamState : ListedState<MuonParamState> {
   }
 };
 
-// Muon (Jordan et al., 2024; torch.optim.Muon): steps of matrices are their momentum with all singular values brought
-// near 1, by Newton and Schulz's iteration; other parameters take AdamW's. A parameter of more than 2 dimensions is the
-// matrix of its first by all others, as Jordan has convolutions.
+// Muon (Jordan et al., 2024; torch.optim.Muon): steps a matrix by its momentum, orthogonalized by Newton and Schulz's
+// iteration, which brings all singular values near 1. AdamW steps the other parameters. A parameter of more than 2
+// dimensions is treated as a matrix of its first dimension by all others, like Jordan's convolutions.
 //
 //   auto others = tessera::GroupRule<MuonOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2 || p.fqn.starts_with("embedding"); },
 //       MuonOptions::adamw(3e-4)};
 //   tessera::Muon optimizer(fsdp, tessera::group_parameters(fsdp, {others}, MuonOptions(2e-2)));
 //
-// Given a wrapper, each matrix is orthogonalised by one rank, chosen by cost, so that ranks finish together: parts of
-// the momentum travel to it and parts of the result back, in bf16 or fp32, one matrix a rank at a time, while those
-// before are worked on. A rank sends about its part of the matrices, and as much of results (where every rank has all
-// parameters, 1/N of the results to all). Equal to one process to rounding. Under OSS<Muon> owners are chosen by the
-// same cost. Momentum lies where the parameters lie; a step takes the memory of this rank's parts twice more.
+// With a wrapper, one rank orthogonalizes each matrix; costs are balanced over the ranks. That rank receives the parts
+// of the momentum and returns the parts of the result, in bf16 or fp32. Each rank has one matrix in work at a time,
+// while the next ones are in flight. A rank sends about its part of the matrices, and as much of results (1/N of the
+// results to all ranks, if every rank has all parameters). Results equal those of one process to rounding. OSS<Muon>
+// assigns owners by the same costs. Momentum is stored where the parameter is; a step takes twice the memory of this
+// rank's parts.
 class Muon : public ListedOptimizer<MuonOptions, MuonParamState, Sees::kParameters> {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Throws CommError, and std::invalid_argument for sparse gradients and matrices of fewer than 2 dimensions.
+  // Throws CommError. Throws std::invalid_argument for sparse gradients and matrices of fewer than 2 dimensions.
   at::Tensor step(LossClosure closure = nullptr) override;
 
-  // What a step of the parameter costs, as multiplications, 0 where it is AdamW's: what owners are chosen by.
+  // Returns the cost of a parameter's step in multiplications; 0 for AdamW. Owners are assigned by it.
   static int64_t step_cost(const NamedShard& parameter, const torch::optim::OptimizerOptions& options);
 
  private:
@@ -98,8 +99,8 @@ class Muon : public ListedOptimizer<MuonOptions, MuonParamState, Sees::kParamete
   void step_others();
 };
 
-// An approximation of U V^T of a matrix [rows, columns] U S V^T, in its dtype: a quintic iteration with coefficients
-// 3.4445, -4.7750 and 2.0315, after which singular values are between 0.7 and 1.2. A matrix of zeros stays one.
+// Returns an approximation of U V^T for a matrix [rows, columns] U S V^T, in its dtype, by a quintic iteration with
+// coefficients 3.4445, -4.7750 and 2.0315. Singular values end between 0.7 and 1.2. A matrix of zeros stays zero.
 at::Tensor orthogonalized(const at::Tensor& matrix, int64_t ns_steps = 5);
 
 }  // namespace tessera

@@ -32,9 +32,9 @@ struct OptimizerStateDict {
   };
   std::string kind;  // "Adam"; see optimizer_kind()
   std::vector<Group> groups;
-  std::map<int64_t, ParameterState> state;  // of the parameters that have any; whole, in their shapes
+  std::map<int64_t, ParameterState> state;  // of parameters with a state; whole tensors
 
-  // Parameters of all groups.
+  // Returns the number of parameters in all groups.
   int64_t parameter_count() const;
 };
 

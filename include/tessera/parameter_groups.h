@@ -11,15 +11,16 @@
 
 namespace tessera {
 
-// Parameters for which `matches` says so, by what a NamedShard tells: name, shape of the whole parameter (`sizes`).
+// Selects parameters for a group by their NamedShard: name, shape of the whole parameter (`sizes`).
 template <class Options>
 struct GroupRule {
-  std::function<bool(const NamedShard&)> matches;  // the same on all ranks
-  Options options;                                 // of the group: torch's AdamOptions, ...
+  std::function<bool(const NamedShard&)> matches;  // must return equal results on all ranks
+  Options options;                                 // options of the group, e.g. torch's AdamOptions
 };
 
-// The parameters of a wrapped model in an optimizer's groups: one for each rule, of those that it is the first to
-// match, and a last one, with the options `rest`. The same groups, in the same order, on every rank; some may be empty.
+// Splits the parameters of a wrapped model into optimizer groups. Each rule makes a group of the parameters that no
+// earlier rule matches; the last group has the rest, with the options `rest`. All ranks get equal groups in the same
+// order; a group may be empty.
 //
 //   auto no_decay = tessera::GroupRule<AdamWOptions>{
 //       [](const tessera::NamedShard& p) { return p.sizes.size() < 2; }, AdamWOptions(1e-3).weight_decay(0)};

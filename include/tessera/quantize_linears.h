@@ -34,50 +34,50 @@ struct LoraOptions {
 struct QuantizeOptions {
   WeightFormat format = WeightFormat::kNf4Double;
   LoraOptions lora{};  // rank 0: no adapters
-  // Which of the Linear layers, as a policy of units names modules; asked with the weight's number of elements. Empty:
-  // all.
+  // Selects Linear layers like a unit policy selects modules, by name and numel of the weight. Empty: all.
   WrapPolicy which{};
-  // Freezes what else the model has, so that the adapters alone are trained (QLoRA); false: leaves it as it is.
+  // Freezes all other parameters, so that only the adapters train (QLoRA); false: leaves them unchanged.
   bool freeze_others = true;
 };
 
-// Turns the weights of torch::nn::Linear layers, wherever they are (members of a type of yours, Sequential, AnyModule,
-// ModuleList, the model itself, an ExportedModule's linear nodes), into frozen ones of `format`, with LoRA adapters
-// beside them. No module changes its type: `weight` stands for its values from then on, read only, and computes with
-// the adapter where a Linear's forward() uses it. Returns the layers' names, in order.
+// Replaces the weights of torch::nn::Linear layers by frozen weights of `format`, with LoRA adapters. Finds layers
+// anywhere: members of your own types, Sequential, AnyModule, ModuleList, the model itself, linear nodes of an
+// ExportedModule. No module changes its type. `weight` becomes a read-only stand-in for the decoded values; a Linear's
+// forward() computes with the adapter, too. Returns the layers' names, in order.
 //
 //   tessera::quantize_linears(*model, {.lora = {.rank = 16}});
 //   tessera::FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = ...});
-//   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-4);  // what is frozen has no gradients
+//   torch::optim::AdamW optimizer(fsdp.parameters(), 1e-4);  // frozen parameters have no gradients
 //
-// Parameters are then "<layer>.weight", [encoded_bytes()] uint8, frozen; "<layer>.lora_a", [rank, in], and
-// "<layer>.lora_b", [out, rank], of the weight's dtype. They are sharded, gathered and saved as any other, the first in
-// its bytes. Before wrapping, on the device where it trains, once. Adapters begin at 0: ranks need the same seed only
-// without sync_module_states.
+// The parameters become "<layer>.weight", [encoded_bytes()] uint8, frozen, and "<layer>.lora_a", [rank, in], and
+// "<layer>.lora_b", [out, rank], in the weight's dtype. They are sharded, gathered and saved like other parameters.
+// Must be called once, before wrapping, on the training device. Adapters start as a zero update, so ranks need equal
+// seeds only without sync_module_states.
 //
-// In deferred(), after the model has been built, nothing is read, computed or allocated until the model is wrapped, and
-// then a weight at a time. Weights that each rank reads for itself (load_exported()) may be quantized after deferred(),
-// too; a rank reads all of those of which it keeps a part.
+// Inside deferred(), after the model has been built, it reads, computes and allocates nothing; wrapping the model then
+// does so, one weight at a time. Weights that each rank reads for itself (load_exported()) may also be quantized after
+// deferred(); a rank reads every weight of which it keeps a part.
 //
-// A layer that is decoded in forward is decoded again in backward; nothing of it is kept in between. Convert the model
-// (to()) before: bytes that were converted are refused when they are used. clone() of a layer is not supported.
+// Backward decodes a layer again; no decoded values are kept between forward and backward. Convert the model with to()
+// before this call: using converted bytes throws. clone() of a layer is not supported.
 //
-// Not collective. Throws std::invalid_argument, with nothing changed, for a model with none of these layers, and one by
-// name that is tied, paged, not of floating-point type or quantized already, or was written down by a deferred() that
-// has ended; for options that cannot be meant.
+// Is not collective. Throws std::invalid_argument, with nothing changed, if no layer is selected; if a layer, named in
+// the error, is tied, paged, not of floating-point type, already quantized, or recorded by a deferred() that has ended;
+// and for invalid options.
 std::vector<std::string> quantize_linears(torch::nn::Module& module, const QuantizeOptions& options = {});
 
-// Computes with weights that have the adapters in them, decoded and kept for it, in evaluation; a module that trains
-// meanwhile throws std::logic_error. Values that are loaded or stepped after it are not in them: merge anew.
-// unmerge_adapters() takes them out again: the bits of before. Not collective but under FullyShardedDataParallel, where
-// each rank then has the merged weights in full.
+// Decodes the weights, adds the adapters and keeps the result for evaluation. A module that trains while merged throws
+// std::logic_error. Values loaded or stepped afterwards are not included: call it again. unmerge_adapters() restores
+// the previous bits. Is not collective, except under FullyShardedDataParallel, where each rank then holds the merged
+// weights in full.
 void merge_adapters(torch::nn::Module& module);
-// See merge_adapters().
+// Frees the values of merge_adapters().
 void unmerge_adapters(torch::nn::Module& module);
 
-// What full_state_dict() or named_parameters() of such a model has, as the model had it before quantize_linears(),
-// under its names, with the adapters in the weights if `with_adapters`: to be saved, or loaded into an ordinary model.
-// `module` says what is what. Throws std::invalid_argument for names that are missing. Not collective.
+// Returns the state that the model had before quantize_linears(), under its names, from full_state_dict() or
+// named_parameters() of the quantized model. With `with_adapters`, the weights include the adapters. The result can be
+// saved, or loaded into an ordinary model. `module` defines the layers and formats. Throws std::invalid_argument for
+// missing names. Is not collective.
 torch::OrderedDict<std::string, at::Tensor> dequantized_state(const torch::nn::Module& module,
                                                               const torch::OrderedDict<std::string, at::Tensor>& state,
                                                               bool with_adapters = true);

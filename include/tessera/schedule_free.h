@@ -8,25 +8,25 @@
 
 namespace tessera {
 
-// Options of ScheduleFree, each set by a function of its name. beta1 is above 0: gradients are taken at a point between
-// z and the average.
+// Options of ScheduleFreeAdamW; each field has a setter of its name. beta1 must be above 0: gradients are computed
+// between z and the average.
 struct ScheduleFreeOptions : ListedBetas<ScheduleFreeOptions> {
-  // As checkpoints have it.
+  // Name in checkpoints.
   static constexpr const char* kName = "ScheduleFreeAdamW";
 
-  // With this learning rate.
+  // Sets the learning rate.
   explicit ScheduleFreeOptions(double lr = 2.5e-3) : ListedBetas(lr, 0.9, 0.999, 0.0) {}
 
   TORCH_ARG(double, eps) = 1e-8;         // added to the denominator
-  TORCH_ARG(int64_t, warmup_steps) = 0;  // of linear warm-up: there is no other schedule
-  // Step t counts in the average as t^r times the largest learning rate so far to weight_lr_power.
+  TORCH_ARG(int64_t, warmup_steps) = 0;  // steps of linear warm-up, the only schedule
+  // Step t has the weight t^r times the largest learning rate so far to the power of weight_lr_power.
   TORCH_ARG(double, r) = 0.0;
-  TORCH_ARG(double, weight_lr_power) = 2.0;  // see above
+  TORCH_ARG(double, weight_lr_power) = 2.0;  // exponent of the learning rate in a step's weight
 
  public:
-  // Throws std::invalid_argument for a value out of its range.
+  // Throws std::invalid_argument if a value is out of range.
   void check() const;
-  // Calls visit(name, value) for each.
+  // Calls visit(name, value) for each option.
   template <class Visit>
   void visit(Visit visit) {
     ListedBetas::visit(visit);
@@ -39,16 +39,16 @@ struct ScheduleFreeOptions : ListedBetas<ScheduleFreeOptions> {
   }
 };
 
-// What ScheduleFree keeps for a parameter.
+// ScheduleFreeAdamW's state of one parameter.
 struct ScheduleFreeParamState : ListedState<ScheduleFreeParamState> {
-  TORCH_ARG(int64_t, step) = 0;       // steps taken
-  TORCH_ARG(double, weight_sum) = 0;  // see above
-  TORCH_ARG(double, lr_max) = 0;      // see above
-  TORCH_ARG(at::Tensor, z);           // the point that steps are taken from
-  TORCH_ARG(at::Tensor, exp_avg_sq);  // of their squares
+  TORCH_ARG(int64_t, step) = 0;       // number of steps taken
+  TORCH_ARG(double, weight_sum) = 0;  // sum of the steps' weights
+  TORCH_ARG(double, lr_max) = 0;      // largest learning rate so far
+  TORCH_ARG(at::Tensor, z);           // the iterate that steps change
+  TORCH_ARG(at::Tensor, exp_avg_sq);  // average of squared gradients
 
  public:
-  // Numbers are integers in checkpoints: those of floating-point type go as their 64 bits.
+  // Calls visit(name, value) for each field. Checkpoints store integers: doubles are passed as their 64 bits.
   template <class Visit>
   void visit(Visit visit) {
     visit("step", step());
@@ -64,15 +64,16 @@ struct ScheduleFreeParamState : ListedState<ScheduleFreeParamState> {
   }
 };
 
-// Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree): no
-// learning rate schedule and no end that is known before; evaluation and export take the average of the iterates
-// (swap_in_averages()), parameters in training are a point between it and the last. Element by element: the same bits
-// under any sharding. Counts belong to parameters: steps without a gradient are none.
+// Schedule-free AdamW (Defazio et al., 2024, algorithm 1 with Adam's base; schedulefree's AdamWScheduleFree). Needs no
+// learning-rate schedule and no number of steps in advance. Evaluation and export use the average of the iterates
+// (swap_in_averages()); in training the parameters are between the average and the last iterate. Elementwise: bit-equal
+// under any sharding. Steps are counted for each parameter; a step without a gradient is not counted.
 class ScheduleFreeAdamW : public ListedOptimizer<ScheduleFreeOptions, ScheduleFreeParamState, Sees::kElements>,
                           public Averages {
  public:
   using ListedOptimizer::ListedOptimizer;
-  // Not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped in.
+  // Is not collective. Throws std::invalid_argument for sparse gradients, std::logic_error while averages are swapped
+  // in.
   at::Tensor step(LossClosure closure = nullptr) override;
 
   Scope swap_in_averages() override;  // not collective

@@ -20,59 +20,57 @@ class TaskQueue;
 
 // Whether, and how, StepInBackward clips gradients.
 struct StepInBackwardOptions {
-  // Clips gradients by their global norm. It is known when all are there: finish() then takes all steps at once.
+  // Clips gradients by their global norm, which is known only after backward: finish() then takes all steps.
   std::optional<double> max_norm;
   double norm_type = 2.0;
-  // With max_norm: steps are taken in backward as if the norm would not clip, and if it does, finish() takes them back
-  // and takes them again, with clipped gradients. Bit for bit what it is without, and faster where norms seldom clip.
-  // Costs copies of parameters and state beside the state, on its tier: 12 bytes for each element of fp32 that is on
-  // this rank, 16 with amsgrad.
+  // With max_norm: takes steps during backward as if nothing were clipped. If the norm clips, finish() rolls them back
+  // and steps again with clipped gradients. Results are bit-equal; faster if clipping is rare. Costs copies of
+  // parameters and state, on the state's tier: 12 bytes for each fp32 element on this rank, 16 with amsgrad.
   bool speculative = false;
-  // Of the machine's processors (as taskset counts them), those that the steps' threads run on, and no others, one
-  // thread each; empty: wherever the system puts them, as many as the caller has. The program's own threads go where
-  // they went: `taskset`, or the launcher, keeps them off these.
+  // Processors (numbered as taskset does) for the step's threads, one thread on each. Empty: the system places as many
+  // threads as the caller has. Does not move other threads; use `taskset` or the launcher to keep them off these
+  // processors.
   std::vector<int> processors;
 };
 
-// Takes the optimizer's step unit by unit, on a thread of its own, as gradients arrive and while
-// backward goes on (ZeRO-Offload's overlap of the CPU optimizer with backward).
+// Takes the optimizer's step unit by unit during backward, on its own thread, as gradients arrive (ZeRO-Offload's
+// overlap of the CPU optimizer with backward).
 //
 //   HostAdamW optimizer(fsdp.parameters(), torch::optim::AdamWOptions(3e-4));
 //   StepInBackward step(fsdp, optimizer);
 //   for (...) {
 //     optimizer.zero_grad();
-//     loss_of(fsdp(x)).backward();  // inside no_sync(): accumulates, as ever
+//     loss_of(fsdp(x)).backward();  // inside no_sync(): accumulates
 //     step.finish();                // in place of optimizer.step()
 //   }
 //
-// Every backward that reduces is a step, with the same results as optimizer.step() after it: finish() also steps what
-// has a gradient of before alone, kept by zero_grad(false), say. Between backward and finish() nobody else touches
-// parameters, gradients and optimizer. Not for loss scaling (ShardedGradScaler), which may have to leave a step out,
-// nor FsdpOptions::check_finite, which finds out too late and which the wrapper refuses. A unit whose gradients come in
-// parts in one backward (several checkpointed blocks use it) throws std::logic_error.
+// Every backward that reduces gradients is a step, with the results of optimizer.step(). finish() also steps parameters
+// that have only an older gradient, e.g. after zero_grad(false). Between backward and finish(), parameters, gradients
+// and the optimizer must not be used. Not for ShardedGradScaler, which may skip a step, nor for
+// FsdpOptions::check_finite, which the wrapper refuses because it checks too late. Throws std::logic_error if a unit's
+// gradients arrive in several parts of one backward (several checkpointed blocks use the unit).
 //
-// Note [Speculation]. With `speculative` (SuperOffload's speculation, then validation: Lian et al., 2025, with copies
-// in place of its inverse arithmetic) a backward that fails, and a finish() that throws, leave parameters and optimizer
-// as they were before that backward (if a disk does not let them, the next finish() tries again). Until finish() the
-// wrapper's forward(), summon_full_params() and full_state_dict() throw std::logic_error, so that nobody computes with
-// values that may be taken back.
+// Note [Speculation]. `speculative` is SuperOffload's speculation, then validation (Lian et al., 2025), with copies
+// instead of inverse arithmetic. If backward fails or finish() throws, parameters and optimizer are as before that
+// backward; if a disk prevents that, the next finish() tries again. Until finish(), the wrapper's forward(),
+// summon_full_params() and full_state_dict() throw std::logic_error, because values may be rolled back.
 class StepInBackward {
  public:
-  // Both outlive this object. Throws std::invalid_argument for `speculative` without max_norm, and with an optimizer
-  // that has no revocable_steps(), by its class, for one whose class is derived from one of Tessera's optimizers, whose
-  // own step() would not be called, and for processors that this process may not use.
+  // `source` and `optimizer` must outlive this object. Throws std::invalid_argument for `speculative` without max_norm
+  // or without revocable_steps(); for an optimizer derived from one of Tessera's, whose own step() would be bypassed;
+  // and for processors that this process may not use.
   StepInBackward(GradientSource& source, PartialStep& optimizer, StepInBackwardOptions options = {});
-  // Takes speculative steps back that no finish() has confirmed.
+  // Rolls back speculative steps that finish() has not confirmed.
   ~StepInBackward();
   StepInBackward(const StepInBackward&) = delete;
   StepInBackward& operator=(const StepInBackward&) = delete;
 
-  // Waits until every parameter with a gradient has been stepped; without a backward that has reduced since the last
-  // call there is nothing to do. Throws what a step threw. With max_norm: collective, and returns the norm before
+  // Blocks until every parameter with a gradient has been stepped. Is a no-op if no backward has reduced gradients
+  // since the last call. Throws the error of a failed step. With max_norm, is collective and returns the norm before
   // clipping.
   std::optional<double> finish();
 
-  // How many times finish() has taken speculative steps back because the norm clipped.
+  // Returns how often finish() has rolled back speculative steps.
   int64_t times_taken_back() const { return times_taken_back_; }
 
  private:
@@ -88,11 +86,11 @@ class StepInBackward {
   GradientSource& source_;
   PartialStep& optimizer_;
   const StepInBackwardOptions options_;
-  const std::unique_ptr<RevocableSteps> speculation_;   // null: none
-  std::vector<at::Tensor> deferred_;                    // with max_norm: those of this backward
-  std::unordered_set<const c10::TensorImpl*> arrived_;  // of this backward
-  std::optional<Scope> refusal_;                        // while there are any
-  bool must_be_taken_back_ = false;                     // they, what abandon() could not do
+  const std::unique_ptr<RevocableSteps> speculation_;   // null: not speculative
+  std::vector<at::Tensor> deferred_;                    // with max_norm: parameters of this backward
+  std::unordered_set<const c10::TensorImpl*> arrived_;  // in this backward
+  std::optional<Scope> refusal_;                        // set while speculative steps are unconfirmed
+  bool must_be_taken_back_ = false;                     // abandon() could not roll back
   int64_t times_taken_back_ = 0;
 
   std::vector<std::future<void>> steps_;               // of this backward

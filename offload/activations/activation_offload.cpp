@@ -55,7 +55,7 @@ class ActivationOffload::Pipeline : public std::enable_shared_from_this<Pipeline
 struct ActivationOffload::Pipeline::Kept {
   std::vector<int64_t> sizes, strides;
   at::Tensor host;    // flat
-  at::Tensor device;  // flat: before it has left, and from when it is fetched
+  at::Tensor device;  // flat: until copied to the host, and again once fetched
   at::Device home = at::kCPU;
   Copy copy;
   bool is_leaving = true;
@@ -104,7 +104,7 @@ std::unique_ptr<SavedInput> ActivationOffload::Pipeline::keep(const at::Tensor& 
     Kept& oldest = *leaving_.front();
     if (!std::exchange(oldest.is_leaving, false)) continue;
     oldest.copy.wait_on_device();
-    oldest.copy = Copy();  // which holds the device's memory
+    oldest.copy = Copy();  // the handle holds device memory
     let_go(oldest.device, oldest.home);
   }
   return std::make_unique<OffloadedInput>(shared_from_this(), std::move(kept));
@@ -122,14 +122,14 @@ at::Tensor ActivationOffload::Pipeline::fetch(Kept& kept) {
   at::NoGradGuard no_grad;
   start_fetch(kept);
   kept.copy.wait_on_device();
-  kept.copy = Copy();  // the handle would keep the device's memory
-  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // it was made on another, perhaps
+  kept.copy = Copy();                                                             // the handle would hold device memory
+  if (!kept.home.is_cpu()) kept.device.record_stream(current_stream(kept.home));  // maybe allocated on another stream
   const at::Tensor values = std::exchange(kept.device, at::Tensor()).as_strided(kept.sizes, kept.strides);
   if (auto next = kept.before.lock()) start_fetch(*next);
   return values;
 }
 
-// Its graph is gone, or backward has been through it. Those after it went before, in the order of backward.
+// The graph is freed, or backward has passed this tensor. Backward has freed the later ones before.
 void ActivationOffload::Pipeline::forget(Kept& kept) {
   std::lock_guard lock(mutex_);
   kept.copy = Copy();

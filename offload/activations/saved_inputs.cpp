@@ -3,7 +3,7 @@
 namespace tessera {
 using namespace internal;
 
-// Not inline: of one in a std::optional GCC 12 would warn that before_ may be uninitialized.
+// Not inline: inside a std::optional, GCC 12 would warn that before_ may be uninitialized.
 SavedInputs::Scope::~Scope() { current_ = before_; }
 
 }  // namespace tessera

@@ -1,4 +1,4 @@
-// What a user writes who wants ranks and collectives, and none of the wrappers.
+// A user's program with ranks and collectives, without wrappers.
 #include <ATen/ops/full.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// train_gpt --plan: what it says is what a training with data takes.
+// train_gpt --plan predicts the memory and time of a training with data.
 #include "plan.h"
 
 #include <gtest/gtest.h>
@@ -96,7 +96,7 @@ TEST(TrainGptPlan, PrintsRanksAndTrainsNothing) {
   EXPECT_FALSE(std::filesystem::exists(out));
 }
 
-// `make demo` builds train_gpt without what plans.
+// `make demo` builds train_gpt without the planner.
 TEST(TrainGptPlan, SaysWhatBuildsIt) {
   const tessera::testing_support::TemporaryFolder folder;
   const auto copy = folder / "train_gpt";

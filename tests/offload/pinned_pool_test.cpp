@@ -1,4 +1,4 @@
-// The pool of host memory: exact counts, reuse, the bound.
+// The pool of host memory: exact counts, reuse, the limit.
 #include "core/memory/pinned_pool.h"
 #include "tests/support/reference.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// The names that snippets of the documentation use and do not declare. Snippets are inline functions without a caller,
-// so they are compiled and not linked. Only train() is defined here: a snippet's main() calls it.
+// Declares the names that the documentation's snippets use without a declaration. Snippets are uncalled inline functions,
+// so they are compiled and not linked. Only train() is defined: a snippet's main() calls it.
 
 #include <torch/torch.h>
 

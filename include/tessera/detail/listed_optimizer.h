@@ -13,23 +13,23 @@
 
 namespace tessera {
 
-// Throws std::invalid_argument unless the parameter, which has a gradient, is dense and of floating-point type, and
-// the gradient dense.
+// Throws std::invalid_argument unless the parameter, which must have a gradient, is dense and of floating-point type,
+// and its gradient is dense.
 void require_dense(const at::Tensor& parameter, const char* optimizer);
 
-// Whether an optimizer works on each element by itself, so that it may be given shards as they are.
+// Whether an optimizer is elementwise, and so may be given shards, or needs whole parameters.
 enum class Sees { kElements, kParameters };
 
-// What Tessera's own optimizers have in common: how they are made, checked and archived. `Options` has a kName, and
-// check(), which throws std::invalid_argument for values that cannot be meant; both are of listed.h.
+// Base of Tessera's own optimizers: construction, checks and archives. `Options` (see listed.h) must have a kName, and
+// a check() that throws std::invalid_argument for invalid values.
 template <class Options, class State, Sees sees>
 class ListedOptimizer : public torch::optim::Optimizer {
  public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters with options of their own
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;  // parameters with their own options
 
-  // Of whole parameters, as torch's optimizers, or of shards where each element is by itself. Throws
-  // std::invalid_argument for options that cannot be meant, or of another optimizer, and for shards where parameters
-  // are looked at as a whole.
+  // For whole parameters, like torch's optimizers, or for shards if the optimizer is elementwise. Throws
+  // std::invalid_argument for invalid options, for options of another optimizer, and for shards if the optimizer is not
+  // elementwise.
   explicit ListedOptimizer(Groups groups, Options defaults = Options())
       : Optimizer(groups, std::make_unique<Options>(defaults)) {
     check();
@@ -37,9 +37,9 @@ class ListedOptimizer : public torch::optim::Optimizer {
   explicit ListedOptimizer(std::vector<at::Tensor> parameters, Options defaults = Options())
       : ListedOptimizer(one_group(std::move(parameters)), std::move(defaults)) {}
 
-  // Of a wrapper's parameters, in any groups, the same in the same order on all ranks. Collective over model.comm(), as
-  // step() then is. Throws as above, for tensors that are not among model.named_shards(), and for ranks with other
-  // groups or options; learning rates that are set later are not compared.
+  // For a wrapper's parameters, in any groups, which must be equal and in the same order on all ranks. Construction and
+  // step() are collective over model.comm(). Throws as above, for tensors that are not in model.named_shards(), and if
+  // groups or options differ between ranks. Learning rates set later are not compared.
   ListedOptimizer(const ModelShards& model, Groups groups, Options defaults = Options())
     requires(sees == Sees::kParameters)
       : Optimizer(groups, std::make_unique<Options>(defaults)), parts_(model) {
@@ -49,17 +49,17 @@ class ListedOptimizer : public torch::optim::Optimizer {
     requires(sees == Sees::kParameters)
       : ListedOptimizer(model, one_group(model.parameters()), std::move(defaults)) {}
 
-  // As torch's, with what construction demands of groups, before anything is changed: it throws alike, and is
-  // collective where a wrapper is given. Groups that come through the base class are looked at by the next step().
+  // Adds a group, with the checks of construction and nothing changed if they throw. Is collective if constructed with
+  // a wrapper. step() checks groups that were added through the base class.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     add_checked_group(*this, group, [this] { check(); });
   }
 
-  // Of this rank's state: torch::save.
+  // For torch::save: writes this rank's state.
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
   }
-  // Of this rank's state: torch::load.
+  // For torch::load: reads this rank's state.
   void load(torch::serialize::InputArchive& archive) override {
     torch::optim::serialize<State, Options>(archive, *this);
   }
@@ -68,22 +68,22 @@ class ListedOptimizer : public torch::optim::Optimizer {
   static const Options& options_of(const torch::optim::OptimizerParamGroup& group) {
     return static_cast<const Options&>(group.options());
   }
-  // The parameter's state, a new one if there is none.
+  // Returns the parameter's state; creates a missing one.
   State& state_of(const at::Tensor& parameter) {
     auto& slot = state()[parameter.unsafeGetTensorImpl()];
     if (!slot) slot = std::make_unique<State>();
     return static_cast<State&>(*slot);
   }
   const ParameterParts& parts() const { return parts_; }
-  // Throws std::invalid_argument for a parameter with a gradient that require_dense() refuses, and for groups that have
-  // come and cannot be meant; before anything is changed.
+  // Throws std::invalid_argument, before any change, if require_dense() refuses a parameter with a gradient, or if an
+  // added group is invalid.
   void require_steppable() {
     if (checked_groups_ != param_groups().size()) check();
     for (const auto& group : param_groups())
       for (const at::Tensor& parameter : group.params())
         if (parameter.grad().defined()) require_dense(parameter, Options::kName);
   }
-  // The parameters of all groups, with a gradient or not, and the options of each.
+  // The parameters of all groups, with or without gradients, and the options of each.
   struct Parameters {
     std::vector<at::Tensor> tensors;
     std::vector<const Options*> options;
@@ -103,7 +103,7 @@ class ListedOptimizer : public torch::optim::Optimizer {
     groups.emplace_back(std::move(parameters));
     return groups;
   }
-  // What ranks agree on comes first: one whose options are wrong leaves the others no exchange to wait in.
+  // Collective checks first: if this rank's options are invalid, the other ranks must not wait for it.
   void check() {
     if constexpr (sees == Sees::kParameters) parts_.require_known(param_groups(), Options::kName);
     static_cast<const Options&>(defaults()).check();

@@ -7,26 +7,26 @@
 
 namespace tessera::internal {
 
-// One tensor that is kept.
+// One kept tensor.
 class SavedInput {
  public:
   virtual ~SavedInput() = default;
-  // The same values, sizes and strides on the tensor's device, every time it is called.
+  // Returns a tensor of equal values, sizes and strides on the original device. May be called several times.
   virtual at::Tensor fetch() = 0;
 };
 
-// Where checkpointed() keeps the inputs that backward will need, if not with autograd.
+// Storage for the inputs that checkpointed() needs in backward, in place of autograd's.
 class SavedInputs {
  public:
   virtual ~SavedInputs() = default;
-  // Null: the tensor is better left where it is. Its values may not change before backward, which checkpointed()
-  // checks.
+  // Keeps a tensor, or returns null to leave it to autograd. Its values must not change before backward; checkpointed()
+  // checks that.
   virtual std::unique_ptr<SavedInput> keep(const at::Tensor& tensor) = 0;
 
-  // While it lives, checkpointed() on this thread keeps inputs with `inputs`, which outlives the graph.
+  // While it is alive, checkpointed() on this thread keeps inputs in `inputs`, which must outlive the graph.
   class Scope {
    public:
-    // Puts `inputs` in the place of what was used before, until destruction.
+    // Replaces the current storage until destruction.
     explicit Scope(SavedInputs& inputs) : before_(std::exchange(current_, &inputs)) {}
     ~Scope();
     Scope(const Scope&) = delete;
@@ -35,7 +35,7 @@ class SavedInputs {
    private:
     SavedInputs* const before_;
   };
-  // What this thread uses now; null: autograd keeps inputs itself.
+  // Returns this thread's current storage; null: autograd's.
   static SavedInputs* current() { return current_; }
 
  private:
