@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include <tessera/exported.h>
+#include <tessera/plan.h>
 #include <tessera/tessera.h>
 
 namespace in_documentation {
