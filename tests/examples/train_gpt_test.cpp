@@ -22,6 +22,7 @@
 #include <tessera/full_file.h>
 #include <tessera/tessera.h>
 #include "checkpoint/format/slice_reader.h"
+#include "checkpoint/full_file/find_full_tensors.h"
 #include "gpt.h"
 #include "options.h"
 #include "run.h"

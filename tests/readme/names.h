@@ -1,7 +1,7 @@
 #pragma once
 
-// Declares the names that the documentation's snippets use without a declaration. Snippets are uncalled inline functions,
-// so they are compiled and not linked. Only train() is defined: a snippet's main() calls it.
+// Declares the names that the documentation's snippets use without a declaration. Snippets are uncalled inline
+// functions, so they are compiled and not linked. Only train() is defined: a snippet's main() calls it.
 
 #include <torch/torch.h>
 
