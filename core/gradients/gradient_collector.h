@@ -43,7 +43,7 @@ class GradientCollector {
   // The parameter needs no more gradients for its bucket to be full.
   void note_arrival(size_t parameter);
 
-  // Removes the content of a bucket, filled up with zeros; what is absent in this pass counts as zero.
+  // Removes the content of a bucket, in which absent gradients are zeros.
   BucketContent take(size_t bucket);
   BucketContent take_recomputed(size_t bucket);
   // Copies gradients that belong to autograd, so that the next pass can add to them.

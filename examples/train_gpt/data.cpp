@@ -1,14 +1,87 @@
-#include "corpus.h"
+#include "data.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 
 namespace train_gpt {
+namespace {
+
+std::string shown(unsigned char byte) {
+  if (byte > 0x20 && byte < 0x7f) return std::string("'") + static_cast<char>(byte) + "'";
+  return "byte " + std::to_string(byte);
+}
+
+uint16_t parse_id(const std::string& word, int64_t size) {
+  int64_t id = -1;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), id);
+  if (error != std::errc() || end != word.data() + word.size() || id < 0 || id >= size) {
+    throw std::invalid_argument("'" + word + "' is not a token id below " + std::to_string(size));
+  }
+  return static_cast<uint16_t>(id);
+}
+
+}  // namespace
+
+Vocabulary Vocabulary::of_bytes(std::string_view text) {
+  std::array<bool, 256> occurs{};
+  for (const unsigned char byte : text) occurs[byte] = true;
+  Vocabulary vocabulary;
+  vocabulary.token_of_byte_.fill(-1);
+  for (int byte = 0; byte < 256; ++byte) {
+    if (!occurs[byte]) continue;
+    vocabulary.token_of_byte_[byte] = static_cast<int16_t>(vocabulary.byte_of_token_.size());
+    vocabulary.byte_of_token_ += static_cast<char>(byte);
+  }
+  vocabulary.size_ = static_cast<int64_t>(vocabulary.byte_of_token_.size());
+  return vocabulary;
+}
+
+Vocabulary Vocabulary::of_ids(int64_t size) {
+  Vocabulary vocabulary;
+  vocabulary.size_ = size;
+  return vocabulary;
+}
+
+std::vector<uint16_t> Vocabulary::encode(std::string_view text) const {
+  std::vector<uint16_t> tokens;
+  if (!is_text()) {
+    std::istringstream words{std::string(text)};
+    for (std::string word; words >> word;) tokens.push_back(parse_id(word, size_));
+    return tokens;
+  }
+  tokens.reserve(text.size());
+  for (const unsigned char byte : text) {
+    const int16_t token = token_of_byte_[byte];
+    if (token < 0) throw std::invalid_argument(shown(byte) + " does not occur in the data");
+    tokens.push_back(static_cast<uint16_t>(token));
+  }
+  return tokens;
+}
+
+std::string Vocabulary::decode(std::span<const uint16_t> tokens) const {
+  std::string text;
+  for (const uint16_t token : tokens) {
+    if (is_text()) {
+      text += byte_of_token_.at(token);
+    } else {
+      if (!text.empty()) text += ' ';
+      text += std::to_string(token);
+    }
+  }
+  return text;
+}
+
+uint16_t Vocabulary::start_token() const {
+  return is_text() && token_of_byte_['\n'] >= 0 ? static_cast<uint16_t>(token_of_byte_['\n']) : 0;
+}
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -94,7 +167,7 @@ Corpus read_directory(const fs::path& directory) {
   return corpus_of_text(directory, text, note + ")");
 }
 
-// How many bytes before the tokens, after checking them.
+// Checks the header, if there is one, and returns its size.
 size_t token_offset_bytes(const fs::path& path, const std::string& bytes) {
   int32_t header[3] = {};  // magic, version, number of tokens
   if (bytes.size() >= sizeof(header)) std::memcpy(header, bytes.data(), sizeof(header));
@@ -159,6 +232,60 @@ double unigram_loss(std::span<const uint16_t> train, std::span<const uint16_t> t
   double loss = 0.0;
   for (const uint16_t token : targets) loss -= std::log(count[token] / total);
   return loss / static_cast<double>(targets.size());
+}
+
+namespace {
+
+// Every offset in [0, context] leaves room for this number of windows, so all epochs are equally long. A text too short
+// for that has one window and fewer offsets.
+int64_t windows_in(int64_t text_numel, int64_t context) {
+  return std::max<int64_t>(1, (text_numel - context) / (context + 1));
+}
+
+}  // namespace
+
+WindowSampler::WindowSampler(int64_t text_numel, int64_t context, uint64_t seed, BatchShape shape)
+    : window_numel_(context + 1),
+      windows_(windows_in(text_numel, context)),
+      max_offset_(std::min(context, text_numel - windows_ * window_numel_)),
+      shape_(shape),
+      order_(windows_, seed) {}
+
+std::vector<int64_t> WindowSampler::starts(int64_t step, int64_t micro_batch, int64_t rank) {
+  const int64_t first = step * shape_.global() + rank * shape_.per_rank() + micro_batch * shape_.batch;
+  std::vector<int64_t> starts(shape_.batch);
+  for (int64_t i = 0; i < shape_.batch; ++i) starts[i] = start_of(first + i);
+  return starts;
+}
+
+int64_t WindowSampler::start_of(int64_t position) {
+  const int64_t offset = order_.draw_of_epoch(position / windows_, max_offset_ + 1);
+  return offset + order_.item(position) * window_numel_;
+}
+
+std::vector<int64_t> validation_starts(int64_t text_numel, int64_t context, int64_t count) {
+  const int64_t available = text_numel / (context + 1);
+  const int64_t taken = std::min(count, available);
+  std::vector<int64_t> starts(taken);
+  for (int64_t i = 0; i < taken; ++i) starts[i] = i * available / taken * (context + 1);
+  return starts;
+}
+
+Batch make_batch(std::span<const uint16_t> tokens, const std::vector<int64_t>& starts, int64_t context,
+                 at::Device device) {
+  const int64_t window_numel = context + 1;
+  auto windows = torch::empty({static_cast<int64_t>(starts.size()), window_numel}, torch::kInt64);
+  auto* row = windows.mutable_data_ptr<int64_t>();
+  for (const int64_t start : starts) {
+    const auto window = tokens.subspan(start, window_numel);
+    row = std::copy(window.begin(), window.end(), row);
+  }
+  windows = windows.to(device);
+  return {windows.narrow(1, 0, context).contiguous(), windows.narrow(1, 1, context).contiguous()};
+}
+
+at::Tensor language_model_loss(const at::Tensor& logits, const at::Tensor& targets) {
+  return at::cross_entropy_loss(logits.flatten(0, 1), targets.flatten());
 }
 
 }  // namespace train_gpt

@@ -1,26 +1,57 @@
-#include "loss_plot.h"
+#include "report.h"
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
-
-#include "format.h"
+#include <string>
 
 namespace train_gpt {
+
+MetricsLog::MetricsLog(const std::filesystem::path& path, int64_t kept_steps) : path_(path) {
+  std::string lines;
+  if (kept_steps > 0) {
+    std::ifstream before(path);
+    for (std::string line; std::getline(before, line);) {
+      const auto values = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+      // The rest is incomplete, or of later steps.
+      if (!values.is_object() || values.value("step", kept_steps + 1) > kept_steps) break;
+      StepReport report{.step = values["step"], .loss = values["loss"]};
+      if (values.contains("val_loss")) report.val_loss = values["val_loss"].get<double>();
+      kept_.push_back(report);
+      lines += line + "\n";
+    }
+  }
+  file_.open(path, std::ios::trunc);
+  file_ << lines << std::flush;
+  if (!file_) throw std::runtime_error("--out: " + path_.string() + " cannot be written");
+}
+
+void MetricsLog::write(const StepReport& report) {
+  nlohmann::ordered_json line = {{"step", report.step},
+                                 {"loss", report.loss},
+                                 {"tokens_per_s", report.tokens_per_s},
+                                 {"lr", report.lr},
+                                 {"grad_norm", report.grad_norm}};
+  if (report.val_loss) line["val_loss"] = *report.val_loss;
+  file_ << line.dump() << std::endl;
+  if (!file_) throw std::runtime_error("--out: a line could not be written to " + path_.string());
+}
+
 namespace {
 
 constexpr double kWidth = 800, kHeight = 480;
 constexpr double kLeft = 64, kRight = 24, kTop = 52, kBottom = 56;
 constexpr double kWantedTicks = 6;
-constexpr size_t kMaxCurvePoints = 1000;  // more than there are pixels across
+constexpr size_t kMaxCurvePoints = 1000;  // more than kWidth: no pixel loses detail
 
 constexpr const char* kTrainColour = "#2b6cb0";
 constexpr const char* kValidationColour = "#c05621";
 constexpr const char* kUnigramColour = "#4a5568";
 
-// A round distance (1, 2 or 5 times a power of ten) between ticks over a range.
+// The distance between ticks: 1, 2 or 5 times a power of ten.
 double tick_distance(double range) {
   const double rough = range / kWantedTicks;
   const double power = std::pow(10.0, std::floor(std::log10(rough)));
@@ -38,7 +69,7 @@ std::vector<double> ticks_between(double low, double high, double distance) {
   return ticks;
 }
 
-// The plane of the picture: steps and losses to pixels.
+// Maps steps and losses to pixels.
 struct Axes {
   double first_step = 0, last_step = 1, low = 0, high = 1, loss_distance = 1;
 
@@ -62,8 +93,8 @@ struct Axes {
   double y(double loss) const { return kTop + (kHeight - kTop - kBottom) * (high - loss) / (high - low); }
 };
 
-// An exponential mean over about a twentieth of the points, at most 20. The window grows at
-// the start, so that it does not lag behind where the loss falls fastest.
+// An exponential mean over about a twentieth of the points, at most 20. The window starts small, so that the mean does
+// not lag while the loss falls fastest.
 std::vector<LossPoint> smoothed(const std::vector<LossPoint>& points) {
   const double window = std::clamp(static_cast<double>(points.size()) / 20.0, 1.0, 20.0);
   std::vector<LossPoint> result;
@@ -178,6 +209,33 @@ void write_loss_plot(const std::filesystem::path& path, const LossCurves& curves
   std::ofstream file(path, std::ios::trunc);
   file << draw_losses(curves) << std::flush;
   if (!file) throw std::runtime_error("--out: " + path.string() + " cannot be written");
+}
+
+namespace {
+
+double in_mib(int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+}  // namespace
+
+void TensorboardLog::write(const StepReport& report) {
+  const auto add = [&](const std::string& tag, double value) { events_.scalar(tag, value, report.step); };
+  add("train/loss", report.loss);
+  add("train/learning_rate", report.lr);
+  add("train/grad_norm", report.grad_norm);
+  add("train/tokens_per_s", report.tokens_per_s);
+  if (report.val_loss) add("val/loss", *report.val_loss);
+  const auto add_memory = [&](const MemoryUse& memory, const std::string& of) {
+    add("memory/state_MiB" + of, in_mib(memory.parameter_bytes + memory.grad_bytes + memory.optimizer_bytes));
+    add("memory/held_MiB" + of, in_mib(memory.held_bytes));
+    add("memory/peak_MiB" + of, in_mib(memory.peak_held_bytes));
+  };
+  add_memory(report.memory, "");
+  for (size_t rank = 0; rank < report.memory_by_rank.size(); ++rank)
+    add_memory(report.memory_by_rank[rank], "_rank_" + std::to_string(rank));
+  if (!report.waits) return;
+  const auto& waits = *report.waits;
+  for (size_t rank = 0; rank < waits.ranks.size(); ++rank)
+    add("wait/percent_rank_" + std::to_string(rank), 100 * waits.ranks[rank].wait_s / waits.elapsed_s);
 }
 
 }  // namespace train_gpt

@@ -1,28 +1,25 @@
-#include "run_rank.h"
+#include "run.h"
+
+#include <tessera/tessera.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
+#include <exception>
 #include <filesystem>
 #include <iostream>
 #include <limits>
 #include <optional>
+#include <string>
 #include <system_error>
 
-#include <tessera/peak_memory.h>
-#include "adapters.h"
-#include "checkpoints.h"
+#include "core/comm/notes.h"
 #include "core/memory/container_limits.h"
-#include "gpt2_files.h"
-#include "loss_plot.h"
-#include "metrics_log.h"
-#include "model.h"
-#include "progress.h"
 #include "report.h"
-#include "sample.h"
-#include "tensorboard_log.h"
 #include "trainer.h"
-#include "with_ema.h"
 
 namespace train_gpt {
 namespace {
@@ -33,7 +30,7 @@ constexpr const char* kMetricsFile = "metrics.jsonl";
 constexpr const char* kFormerMetricsFile = "metrics.before.jsonl";
 constexpr const char* kPlotFile = "losses.svg";
 
-// How many ranks share this machine, as far as the launcher says.
+// The number of ranks on this machine, from the launcher's environment.
 int ranks_of_this_machine(int world) {
   for (const char* name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"}) {
     if (const char* value = std::getenv(name)) return std::clamp(std::atoi(value), 1, world);
@@ -56,10 +53,10 @@ void check_world(const TrainOptions& options, int world) {
   }
 }
 
-// What rank 0 shows and writes while it trains.
+// Rank 0's output during training: metrics, plot, TensorBoard, progress.
 class Recorder {
  public:
-  // `first_step`: how many steps were done before; their metrics stay.
+  // Keeps the metrics of the first `first_step` steps.
   Recorder(const TrainOptions& options, double unigram_loss, int64_t first_step)
       : plot_path_(options.out / kPlotFile),
         metrics_(options.out / kMetricsFile, first_step),
@@ -76,7 +73,6 @@ class Recorder {
     progress_->show(report);
   }
 
-  // Whatever happened: the terminal is left in order.
   ~Recorder() { progress_->finish(); }
 
   RunResult finish(double train_s) {
@@ -86,8 +82,7 @@ class Recorder {
     for (auto point = curves_.train.end() - static_cast<std::ptrdiff_t>(last); point != curves_.train.end(); ++point) {
       sum += point->loss;
     }
-    // Of a run that was over before it was resumed, and whose metrics are gone, nothing is known.
-    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();  // a finished run without its metrics
     return {.train_loss = last > 0 ? sum / static_cast<double>(last) : kUnknown,
             .val_loss = curves_.validation.empty() ? kUnknown : curves_.validation.back().loss,
             .unigram_loss = curves_.unigram_loss,
@@ -108,7 +103,7 @@ class Recorder {
   LossCurves curves_;
 };
 
-// Trains, and returns rank 0's result; an empty one on the others.
+// Returns rank 0's result; an empty one on the other ranks.
 RunResult train(Trainer& trainer, Checkpoints& checkpoints, const TrainOptions& options, bool shows) {
   const auto resumed = checkpoints.resume();
   const int64_t first_step = resumed.step;
@@ -152,7 +147,7 @@ Job prepare(TrainOptions options) {
 
 tessera::FolderLock prepare_output(const TrainOptions& options) try {
   tessera::FolderLock lock(options.out);
-  // A run that goes on keeps its metrics; another one does not lose those of the run before.
+  // A run that does not resume must not destroy the metrics of an earlier run.
   const auto metrics = options.out / kMetricsFile;
   std::error_code none;  // there is no such file
   if (options.resume.empty() && std::filesystem::file_size(metrics, none) > 0 && !none) {
@@ -177,7 +172,7 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
   const int threads = threads_per_rank(options, comm->size());
   at::set_num_threads(threads);
 
-  std::optional<tessera::PeakMemory> tensors;  // before the first of them
+  std::optional<tessera::PeakMemory> tensors;  // must exist before the first tensor
   if (!options.tensorboard.empty()) tensors.emplace(comm->device());
   const bool adapts = options.lora_rank > 0;
   Gpt model = draw_model(options, comm->device());
@@ -191,9 +186,9 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
 
   if (options.offload == Offload::kDisk) std::filesystem::create_directories(options.offload_directory);
   auto wrapped = wrap(model, options, comm);
-  // Before averages begin.
+  // Must precede the average of weights, which starts from them.
   if (!options.import_gpt2.empty() && !adapts) import_gpt2(options.import_gpt2, wrapped->shards(), options.model);
-  if (options.ema > 0) wrapped = std::make_unique<WithEma>(std::move(wrapped), options.ema);
+  if (options.ema > 0) wrapped = with_ema(std::move(wrapped), options.ema);
   Trainer trainer(options, job.corpus, *comm, *wrapped);
   if (tensors) trainer.count_memory(*tensors);
   Checkpoints checkpoints(options, job.corpus, trainer.windows_per_epoch(), *comm, *wrapped);
@@ -230,6 +225,69 @@ void run_rank(const Job& job, std::shared_ptr<tessera::Communicator> comm) {
                                 .seed = static_cast<uint64_t>(options.seed)},
                                comm->device());
   if (shows) print_sample(std::cout, job.corpus.vocabulary.decode(tokens));
+}
+
+namespace {
+
+int start_ranks(const TrainOptions& options, int argc, char** argv) {
+  prepare(options);  // reports a mistake once, not on every rank
+  static_cast<void>(prepare_output(options));
+  return tessera::spawn_local(*options.ranks, argc, argv);
+}
+
+// If all ranks fail with the same error, one rank prints it.
+bool is_first_to_fail(const tessera::Communicator& comm) {
+  try {
+    return tessera::internal::Notes(comm, "train_gpt").add("failed", 1) == 1;
+  } catch (const tessera::CommError&) {
+    return true;
+  }
+}
+
+int run_launched(const TrainOptions& options) {
+  const auto comm = tessera::init();
+  try {
+    run_rank(prepare(options), comm);
+  } catch (const std::exception& error) {
+    const bool tells = is_first_to_fail(*comm);
+    comm->abort(error.what());  // ends the other ranks before the timeout
+    if (tells) throw;
+    return dynamic_cast<const OptionsError*>(&error) != nullptr ? 2 : 1;
+  }
+  return 0;
+}
+
+// --plan runs train_gpt_plan, in the same folder. This keeps the planning libraries out of the build of train_gpt.
+int start_planner(char** argv) {
+  const std::string planner = std::filesystem::read_symlink("/proc/self/exe").string() + "_plan";
+  ::execv(planner.c_str(), argv);
+  throw OptionsError("--plan cannot start " + planner + " (" + std::strerror(errno) +
+                     "): cmake --build --preset release --target train_gpt_plan builds it");
+}
+
+}  // namespace
+
+int program(int argc, char** argv, Planner plans) {
+  try {
+    const auto options = parse_options(argc, argv, std::cout);
+    if (!options) return 0;
+    if (plans != nullptr) {
+      plans(*options);
+      return 0;
+    }
+    if (options->plan) return start_planner(argv);
+    if (options->ranks.value_or(1) > 1 && !tessera::launched()) return start_ranks(*options, argc, argv);
+    return run_launched(*options);
+  } catch (const OptionsError& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n(train_gpt --help lists the options)\n";
+    return 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "train_gpt: " << error.what_without_backtrace() << "\n";
+    return 1;
+  } catch (const std::exception& error) {
+    std::cerr << "train_gpt: " << error.what() << "\n";
+    return 1;
+  }
 }
 
 }  // namespace train_gpt
