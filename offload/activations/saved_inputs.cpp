@@ -4,6 +4,6 @@ namespace tessera {
 using namespace internal;
 
 // Not inline: inside a std::optional, GCC 12 would warn that before_ may be uninitialized.
-SavedInputs::Scope::~ScopeExit() { current_ = before_; }
+SavedInputs::Scope::~Scope() { current_ = before_; }
 
 }  // namespace tessera
