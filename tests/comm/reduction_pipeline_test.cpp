@@ -272,7 +272,7 @@ TEST(ReductionPipeline, ARankThatLeavesInTheMiddleEndsWaitsAndWhatIsUnderWay) {
 TEST(ReductionPipeline, NamesThePeerThatAnAnnouncementFailsFor) {
   const at::Tensor tensor = torch::ones({kChunkFloats});
   ReductionPipeline pipeline(0, 4, {tensor}, tensor, ReduceOp::kSum,
-                             {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Work {
+                             {.receive = [](const at::Tensor&, int peer) -> ReductionPipeline::Message {
                                 if (peer == 2) throw std::runtime_error("closed");
                                 return nullptr;
                               },
