@@ -15,7 +15,7 @@ struct GlooOptions {
   std::string address;  // or host name, of this rank's own network interface
   std::chrono::milliseconds timeout;
   bool peer_memory = true;    // InitOptions::peer_memory
-  bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (StallWatch)
+  bool serves_store = false;  // the store is in this process, and goes with it: it then waits for readers (Watchdog)
 };
 
 // Joins ranks into a group over c10d's gloo backend (TCP, CPU tensors) and, within a host, each other's

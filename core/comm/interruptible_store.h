@@ -11,7 +11,7 @@ namespace tessera {
 
 // Keys of a store that begin with a prefix, where another thread may end what waits for one. It asks for the key again
 // and again: c10d's own wait cannot be ended, and keeps all other calls of its process from the store, such as those of
-// a StallWatch that would learn why it is in vain. Thread-safe as the store below.
+// a Watchdog that would learn why it is in vain. Thread-safe as the store below.
 class InterruptibleStore : public c10d::PrefixStore {
  public:
   using PrefixStore::PrefixStore;

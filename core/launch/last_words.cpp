@@ -5,9 +5,9 @@
 #include <exception>
 #include <mutex>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/group_process.h"
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
+#include "core/runtime/in_time.h"
 
 namespace tessera {
 namespace {
@@ -24,7 +24,7 @@ std::terminate_handler handler_before = nullptr;
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
     in_time(kLongestEnd, [text = text_of(std::current_exception())] {
-      StallWatch::publish_failure_of_process(text);
+      Watchdog::publish_failure_of_process(text);
       return true;
     });
   }

@@ -12,7 +12,7 @@
 //   split   stops, as does stop, while groups are made one after the other
 //   connect kills itself while the others connect, for which their first all-reduce of gloo's own waits
 //   fork    has a child (fork) that uses its group, aborts it and lets go of it; then all go on
-//   beats   kills itself, while the others wait for what no transport ends: a StallWatch that beats does
+//   beats   kills itself, while the others wait for what no transport ends: a Watchdog that beats does
 //   late    as throw, while the last rank has something else to do for two seconds
 //   linger  all end well, the others three seconds later
 //   leave   ends well while the others go on, the last rank as late
@@ -39,9 +39,9 @@
 
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/errors.h"
-#include "core/comm/notes.h"
 #include "core/comm/gloo/reduction_pipeline.h"
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/notes.h"
+#include "core/comm/watchdog/watchdog.h"
 #include "core/launch/launch.h"
 
 namespace {
@@ -130,9 +130,9 @@ void use_in_a_child(std::shared_ptr<tessera::Communicator>& comm) {
   std::promise<void> cut;
   std::once_flag once;
   const auto store = dynamic_cast<tessera::HasStore&>(comm).store();
-  tessera::StallWatch watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
-                            {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
-                            {.beat_every = tessera::StallWatch::kLookEvery});
+  tessera::Watchdog watch(c10::make_intrusive<c10d::PrefixStore>("beats", store), comm.rank(), comm.size(),
+                          {.interrupt = [&] { std::call_once(once, [&] { cut.set_value(); }); }},
+                          {.beat_every = tessera::Watchdog::kLookEvery});
   watch.started(0, "a kernel");
   watch.begin_wait();
   if (dies) std::this_thread::sleep_for(std::chrono::seconds(2));

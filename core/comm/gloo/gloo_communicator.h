@@ -17,7 +17,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/interruptible_store.h"
 #include "core/comm/notes.h"
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
 
 namespace tessera {
 
@@ -27,7 +27,7 @@ namespace tessera {
 // read and write each other's memory (PeerMemory), else chunk by chunk as gloo's TCP brings them (ReductionPipeline).
 // What is small, where all ranks share memory, is no messages but one SharedRounds.
 // Each message carries a tag made of the operation's number and a hash of what it is for, so that ranks which have
-// diverged never mix up data: they stall, and StallWatch says why.
+// diverged never mix up data: they stall, and Watchdog says why.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -76,7 +76,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   OperationsInFlight in_flight_;
   uint64_t sequence_ = 0;  // of the next operation
   PipelineThread pipelines_;
-  StallWatch watch_;
+  Watchdog watch_;
 };
 
 }  // namespace tessera

@@ -25,11 +25,11 @@
 #include <thread>
 #include <utility>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
 #include "core/comm/notes.h"
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
+#include "core/runtime/in_time.h"
 
 namespace tessera {
 namespace {
@@ -167,7 +167,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::deque<UnderWay> under_way_;  // the oldest first
   uint64_t ended_ = 0;              // how many were taken from there
   uint64_t sequence_ = 0;
-  StallWatch watch_;
+  Watchdog watch_;
   std::jthread looks_;  // last: it uses the rest
 };
 
@@ -362,7 +362,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
     const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
     const bool is_new = waits && waits_for != ended_;
     const auto unanswered = watch_.unanswered();
-    silent_looks = waits && unanswered > StallWatch::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
+    silent_looks = waits && unanswered > Watchdog::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
     if (waits) waits_for = ended_;
     lock.unlock();
     over.clear();

@@ -1,5 +1,5 @@
 // What a wait that takes long asks of the store.
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-namespace tessera::stall_watch_test {
+namespace tessera::watchdog_test {
 namespace {
 
 using namespace std::chrono_literals;
@@ -45,7 +45,7 @@ struct Rank {
   Rank(const c10::intrusive_ptr<CountingStore>& store, int rank, int size)
       : watch(store, rank, size, {.interrupt = [this] { ++interrupts; }}) {}
   std::atomic<int> interrupts = 0;
-  StallWatch watch;
+  Watchdog watch;
 };
 
 template <class Holds>
@@ -55,7 +55,7 @@ bool soon(Holds holds) {
   return holds();
 }
 
-TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
+TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   constexpr int kRanks = 256;
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -88,7 +88,7 @@ TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   EXPECT_EQ(ranks[77]->watch.explanation(), "rank 77 failed: no more data");
 }
 
-TEST(StallWatch, FindsWhoDiverged) {
+TEST(Watchdog, FindsWhoDiverged) {
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 3));
@@ -109,7 +109,7 @@ TEST(StallWatch, FindsWhoDiverged) {
 }
 
 // One that lets go of the group is waited for no longer; who still waits for what it has taken part in may have it.
-TEST(StallWatch, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
+TEST(Watchdog, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 4));
@@ -132,11 +132,11 @@ TEST(StallWatch, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
 }
 
 // What the transport knows ends the wait, the store being gone or not; what a rank that failed said of it comes first.
-TEST(StallWatch, AsksTheTransportFirst) {
+TEST(Watchdog, AsksTheTransportFirst) {
   for (const bool is_told : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
     std::atomic<int> interrupts = 0;
-    StallWatch watch(
+    Watchdog watch(
         store, 0, 2,
         {.interrupt = [&] { ++interrupts; }, .why_disconnected = [] { return "the connection to rank 1 is closed"; }});
     if (is_told) store->set("tessera/failure/1", std::vector<uint8_t>{'w', 'h', 'y'});
@@ -147,18 +147,18 @@ TEST(StallWatch, AsksTheTransportFirst) {
 }
 
 // The store goes with rank 0's process, which waits for readers, and for those that have left.
-TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
+TEST(Watchdog, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
   for (const bool fails : {true, false}) {
     auto store = c10::make_intrusive<CountingStore>();
-    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
-                                               StallWatch::Options{.serves_store = true});
+    auto server =
+        std::make_unique<Watchdog>(store, 0, 3, Watchdog::Callbacks{[] {}}, Watchdog::Options{.serves_store = true});
     Rank idle(store, 1, 3);
     auto leaves = std::make_unique<Rank>(store, 2, 3);
     const auto began = Clock::now();
     if (fails) server->publish_failure("no more data");
     leaves.reset();
     fails ? server->await_readers() : server.reset();
-    EXPECT_LT(Clock::now() - began, StallWatch::kReaders - 500ms) << "none of them was waited for in vain";
+    EXPECT_LT(Clock::now() - began, Watchdog::kReaders - 500ms) << "none of them was waited for in vain";
     const int64_t calls = store->calls;
     EXPECT_EQ(idle.watch.explanation(), fails ? "rank 0 failed: no more data" : "");
     EXPECT_EQ(idle.watch.store_failure(), fails ? "" : "rank 0, whose process has the store, has left the group");
@@ -167,21 +167,21 @@ TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
 }
 
 // Nobody reads, as where the others have ended without a word.
-TEST(StallWatch, OnlyAGroupThatHasFailedWaitsLongForReaders) {
+TEST(Watchdog, OnlyAGroupThatHasFailedWaitsLongForReaders) {
   for (const bool fails : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
-    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
-                                               StallWatch::Options{.serves_store = true});
+    auto server =
+        std::make_unique<Watchdog>(store, 0, 3, Watchdog::Callbacks{[] {}}, Watchdog::Options{.serves_store = true});
     if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // of which the server has not heard
     const auto began = Clock::now();
     server.reset();
     const auto took = Clock::now() - began;
-    EXPECT_EQ(took > StallWatch::kReaders - 200ms, fails);
+    EXPECT_EQ(took > Watchdog::kReaders - 200ms, fails);
     EXPECT_EQ(took < 1s, !fails);
   }
 }
 
-TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
+TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
   auto store = c10::make_intrusive<CountingStore>();
   std::promise<void> continues;
   store->continues = continues.get_future().share();
@@ -201,4 +201,4 @@ TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
 }
 
 }  // namespace
-}  // namespace tessera::stall_watch_test
+}  // namespace tessera::watchdog_test

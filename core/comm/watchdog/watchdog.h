@@ -36,13 +36,13 @@ namespace tessera {
 //
 // The process that has the store, rank 0's mostly, may be the first to end, and what has been said there goes with it.
 // So ranks that wait for nothing ask whether there is news, four times a second (ask_every()), and that process, once
-// the group has failed, waits until all have read why or have left, kReaders at most: await_readers(), ~StallWatch.
+// the group has failed, waits until all have read why or have left, kReaders at most: await_readers(), ~Watchdog.
 // Where it has not, there is nothing to be read but that the store will go, and it waits for two of their questions at
 // most: c10d would complain of the third.
 //
 // It may be stopped, too, and c10d's calls of the store then have no timeout. So they are all made by threads that can
 // be left behind, and nothing else here waits longer than kPatience for an answer. Thread-safe.
-class StallWatch {
+class Watchdog {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
@@ -67,12 +67,12 @@ class StallWatch {
   };
 
   // A world of one needs no thread.
-  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
-  StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
-      : StallWatch(std::move(store), rank, size, std::move(callbacks), Options()) {}
-  ~StallWatch();  // nothing is called any more
-  StallWatch(const StallWatch&) = delete;
-  StallWatch& operator=(const StallWatch&) = delete;
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
+  Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
+      : Watchdog(std::move(store), rank, size, std::move(callbacks), Options()) {}
+  ~Watchdog();  // nothing is called any more
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
 
   // For the watch of a group of these ranks of this one, `name` being no other's of those. To be called on ranks that
   // are in none as well.

@@ -1,4 +1,4 @@
-#include "core/comm/watchdog/stall_watch.h"
+#include "core/comm/watchdog/watchdog.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/rank_waits.h"
+#include "core/runtime/in_time.h"
 
 namespace tessera {
 namespace {
@@ -84,7 +84,7 @@ RankWaits::Place placed(RankWaits::Place place, const c10::intrusive_ptr<c10d::S
 
 }  // namespace
 
-struct StallWatch::State : RankWaits::Group {
+struct Watchdog::State : RankWaits::Group {
   State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, Options chosen)
       : store(std::move(shared)),
         rank(own),
@@ -157,7 +157,7 @@ struct StallWatch::State : RankWaits::Group {
   int missed_ = 0;  // of those
 };
 
-std::optional<RankWaits::Wait> StallWatch::State::long_wait() {
+std::optional<RankWaits::Wait> Watchdog::State::long_wait() {
   std::lock_guard lock(mutex);
   if (!waiting || !waits_for || steady_clock::now() - wait_began <= kStall) return std::nullopt;
   for (const Started& operation : recent)
@@ -165,12 +165,12 @@ std::optional<RankWaits::Wait> StallWatch::State::long_wait() {
   return RankWaits::Wait{*waits_for, "an operation of long ago", waiting_thread};
 }
 
-RankWaits::Progress StallWatch::State::progress() {
+RankWaits::Progress Watchdog::State::progress() {
   std::lock_guard lock(mutex);
   return {started_count(), starting_thread};
 }
 
-StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options)
+Watchdog::Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options)
     : state_(std::make_shared<State>(std::move(store), rank, size, std::move(callbacks), std::move(options))) {
   if (size == 1) return;
   state_->own_place.waits->add(state_);
@@ -182,7 +182,7 @@ StallWatch::StallWatch(c10::intrusive_ptr<c10d::Store> store, int rank, int size
   thread_ = std::thread([state = state_] { state->run(); });
 }
 
-StallWatch::~StallWatch() {
+Watchdog::~Watchdog() {
   if (!thread_.joinable()) return;
   {
     std::lock_guard lock(state_->calling);
@@ -199,20 +199,20 @@ StallWatch::~StallWatch() {
   await_readers();
 }
 
-RankWaits::Place StallWatch::part(const std::string& name, const std::vector<int>& members) {
+RankWaits::Place Watchdog::part(const std::string& name, const std::vector<int>& members) {
   return state_->own_place.waits->split(state_->own_place, name, members);
 }
 
-RankWaits& StallWatch::waits() noexcept { return *state_->own_place.waits; }
+RankWaits& Watchdog::waits() noexcept { return *state_->own_place.waits; }
 
-void StallWatch::started(uint64_t sequence, std::string description) {
+void Watchdog::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);
   if (state_->starting_thread != thread_number()) state_->starting_thread = 0;
   state_->recent.push_back({sequence, std::move(description)});
   if (state_->recent.size() > kRecentOperations) state_->recent.pop_front();
 }
 
-void StallWatch::begin_wait(std::optional<uint64_t> sequence) {
+void Watchdog::begin_wait(std::optional<uint64_t> sequence) {
   std::lock_guard lock(state_->mutex);
   state_->waiting = true;
   state_->waits_for = sequence;
@@ -220,12 +220,12 @@ void StallWatch::begin_wait(std::optional<uint64_t> sequence) {
   state_->wait_began = steady_clock::now();
 }
 
-void StallWatch::end_wait() {
+void Watchdog::end_wait() {
   std::lock_guard lock(state_->mutex);
   state_->waiting = false;
 }
 
-void StallWatch::leave() noexcept {
+void Watchdog::leave() noexcept {
   if (state_->size == 1) return;
   try {
     ask_store([state = state_] { return state->say_left(), true; });
@@ -233,9 +233,9 @@ void StallWatch::leave() noexcept {
   }
 }
 
-void StallWatch::publish_failure(const std::string& reason) noexcept { publish_failure(state_, reason); }
+void Watchdog::publish_failure(const std::string& reason) noexcept { publish_failure(state_, reason); }
 
-void StallWatch::publish_failure(const std::shared_ptr<State>& state, const std::string& reason) noexcept {
+void Watchdog::publish_failure(const std::shared_ptr<State>& state, const std::string& reason) noexcept {
   try {
     {
       std::lock_guard lock(state->mutex);
@@ -253,9 +253,9 @@ void StallWatch::publish_failure(const std::shared_ptr<State>& state, const std:
   }
 }
 
-void StallWatch::await_readers() noexcept { await_readers(*state_); }
+void Watchdog::await_readers() noexcept { await_readers(*state_); }
 
-void StallWatch::await_readers(State& state) noexcept {
+void Watchdog::await_readers(State& state) noexcept {
   if (!state.options.serves_store || state.size == 1) return;
   try {
     std::lock_guard lock(state.awaiting_readers);  // a second caller, too, returns when they have read
@@ -273,7 +273,7 @@ void StallWatch::await_readers(State& state) noexcept {
   }
 }
 
-void StallWatch::publish_failure_of_process(const std::string& reason) noexcept {
+void Watchdog::publish_failure_of_process(const std::string& reason) noexcept {
   std::vector<std::shared_ptr<State>> states;
   {
     std::lock_guard lock(watches_mutex);
@@ -286,7 +286,7 @@ void StallWatch::publish_failure_of_process(const std::string& reason) noexcept 
 }
 
 // The process that has the store counts the others.
-void StallWatch::State::say_informed() {
+void Watchdog::State::say_informed() {
   {
     std::lock_guard lock(mutex);
     if (std::exchange(said_informed, true) || options.serves_store) return;
@@ -296,7 +296,7 @@ void StallWatch::State::say_informed() {
 
 // Of ranks that leave, the one that has started the fewest operations is who is missed first. Nobody misses one of a
 // group that has failed.
-void StallWatch::State::say_left() {
+void Watchdog::State::say_left() {
   uint64_t own = 0;
   {
     std::lock_guard lock(mutex);
@@ -316,7 +316,7 @@ void StallWatch::State::say_left() {
 
 // What the store answers, or nothing.
 template <class Ask>
-auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
+auto Watchdog::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   if (!store_failure().empty()) return std::nullopt;
   std::string failure = "the store, in rank 0's process, does not answer";
   try {
@@ -329,18 +329,18 @@ auto StallWatch::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   return std::nullopt;
 }
 
-std::string StallWatch::store_failure() {
+std::string Watchdog::store_failure() {
   std::lock_guard lock(state_->mutex);
   return state_->store_failure;
 }
 
-std::chrono::milliseconds StallWatch::unanswered() {
+std::chrono::milliseconds Watchdog::unanswered() {
   std::lock_guard lock(state_->mutex);
   if (!state_->asks_since) return {};
   return std::chrono::duration_cast<std::chrono::milliseconds>(steady_clock::now() - *state_->asks_since);
 }
 
-std::string StallWatch::explanation() {
+std::string Watchdog::explanation() {
   {
     std::lock_guard lock(state_->mutex);
     if (!state_->explanation.empty()) return state_->explanation;
@@ -355,7 +355,7 @@ std::string StallWatch::explanation() {
   return found.value_or("");
 }
 
-std::string StallWatch::who_waits() {
+std::string Watchdog::who_waits() {
   std::vector<int> others;
   for (int rank = 0; rank < state_->size; ++rank)
     if (rank != state_->rank) others.push_back(rank);
@@ -388,7 +388,7 @@ std::string StallWatch::who_waits() {
 }
 
 // The first number under which this rank and the one that shows its operations started different ones.
-std::string StallWatch::State::divergence(const std::deque<Started>& own, const std::string& shown) const {
+std::string Watchdog::State::divergence(const std::deque<Started>& own, const std::string& shown) const {
   std::map<uint64_t, std::string> theirs;
   std::istringstream lines(shown);
   int other_rank = 0;
@@ -404,13 +404,13 @@ std::string StallWatch::State::divergence(const std::deque<Started>& own, const 
   return "";
 }
 
-std::string StallWatch::State::find_disconnected() {
+std::string Watchdog::State::find_disconnected() {
   std::lock_guard lock(calling);
   return callbacks.why_disconnected ? callbacks.why_disconnected() : "";
 }
 
 // A rank that will not take part in an operation which this one has started.
-std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
+std::string Watchdog::State::find_leaver(const std::deque<Started>& own) {
   const auto now = steady_clock::now();
   if (now - looked_for_leavers_ < kLookForLeaversEvery) return "";
   looked_for_leavers_ = now;
@@ -429,7 +429,7 @@ std::string StallWatch::State::find_leaver(const std::deque<Started>& own) {
 
 // One rank of the group looks for it: the others, too, wait for who is in it. Who is told of one is told before those
 // that were in it, and go on in other groups, can miss it there.
-std::string StallWatch::State::find_cycle() {
+std::string Watchdog::State::find_cycle() {
   own_place.waits->show();
   const auto now = steady_clock::now();
   const auto wait = long_wait();
@@ -441,7 +441,7 @@ std::string StallWatch::State::find_cycle() {
 }
 
 // What the store says of the ranks that wait or have failed. `is_consequence`: other ranks know it.
-std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool& is_consequence) {
+std::string Watchdog::State::find_reason(const std::deque<Started>& own, bool& is_consequence) {
   std::ostringstream text;
   text << rank << '\n';
   for (const Started& started : own) text << started.sequence << ' ' << started.description << '\n';
@@ -462,7 +462,7 @@ std::string StallWatch::State::find_reason(const std::deque<Started>& own, bool&
   return found.empty() && shown != log ? divergence(own, shown) : found;
 }
 
-void StallWatch::State::look() {
+void Watchdog::State::look() {
   std::deque<Started> own;
   std::string found;
   {
@@ -488,7 +488,7 @@ void StallWatch::State::look() {
   interrupt(found, false);  // again, should the wait have moved on just now
 }
 
-void StallWatch::State::interrupt(const std::string& reason, bool is_consequence) {
+void Watchdog::State::interrupt(const std::string& reason, bool is_consequence) {
   {
     std::lock_guard lock(mutex);
     if (!waiting) return;
@@ -500,7 +500,7 @@ void StallWatch::State::interrupt(const std::string& reason, bool is_consequence
 }
 
 // On behalf of a rank that waits for nothing, and may look for the store when it is gone.
-void StallWatch::State::ask_for_news() {
+void Watchdog::State::ask_for_news() {
   if (!store->check({kNews})) return;
   const std::string found = failures(*store);
   {
@@ -514,7 +514,7 @@ void StallWatch::State::ask_for_news() {
 }
 
 // Beats are counted, not timed: where this rank itself was held up, or the store, nobody is blamed for it.
-void StallWatch::State::beat(bool stalled) {
+void Watchdog::State::beat(bool stalled) {
   const auto now = steady_clock::now();
   const auto since = now - std::exchange(last_beat_, now);
   store->add(beats_key(rank), 1);
@@ -530,13 +530,13 @@ void StallWatch::State::beat(bool stalled) {
             false);
 }
 
-void StallWatch::State::end_looks() {
+void Watchdog::State::end_looks() {
   if (std::exchange(said_that_it_waits_, false)) store->deleteKey(waiting_key(rank));
   own_place.waits->show();
   if (!std::exchange(shown_, "").empty()) store->deleteKey(kStarted);  // another one shows its own from now on
 }
 
-void StallWatch::State::run() {
+void Watchdog::State::run() {
   std::unique_lock lock(mutex);
   while (!wake.wait_for(lock, kLookEvery, [&] { return stops; })) {
     const auto now = steady_clock::now();
