@@ -56,7 +56,7 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
 }  // namespace
 
 GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                                   GlooOptions options, RankWaits::Place place)
+                                   GlooOptions options, WaitRegistry::Place place)
     : Communicator(rank, size, at::kCPU, options.timeout),
       store_(std::move(store)),
       options_(std::move(options)),
@@ -139,7 +139,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
   if (!label().empty()) what += " in the group of " + label();
   // On all ranks: one that is in no part counts it, too.
   const GlooOperation joining(shared_from_this(), std::move(what));
-  RankWaits::Place place = watch_.part(name, members);
+  WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
   const int size = static_cast<int>(members.size());
   GlooTransports transports;

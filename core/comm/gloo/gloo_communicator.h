@@ -31,7 +31,7 @@ namespace tessera {
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                   GlooOptions options, RankWaits::Place place = {});
+                   GlooOptions options, WaitRegistry::Place place = {});
   ~GlooCommunicator() override;
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }

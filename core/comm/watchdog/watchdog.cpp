@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "core/comm/group_process.h"
-#include "core/comm/watchdog/rank_waits.h"
+#include "core/comm/watchdog/wait_registry.h"
 #include "core/runtime/in_time.h"
 
 namespace tessera {
@@ -77,14 +77,15 @@ void find_absent(c10d::Store& store, std::span<const int> ranks, std::vector<int
 }
 
 // With the waits of a rank of the group of all, where it is that.
-RankWaits::Place placed(RankWaits::Place place, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
-  if (!place.waits) place.waits = std::make_shared<RankWaits>(store, rank, size);
+WaitRegistry::Place placed(WaitRegistry::Place place, const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                           int size) {
+  if (!place.waits) place.waits = std::make_shared<WaitRegistry>(store, rank, size);
   return place;
 }
 
 }  // namespace
 
-struct Watchdog::State : RankWaits::Group {
+struct Watchdog::State : WaitRegistry::Group {
   State(c10::intrusive_ptr<c10d::Store> shared, int own, int ranks, Callbacks called, Options chosen)
       : store(std::move(shared)),
         rank(own),
@@ -96,9 +97,9 @@ struct Watchdog::State : RankWaits::Group {
   void run();
   void say_informed();
   void say_left();
-  const RankWaits::Place& place() const override { return own_place; }
-  std::optional<RankWaits::Wait> long_wait() override;
-  RankWaits::Progress progress() override;
+  const WaitRegistry::Place& place() const override { return own_place; }
+  std::optional<WaitRegistry::Wait> long_wait() override;
+  WaitRegistry::Progress progress() override;
   uint64_t started_count() const { return recent.empty() ? 0 : recent.back().sequence + 1; }  // under `mutex`
   bool has_failed() {
     std::lock_guard lock(mutex);
@@ -115,7 +116,7 @@ struct Watchdog::State : RankWaits::Group {
   const int rank;
   const int size;
   const Options options;
-  const RankWaits::Place own_place;
+  const WaitRegistry::Place own_place;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable wake;
@@ -157,15 +158,15 @@ struct Watchdog::State : RankWaits::Group {
   int missed_ = 0;  // of those
 };
 
-std::optional<RankWaits::Wait> Watchdog::State::long_wait() {
+std::optional<WaitRegistry::Wait> Watchdog::State::long_wait() {
   std::lock_guard lock(mutex);
   if (!waiting || !waits_for || steady_clock::now() - wait_began <= kStall) return std::nullopt;
   for (const Started& operation : recent)
-    if (operation.sequence == *waits_for) return RankWaits::Wait{*waits_for, operation.description, waiting_thread};
-  return RankWaits::Wait{*waits_for, "an operation of long ago", waiting_thread};
+    if (operation.sequence == *waits_for) return WaitRegistry::Wait{*waits_for, operation.description, waiting_thread};
+  return WaitRegistry::Wait{*waits_for, "an operation of long ago", waiting_thread};
 }
 
-RankWaits::Progress Watchdog::State::progress() {
+WaitRegistry::Progress Watchdog::State::progress() {
   std::lock_guard lock(mutex);
   return {started_count(), starting_thread};
 }
@@ -199,11 +200,11 @@ Watchdog::~Watchdog() {
   await_readers();
 }
 
-RankWaits::Place Watchdog::part(const std::string& name, const std::vector<int>& members) {
+WaitRegistry::Place Watchdog::part(const std::string& name, const std::vector<int>& members) {
   return state_->own_place.waits->split(state_->own_place, name, members);
 }
 
-RankWaits& Watchdog::waits() noexcept { return *state_->own_place.waits; }
+WaitRegistry& Watchdog::waits() noexcept { return *state_->own_place.waits; }
 
 void Watchdog::started(uint64_t sequence, std::string description) {
   std::lock_guard lock(state_->mutex);

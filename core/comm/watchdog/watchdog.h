@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/comm/watchdog/rank_waits.h"
+#include "core/comm/watchdog/wait_registry.h"
 
 namespace tessera {
 
@@ -63,7 +63,7 @@ class Watchdog {
   struct Options {
     std::chrono::milliseconds beat_every{};  // 0 for no beats, else at least kLookEvery; the same on all ranks
     bool serves_store = false;               // the store goes with this process
-    RankWaits::Place place = {};
+    WaitRegistry::Place place = {};
   };
 
   // A world of one needs no thread.
@@ -76,7 +76,7 @@ class Watchdog {
 
   // For the watch of a group of these ranks of this one, `name` being no other's of those. To be called on ranks that
   // are in none as well.
-  RankWaits::Place part(const std::string& name, const std::vector<int>& members);
+  WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
 
   // Notes an operation as number `sequence` of this rank.
   void started(uint64_t sequence, std::string description);
@@ -106,7 +106,7 @@ class Watchdog {
   // "".
   std::string explanation();
 
-  RankWaits& waits() noexcept;  // of this rank, in all groups
+  WaitRegistry& waits() noexcept;  // of this rank, in all groups
 
   // Which ranks wait too, and which do not: for the text of a timeout. "" if the store does not say.
   std::string who_waits();

@@ -15,11 +15,11 @@ namespace tessera {
 
 // What one rank waits for in the groups that it is in, as the other ranks see it: in the store of the group of all.
 // Thread-safe.
-class RankWaits {
+class WaitRegistry {
  public:
   // Where a group stands among those of this rank.
   struct Place {
-    std::shared_ptr<RankWaits> waits;  // null for the group of all, whose watch makes it
+    std::shared_ptr<WaitRegistry> waits;  // null for the group of all, whose watch makes it
     std::string name;
     std::vector<int> ranks;  // as the group of all numbers them; none: that one itself
   };
@@ -42,7 +42,7 @@ class RankWaits {
     virtual Progress progress() = 0;
   };
 
-  RankWaits(c10::intrusive_ptr<c10d::Store> store_of_all, int rank, int size)
+  WaitRegistry(c10::intrusive_ptr<c10d::Store> store_of_all, int rank, int size)
       : store_(std::move(store_of_all)), rank_(rank), size_(size) {}
 
   void add(std::weak_ptr<Group> group);
