@@ -7,7 +7,7 @@
 
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/watchdog.h"
-#include "core/runtime/in_time.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 namespace {
@@ -23,7 +23,7 @@ std::terminate_handler handler_before = nullptr;
   // Not by a thread that terminates while another one does.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
-    in_time(kLongestEnd, [text = text_of(std::current_exception())] {
+    call_with_timeout(kLongestEnd, [text = text_of(std::current_exception())] {
       Watchdog::publish_failure_of_process(text);
       return true;
     });

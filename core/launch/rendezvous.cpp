@@ -11,12 +11,12 @@
 #include <thread>
 #include <vector>
 
-#include "core/runtime/in_time.h"
 #include "core/comm/errors.h"
 #include "core/comm/fingerprint.h"
 #include "core/comm/group_process.h"
 #include "core/launch/clock_exchange.h"
 #include "core/launch/local_address.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 namespace {
@@ -294,7 +294,7 @@ class Joining {
 Rendezvous rendezvous(const LaunchEnvironment& environment, const std::string& address,
                       std::chrono::milliseconds timeout) {
   // Calls of c10d's store have no end where whoever listens says nothing.
-  auto found = in_time(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
+  auto found = call_with_timeout(timeout + kAnswerGrace, [=] { return Joining(environment, timeout).join(address); });
   if (!found)
     fail_to_join(environment, timeout,
                  "whoever listens there does not answer: it is no store, or its process has stopped");

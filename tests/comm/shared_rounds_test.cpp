@@ -267,7 +267,7 @@ std::vector<int> seeds(int few, int many) {
   return all;
 }
 
-InitOptions in_time(std::chrono::milliseconds timeout) {
+InitOptions with_timeout(std::chrono::milliseconds timeout) {
   InitOptions options;
   options.timeout = timeout;
   return options;
@@ -288,7 +288,7 @@ TEST(SharedRounds, ProgramsOfThreadsGiveWhatTheDefinitionsSay) {
       run_ranks(
           world,
           [&](std::shared_ptr<Communicator> comm) { EXPECT_EQ(Program(seed, drawn_options(seed)).run(comm), ""); },
-          in_time(60s));
+          with_timeout(60s));
       if (testing::Test::HasFailure()) return;
     }
 }
@@ -355,7 +355,7 @@ TEST(SharedRounds, ARankMayBeginManyRoundsBeforeItWaits) {
 }
 
 TEST(SharedRounds, WhoWaitsForRoomIsToldOfARankThatIsStuck) {
-  const std::string thrown = error_beside_a_stuck_rank(in_time(1500ms), [](Communicator& comm) {
+  const std::string thrown = error_beside_a_stuck_rank(with_timeout(1500ms), [](Communicator& comm) {
     std::vector<Pending> pending;
     for (int i = 0; i < 100; ++i) pending.push_back(comm.all_reduce(torch::ones({3}), ReduceOp::kSum, "unit 'a'"));
   });

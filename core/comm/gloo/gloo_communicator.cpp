@@ -9,7 +9,7 @@
 
 #include "core/comm/gloo/gloo_collectives.h"
 #include "core/comm/gloo/gloo_connections.h"
-#include "core/runtime/in_time.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 namespace {
@@ -42,8 +42,8 @@ GlooTransports connect_in_time(const c10::intrusive_ptr<c10d::Store>& store, int
   };
   ignore_broken_pipes();
   try {
-    if (auto made = in_time(options.timeout + kAnswerGrace,
-                            [=] { return GlooTransports::connect(store, rank, size, options); }))
+    if (auto made = call_with_timeout(options.timeout + kAnswerGrace,
+                                      [=] { return GlooTransports::connect(store, rank, size, options); }))
       return std::move(*made);
   } catch (const CommError&) {
     throw;
@@ -157,9 +157,10 @@ void GlooCommunicator::make_connections(const GlooOperation& op) {
   transports_.tcp().connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {
     std::string cause = kNoAnswer;
     try {
-      auto connected = in_time(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
-        return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
-      });
+      auto connected =
+          call_with_timeout(timeout() + kAnswerGrace, [meeting, rank = rank(), size = size(), options = options_] {
+            return connect_by_tcp(meeting, rank, size, options, /*connections=*/1);
+          });
       if (connected) return std::move(*connected);
     } catch (const std::exception& error) {
       cause = error.what();

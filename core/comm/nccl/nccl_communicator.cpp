@@ -29,7 +29,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/notes.h"
 #include "core/comm/watchdog/watchdog.h"
-#include "core/runtime/in_time.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 namespace {
@@ -120,8 +120,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
     // Its ranks wait for each other there, and for those that have died as well.
-    auto group = in_time(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
-                                                    timeout = timeout(), device = device()] {
+    auto group = call_with_timeout(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
+                                                              timeout = timeout(), device = device()] {
       c10::DeviceGuard guard(device);
       return backends->split(*group, store, members, timeout);
     });
@@ -425,7 +425,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
                                          ", expected a CUDA device with an index"));
   c10::intrusive_ptr<c10d::Backend> group;
   try {
-    auto made = in_time(options.timeout + kAnswerGrace, [=] {
+    auto made = call_with_timeout(options.timeout + kAnswerGrace, [=] {
       c10::DeviceGuard guard(device);
       return backends->make(c10::make_intrusive<c10d::PrefixStore>("nccl", store), rank, size, device, options.timeout);
     });

@@ -16,7 +16,7 @@
 
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/wait_registry.h"
-#include "core/runtime/in_time.h"
+#include "core/runtime/call_with_timeout.h"
 
 namespace tessera {
 namespace {
@@ -242,7 +242,7 @@ void Watchdog::publish_failure(const std::shared_ptr<State>& state, const std::s
       std::lock_guard lock(state->mutex);
       if (std::exchange(state->failure_published, true) || !state->store_failure.empty()) return;
     }
-    in_time(kPatience, [state, text = c10::str("rank ", state->rank, " failed: ", reason)] {
+    call_with_timeout(kPatience, [state, text = c10::str("rank ", state->rank, " failed: ", reason)] {
       c10d::Store& store = *state->store;
       store.set(failure_key(store.add("tessera/failures", 1)), text);
       store.set(kNews, "yes");
@@ -261,8 +261,8 @@ void Watchdog::await_readers(State& state) noexcept {
   try {
     std::lock_guard lock(state.awaiting_readers);  // a second caller, too, returns when they have read
     if (std::exchange(state.awaited_readers, true)) return;
-    in_time(kReaders, [store = state.store, others = state.size - 1, has_failed = state.has_failed(),
-                       most = 2 * ask_every(state.size), began = steady_clock::now()] {
+    call_with_timeout(kReaders, [store = state.store, others = state.size - 1, has_failed = state.has_failed(),
+                                 most = 2 * ask_every(state.size), began = steady_clock::now()] {
       const auto end = began + (has_failed || store->check({kNews}) ? kReaders : most);
       for (bool is_told = false; store->add(kInformed, 0) < others && steady_clock::now() < end; is_told = true) {
         if (!is_told) store->set(kNews, "yes");
@@ -321,7 +321,7 @@ auto Watchdog::ask_store(Ask ask) -> std::optional<decltype(ask())> {
   if (!store_failure().empty()) return std::nullopt;
   std::string failure = "the store, in rank 0's process, does not answer";
   try {
-    if (auto answer = in_time(kPatience, std::move(ask))) return answer;
+    if (auto answer = call_with_timeout(kPatience, std::move(ask))) return answer;
   } catch (const std::exception& error) {
     failure = lost_store_text(error);
   }
