@@ -15,10 +15,10 @@
 #include "core/comm/descriptors.h"
 #include "core/comm/group_process.h"
 #include "core/launch/device_choice.h"
-#include "core/launch/last_words.h"
 #include "core/launch/launch_environment.h"
 #include "core/launch/local_address.h"
 #include "core/launch/rendezvous.h"
+#include "core/launch/terminate_handler.h"
 #include "core/memory/memory_cache.h"
 #include "core/trace/trace.h"
 

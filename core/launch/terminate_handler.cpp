@@ -1,4 +1,4 @@
-#include "core/launch/last_words.h"
+#include "core/launch/terminate_handler.h"
 
 #include <chrono>
 #include <cstdlib>
