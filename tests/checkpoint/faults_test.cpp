@@ -22,8 +22,8 @@
 #include <thread>
 
 #include "checkpoint/format/entries.h"
-#include "checkpoint/save/group_saves.h"
 #include "checkpoint/load/offline.h"
+#include "checkpoint/save/group_saves.h"
 #include "checkpoint/save/save_coordinator.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/checkpoint/replicated.h"
@@ -394,7 +394,7 @@ TEST(CheckpointFaults, ARankThatFailsAndIsGoneIsNotWaitedFor) {
   run_ranks(2,
             [](std::shared_ptr<Communicator> comm) {
               if (comm->rank() == 1) {
-                const Notes notes(*comm, "save/1");
+                const StoreMailbox notes(*comm, "save/1");
                 notes.leave("outcome/1", Outcome{.error = "mine"}.to_text());
                 notes.add("failed", 1);
                 notes.add("written/0", 1);

@@ -40,7 +40,7 @@
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/errors.h"
 #include "core/comm/gloo/reduction_pipeline.h"
-#include "core/comm/notes.h"
+#include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/launch/launch.h"
 

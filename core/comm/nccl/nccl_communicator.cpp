@@ -27,7 +27,7 @@
 
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
-#include "core/comm/notes.h"
+#include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
 

@@ -23,10 +23,10 @@ class HasStore {
 // from any thread, and nothing waits. For what takes longer than the group's timeout, or happens on another thread than
 // the loop's. A few KiB each; they are one process's work to keep, so remove what is no longer needed. All functions
 // throw CommError where the store cannot be reached any more, mostly since rank 0's process has ended.
-class Notes {
+class StoreMailbox {
  public:
   // Names begin with `topic`, the same on all ranks and no other's.
-  Notes(const Communicator& comm, std::string topic);
+  StoreMailbox(const Communicator& comm, std::string topic);
 
   void leave(const std::string& name, const std::string& text) const;
   std::optional<std::string> find(const std::string& name) const;  // nothing if nobody has left it
