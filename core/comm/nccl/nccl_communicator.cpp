@@ -14,9 +14,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstdio>
-#include <deque>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -27,7 +25,9 @@
 
 #include "core/comm/backends.h"
 #include "core/comm/group_process.h"
+#include "core/comm/nccl/nccl_queue.h"
 #include "core/comm/store_mailbox.h"
+#include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
 
@@ -42,12 +42,6 @@ constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between look
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
 using Work = c10::intrusive_ptr<c10d::Work>;
-
-// Why it failed; "" for one that did not, or has not ended.
-std::string error_of(const c10d::Work& work) {
-  const std::exception_ptr exception = work.exception();
-  return exception ? text_of(exception) : "";
-}
 
 class NcclCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<NcclCommunicator> {
  public:
@@ -70,17 +64,15 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     if (std::uncaught_exceptions() > 0) {
       abort_this(kUnwound);
     } else {
-      wait_for_operations();
+      if (size() > 1) queue_.wait_until_empty();
     }
     looks_ = {};  // ends the thread
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return !ends_ || broken_; });
-    if (broken_ && !is_told_ && std::uncaught_exceptions() == 0)
+    const auto end = queue_.wait_for_end();
+    if (end && !end->is_told && std::uncaught_exceptions() == 0)
       std::fprintf(stderr,
                    "tessera: rank %d of %d: %s; no call has told so: what was read of the device since may be wrong\n",
-                   rank(), size(), broken_->c_str());
-    if (broken_) return;
-    lock.unlock();
+                   rank(), size(), end->reason.c_str());
+    if (end) return;
     watch_.leave();
     try {
       group_->shutdown();
@@ -137,20 +129,12 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   void require_ended(std::string_view what, bool all) override;
 
  private:
-  struct UnderWay {
-    Work work;
-    std::string description;
-    steady_clock::time_point began;
-  };
-
   int64_t sent_bytes(const Collective& collective) const;
   void make_sendable(Collective& collective) const;
   Work launch(Collective& collective);
   Work launch_scatter(Collective& collective);
   void require_whole(std::string_view what);
-  std::string take_ended(std::deque<UnderWay>& over);
   void look_after_operations(const std::stop_token& stop);
-  void wait_for_operations();
   void end_by(const std::string& error);
   void end(std::string reason, bool is_complete) noexcept;
 
@@ -159,13 +143,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   const std::shared_ptr<NcclBackends> backends_;
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<c10d::Backend> group_;
-  std::mutex mutex_;  // guards what follows, to sequence_
-  std::condition_variable_any changed_;
-  bool ends_ = false;  // and broken_ soon
-  std::optional<std::string> broken_;
-  bool is_told_ = false;            // by an exception, or this rank knows by itself
-  std::deque<UnderWay> under_way_;  // the oldest first
-  uint64_t ended_ = 0;              // how many were taken from there
+  NcclQueue queue_;
   uint64_t sequence_ = 0;
   Watchdog watch_;
   std::jthread looks_;  // last: it uses the rest
@@ -231,11 +209,8 @@ Pending NcclCommunicator::start(Collective collective) {
     throw CommError(c10::str(description, " failed on rank ", rank(), ": ", error.what()));
   }
   count_sent(sent_bytes(collective));
-  {
-    std::lock_guard lock(mutex_);
-    watch_.started(sequence_++, description);
-    under_way_.push_back({work, description, steady_clock::now()});
-  }
+  watch_.started(sequence_++, description);
+  queue_.push(work, description);
   return Pending(std::make_unique<NcclOperation>(shared_from_this(), std::move(work), description, std::move(tensors)));
 }
 
@@ -305,22 +280,7 @@ Work NcclCommunicator::launch_scatter(Collective& collective) {
 
 void NcclCommunicator::require_whole(std::string_view what) {
   process_.require_this(what);
-  std::lock_guard lock(mutex_);
-  if (!broken_) return;
-  is_told_ = true;
-  throw CommError(c10::str(what, " on rank ", rank(), ": ", *broken_));
-}
-
-// With the lock. Moves what is through to `over`, to be let go without the lock, until one has an error: which it is.
-std::string NcclCommunicator::take_ended(std::deque<UnderWay>& over) {
-  while (!under_way_.empty() && under_way_.front().work->isCompleted()) {
-    std::string error = error_of(*under_way_.front().work);  // c10d's, too, are completed
-    if (!error.empty()) return error;
-    over.push_back(std::move(under_way_.front()));
-    under_way_.pop_front();
-    ++ended_;
-  }
-  return "";
+  if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
 // An operation that was aborted has ended as well: that it is broken is known before.
@@ -328,16 +288,13 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
   const auto began = steady_clock::now();
   std::string waits_for;
   for (auto pause = std::chrono::microseconds(20);; pause = std::min(2 * pause, kLongestPause)) {
-    std::deque<UnderWay> over;
-    std::unique_lock lock(mutex_);
-    const std::string error = take_ended(over);
-    const bool is_over = !ends_ && error.empty() && (under_way_.empty() || !all);
-    if (waits_for.empty() && !under_way_.empty()) waits_for = under_way_.front().description;
-    lock.unlock();
+    const auto look = queue_.look();
+    const bool is_over = !look.ends && look.error.empty() && (!look.oldest || !all);
+    if (waits_for.empty() && look.oldest) waits_for = look.oldest->description;
     require_whole(what);
     if (is_over) break;
-    if (!error.empty()) {
-      end_by(error);
+    if (!look.error.empty()) {
+      end_by(look.error);
     } else {
       std::this_thread::sleep_for(pause);
     }
@@ -352,22 +309,18 @@ void NcclCommunicator::end_by(const std::string& error) {
 }
 
 void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
-  std::unique_lock lock(mutex_);
   uint64_t waits_for = static_cast<uint64_t>(-1);
-  int silent_looks = 0;  // several in a row: a machine that was held up asks first, and has its answer soon
-  while (!changed_.wait_for(lock, stop, kLookAfterEvery, [&] { return stop.stop_requested(); })) {
-    std::deque<UnderWay> over;
-    const std::string error = take_ended(over);
-    const bool waits = !under_way_.empty() && !ends_;
-    const bool is_late = waits && steady_clock::now() - under_way_.front().began > timeout();
-    const bool is_new = waits && waits_for != ended_;
+  int silent_looks = 0;  // in a row: after a delay of this machine the first look finds an old question, answered soon
+  while (queue_.sleep(stop, kLookAfterEvery)) {
+    const auto look = queue_.look();
+    const bool waits = look.oldest && !look.ends;
+    const bool is_late = waits && steady_clock::now() - look.oldest->began > timeout();
+    const bool is_new = waits && waits_for != look.ended_count;
     const auto unanswered = watch_.unanswered();
-    silent_looks = waits && unanswered > Watchdog::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
-    if (waits) waits_for = ended_;
-    lock.unlock();
-    over.clear();
-    if (!error.empty() && waits) {
-      end_by(error);
+    silent_looks = waits && unanswered > Heartbeat::kBeatsMissed * options_.beat_every ? silent_looks + 1 : 0;
+    if (waits) waits_for = look.ended_count;
+    if (!look.error.empty() && waits) {
+      end_by(look.error);
     } else if (silent_looks > 4) {
       end(c10::str("the store, in rank 0's process, has not answered for ", unanswered.count() / 1000,
                    " s: that process has stopped, or its host is gone"),
@@ -380,35 +333,20 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
     } else if (!waits) {
       watch_.end_wait();
     }
-    lock.lock();
-    changed_.notify_all();
+    queue_.notify();
   }
-}
-
-void NcclCommunicator::wait_for_operations() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return size() == 1 || under_way_.empty() || broken_; });
 }
 
 // The first reason counts. Called by the thread of the watch too, which then knows the reason.
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
-  {
-    if (reason.empty()) reason = watch_.explanation();
-    std::lock_guard lock(mutex_);
-    if (std::exchange(ends_, true)) return;
-    if (!is_complete)
-      reason = c10::str(under_way_.empty() ? "an operation" : under_way_.front().description, " failed on rank ",
-                        rank(), " of ", size(), ": ", reason);
-  }
-  // First, since the process may end by what its own thread then throws; where rank 0's does, the store is gone.
+  if (reason.empty()) reason = watch_.explanation();
+  const auto oldest = queue_.begin_end();
+  if (!oldest) return;
+  if (!is_complete) reason = c10::str(*oldest, " failed on rank ", rank(), " of ", size(), ": ", reason);
+  // Before this rank's thread can throw, which may end the process: if it is rank 0's, the store ends with it.
   watch_.publish_failure(reason);
   watch_.await_readers();
-  {
-    std::lock_guard lock(mutex_);
-    is_told_ = is_complete;
-    broken_ = is_complete ? reason : "the group is broken since: " + reason;
-    changed_.notify_all();
-  }
+  queue_.complete_end(is_complete ? reason : "the group is broken since: " + reason, /*is_told=*/is_complete);
   try {
     group_->abort();
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): it is broken already, which is what was asked for

@@ -12,8 +12,8 @@
 
 namespace tessera {
 
-// Makes what an NcclCommunicator's groups run on: NCCL's own backends (core/comm/nccl/nccl_backend.cpp), or ones that behave like
-// those, in tests. Shared by a group and its parts. Registered memory is what they allocateTensor().
+// Makes what an NcclCommunicator's groups run on: NCCL's own backends (core/comm/nccl/nccl_backend.cpp), or ones that
+// behave like those, in tests. Shared by a group and its parts. Registered memory is what they allocateTensor().
 class NcclBackends {
  public:
   virtual ~NcclBackends() = default;

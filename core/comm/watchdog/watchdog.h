@@ -17,6 +17,8 @@
 
 namespace tessera {
 
+class WatchdogLoop;
+
 // Finds out, through the store, why an operation does not end: a second thread per rank that looks on while operations
 // end within a second. Then the first rank to look shows what it has started lately, and every other one
 // compares that with its own: ranks that started different operations under the same number have diverged (one of them
@@ -51,7 +53,6 @@ class Watchdog {
     return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
   }
   static constexpr std::chrono::milliseconds kReaders{3000};
-  static constexpr int kBeatsMissed = 10;  // after which a rank counts as dead
 
   // What the watch's thread calls, every quarter of a second while a wait takes long.
   struct Callbacks {
@@ -121,11 +122,9 @@ class Watchdog {
   template <class Ask>
   auto ask_store(Ask ask) -> std::optional<decltype(ask())>;
 
-  struct State;
-  static void publish_failure(const std::shared_ptr<State>& state, const std::string& reason) noexcept;
-  static void await_readers(State& state) noexcept;
-
-  const std::shared_ptr<State> state_;  // the thread's too
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_, size_;
+  const std::shared_ptr<WatchdogLoop> loop_;
   std::thread thread_;
 };
 
