@@ -8,6 +8,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera {
 namespace {
@@ -15,8 +16,8 @@ namespace {
 // Who takes longer waits for what the thread that terminates holds.
 constexpr auto kLongestEnd = std::chrono::seconds(10);
 
-std::mutex terminating;  // guards the next
-std::terminate_handler handler_before = nullptr;
+std::mutex terminating;
+std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
 
 [[noreturn]] void tell_and_terminate() noexcept {
   std::terminate_handler before = nullptr;

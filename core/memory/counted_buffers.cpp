@@ -11,12 +11,14 @@
 #include <optional>
 #include <utility>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera {
 
 struct CountedBuffers::Counts {
   std::mutex mutex;
-  int64_t lent_bytes = 0;
-  int64_t peak_lent_bytes = 0;
+  int64_t lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
+  int64_t peak_lent_bytes TESSERA_GUARDED_BY(mutex) = 0;
 
   void add(int64_t bytes) {
     std::lock_guard lock(mutex);

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "core/runtime/guarded_by.h"
 #include "core/runtime/operation_handle.h"
 
 namespace tessera {
@@ -38,8 +39,8 @@ class HostMemoryInUse {
     std::shared_ptr<CopyEnd> end;
   };
   std::mutex mutex_;
-  std::map<int64_t, Held> held_;
-  int64_t next_ = 0;
+  std::map<int64_t, Held> held_ TESSERA_GUARDED_BY(mutex_);
+  int64_t next_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
 // A copy, as an engine implements it. It keeps both tensors alive.

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera {
 
 // What a rank does in a span of time; the category ("cat") in the file.
@@ -92,16 +94,16 @@ class Trace {
 
   const std::string path_;
   const pid_t process_;  // a fork of it is no rank
-  std::mutex mutex_;     // guards what follows
+  std::mutex mutex_;
   std::condition_variable ends_;
-  bool has_ended_ = false;
-  Run run_;
-  std::vector<Span> spans_;
-  int64_t dropped_ = 0;  // where the file cannot be written
+  bool has_ended_ TESSERA_GUARDED_BY(mutex_) = false;
+  Run run_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<Span> spans_ TESSERA_GUARDED_BY(mutex_);
+  int64_t dropped_ TESSERA_GUARDED_BY(mutex_) = 0;  // where the file cannot be written
 
-  std::mutex file_mutex_;  // taken before mutex_; guards what follows
-  Written written_;
-  std::string written_run_;
+  std::mutex file_mutex_;  // locked before mutex_
+  Written written_ TESSERA_GUARDED_BY(file_mutex_);
+  std::string written_run_ TESSERA_GUARDED_BY(file_mutex_);
 
   std::thread writer_;
 };

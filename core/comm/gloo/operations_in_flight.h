@@ -10,6 +10,7 @@
 #include "core/comm/gloo/gloo_transports.h"
 #include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/gloo/transport.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera {
 
@@ -55,12 +56,12 @@ class OperationsInFlight {
  private:
   bool begin_wait_locked(std::shared_ptr<InterruptibleWait> wait);
 
-  mutable std::mutex mutex_;  // guards all other members
-  bool is_closed_ = false;
-  std::optional<std::string> broken_;
-  std::unordered_set<OperationResources*> operations_;
-  std::shared_ptr<InterruptibleWait> current_wait_;
-  std::vector<OperationResources> orphans_;  // of operations that were never awaited
+  mutable std::mutex mutex_;
+  bool is_closed_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<std::string> broken_ TESSERA_GUARDED_BY(mutex_);
+  std::unordered_set<OperationResources*> operations_ TESSERA_GUARDED_BY(mutex_);
+  std::shared_ptr<InterruptibleWait> current_wait_ TESSERA_GUARDED_BY(mutex_);
+  std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // of operations that were never awaited
 };
 
 }  // namespace tessera

@@ -15,6 +15,7 @@
 
 #include "core/comm/collective.h"
 #include "core/comm/gloo/transport.h"
+#include "core/runtime/guarded_by.h"
 #include "core/runtime/task_queue.h"
 
 namespace tessera {
@@ -100,13 +101,14 @@ class PipelineThread : public InterruptibleWait {
   void run(ReductionPipeline& pipeline);
   std::optional<MessageFailure> wait_for(const ReductionPipeline::Message& message);
 
-  std::mutex mutex_;  // guards all but the last
+  std::mutex mutex_;
   std::condition_variable changed_;
-  ReductionPipeline::Message waits_for_;
-  int peer_ = -1;  // whose message was waited for last
-  int64_t added_ = 0, ended_ = 0;
-  bool stopped_ = false;
-  std::optional<MessageFailure> failure_;
+  ReductionPipeline::Message waits_for_ TESSERA_GUARDED_BY(mutex_);
+  int peer_ TESSERA_GUARDED_BY(mutex_) = -1;  // whose message was waited for last
+  int64_t added_ TESSERA_GUARDED_BY(mutex_) = 0;
+  int64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;
+  bool stopped_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::optional<MessageFailure> failure_ TESSERA_GUARDED_BY(mutex_);
   std::unique_ptr<TaskQueue> thread_;  // made when there is something to run
 };
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/comm/gloo/transport.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera {
 
@@ -36,9 +37,9 @@ class TcpTransport : public Transport {
 
   const int rank_, size_;
   std::mutex mutex_;
-  c10::intrusive_ptr<c10d::Backend> group_;  // guarded by mutex_; null before connect() and after disconnect()
-  bool is_closed_ = false;                   // guarded by mutex_
-  std::mutex posting_;                       // serializes calls of the backend, which is not thread-safe
+  c10::intrusive_ptr<c10d::Backend> group_ TESSERA_GUARDED_BY(mutex_);  // null before connect() and after disconnect()
+  bool is_closed_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::mutex posting_;  // serializes calls of the backend, which is not thread-safe
 };
 
 // The text of an error for a message whose connection is closed. `peer` -1: an unknown one.

@@ -30,6 +30,7 @@
 #include "core/comm/watchdog/heartbeat.h"
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/call_with_timeout.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera {
 namespace {
@@ -384,7 +385,7 @@ std::shared_ptr<Communicator> make_nccl_communicator(std::shared_ptr<NcclBackend
 }
 
 static std::mutex chosen_backends_mutex;
-static std::shared_ptr<NcclBackends> chosen_backends;
+static std::shared_ptr<NcclBackends> chosen_backends TESSERA_GUARDED_BY(chosen_backends_mutex);
 
 void set_nccl_backends(std::shared_ptr<NcclBackends> backends) {
   std::lock_guard lock(chosen_backends_mutex);

@@ -10,15 +10,17 @@
 #include <sstream>
 #include <string>
 
+#include "core/runtime/guarded_by.h"
+
 namespace tessera {
 namespace {
 
-std::mutex permitted_mutex;  // guards the next two
+std::mutex permitted_mutex;  // for permitted() and the permission of the process
 std::vector<pid_t>& permitted() {
   static auto* const pids = new std::vector<pid_t>;
   return *pids;
 }
-long last_told = 0;
+long last_told TESSERA_GUARDED_BY(permitted_mutex) = 0;
 
 // The parent of a process, 0 if it has none or is not to be seen. (Its name, in brackets, may have any characters.)
 pid_t parent_of(pid_t pid) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/comm/watchdog/wait_graph.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera {
 
@@ -70,13 +71,13 @@ class WaitRegistry {
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_, size_;
 
-  mutable std::mutex mutex_;  // guards the next three
-  std::vector<std::weak_ptr<Group>> groups_;
-  bool is_split_ = false;
-  std::string failure_;
+  mutable std::mutex mutex_;
+  std::vector<std::weak_ptr<Group>> groups_ TESSERA_GUARDED_BY(mutex_);
+  bool is_split_ TESSERA_GUARDED_BY(mutex_) = false;
+  std::string failure_ TESSERA_GUARDED_BY(mutex_);
 
-  std::mutex showing_;  // guards the next, and its order in the store
-  std::string shown_;
+  std::mutex showing_;  // also orders writes to the store
+  std::string shown_ TESSERA_GUARDED_BY(showing_);
 };
 
 // 1 and more, and never another thread's, as a std::thread::id may be.
