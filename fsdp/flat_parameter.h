@@ -8,16 +8,16 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
+#include "core/gradients/gradient_buffer.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
-#include "core/gradients/gradient_buffer.h"
 #include "core/layout/int8_blocks.h"
 #include "core/layout/shard_mark.h"
 #include "core/layout/unit_plan.h"
 #include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // In what floating-point parameters differ from plain sharding over all ranks.
 struct FlatParameterOptions {
@@ -144,4 +144,4 @@ class FlatParameter {
 // cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -3,16 +3,16 @@
 #include <memory>
 #include <string>
 
-#include "fsdp/flat_parameter.h"
-#include "core/model/memory_report.h"
-#include "fsdp/options.h"
-#include "fsdp/unit.h"
+#include <tessera/fsdp_options.h>
+#include <tessera/memory_report.h>
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"
+#include "fsdp/flat_parameter.h"
+#include "fsdp/unit.h"
 #include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Where shards and gradients lie with FsdpOptions::offload, in host memory or on a disk, and what brings them to the
 // device and back. Without offload: nothing of it.
@@ -48,4 +48,4 @@ class OffloadedMemory {
   std::unique_ptr<CopyEngine> copies_;  // null without offload
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

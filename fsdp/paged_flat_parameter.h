@@ -3,13 +3,13 @@
 #include <memory>
 #include <string>
 
-#include "core/comm/communicator.h"
-#include "fsdp/flat_parameter.h"
-#include "core/runtime/copy_engine.h"
-#include "offload/disk/disk_pager.h"
+#include <tessera/communicator.h>
 #include "core/paging/residency.h"
+#include "core/runtime/copy_engine.h"
+#include "fsdp/flat_parameter.h"
+#include "offload/disk/disk_pager.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A flat parameter that is paged: the module's parameters are views of a page, mostly of `page`. What is on its way to
 // the page, or from it, lies here as well. Its unit says what happens when.
@@ -56,4 +56,4 @@ struct PagedFlatParameter {
   void bring_shard_home(size_t parameter, bool is_pinned, bool may_change, const std::string& unit, int rank);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

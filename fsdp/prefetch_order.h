@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Foretells which units come next, from the order in which they came in the last pass: a forward or a backward. Pure.
 class PrefetchOrder {
@@ -34,4 +34,4 @@ class PrefetchOrder {
   bool on_path_ = true;  // the last unit used was where expected_ has it
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -5,7 +5,7 @@
 
 #include "core/gradients/backward_pass.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void ResidentUnits::begin_forward() {
   computing_ends();
@@ -128,4 +128,4 @@ void ResidentUnits::describe(std::ostream& text, const char* pass, const Prefetc
   text << "\n";
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -4,13 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "fsdp/sharded_model.h"
-#include "fsdp/unit.h"
-#include "fsdp/prefetch_order.h"
 #include "core/paging/residency.h"
 #include "core/trace/trace.h"
+#include "fsdp/prefetch_order.h"
+#include "fsdp/sharded_model.h"
+#include "fsdp/unit.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Which units are gathered, and which go for them: least recently used first, as many ahead as FsdpOptions::prefetch
 // says. Sole writer of the units' states, but for pinned ones. Used by one thread at a time.
@@ -53,4 +53,4 @@ class ResidentUnits {
   Trace::Clock::time_point computing_since_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

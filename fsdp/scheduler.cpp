@@ -6,11 +6,11 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/quiet.h"
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/quiet.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::shared_ptr<Communicator> comm,
                                            const FsdpOptions& options) {
@@ -328,4 +328,4 @@ std::string Scheduler::describe() const {
   return text.str();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,15 +8,15 @@
 #include <string>
 #include <vector>
 
+#include <tessera/grad_norm.h>
 #include "core/gradients/backward_pass.h"
-#include "core/gradients/grad_norm.h"
+#include "core/paging/residency.h"
 #include "fsdp/full_state.h"
 #include "fsdp/resident_units.h"
 #include "fsdp/sharded_gradients.h"
 #include "fsdp/sharded_model.h"
-#include "core/paging/residency.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Decides what happens when, driven by events: an operator is about to use parameters (use()), a gradient has been
 // computed (take()), a backward has ended, or failed.
@@ -93,4 +93,4 @@ class Scheduler : public Pager, public BackwardPass {
   bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

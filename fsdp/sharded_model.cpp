@@ -6,14 +6,14 @@
 
 #include "core/comm/agreement.h"
 #include "core/layout/deferred.h"
-#include "fsdp/former_memory.h"
+#include "core/layout/shardable.h"
+#include "core/memory/memory_cache.h"
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
-#include "core/layout/shardable.h"
-#include "core/memory/memory_cache.h"
+#include "fsdp/former_memory.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // The groups are made before the plan is known, and differ where the ranks do not agree on them.
@@ -328,4 +328,4 @@ void ShardedModel::describe(std::ostream& text) const {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,17 +8,17 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
-#include "core/model/memory_report.h"
-#include "core/layout/mesh.h"
-#include "core/model/model_shards.h"
+#include <tessera/communicator.h>
+#include <tessera/fsdp_options.h>
+#include <tessera/memory_report.h>
+#include <tessera/model_shards.h>
 #include "core/gradients/order_log.h"
-#include "fsdp/offloaded_memory.h"
-#include "fsdp/options.h"
-#include "fsdp/unit.h"
+#include "core/layout/mesh.h"
 #include "core/memory/counted_buffers.h"
+#include "fsdp/offloaded_memory.h"
+#include "fsdp/unit.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // A module in shards: its units, the names that their parts go by, and what it takes. What is resident when
 // is the Scheduler's business, gradients are ShardedGradients'.
@@ -84,4 +84,4 @@ class ShardedModel {
   std::map<std::string, CastBuffer> cast_buffers_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

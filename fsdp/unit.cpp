@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string label_of(const PlannedUnit& plan) {
@@ -400,4 +400,4 @@ void Unit::bring_home(bool may_change) {
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

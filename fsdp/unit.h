@@ -4,16 +4,16 @@
 #include <string>
 #include <vector>
 
-#include "core/runtime/stream_uses.h"
-#include "core/comm/communicator.h"
-#include "fsdp/flat_parameter.h"
+#include <tessera/communicator.h>
 #include "core/gradients/order_log.h"
-#include "fsdp/paged_flat_parameter.h"
 #include "core/memory/counted_buffers.h"
-#include "core/runtime/copy_engine.h"
 #include "core/paging/residency.h"
+#include "core/runtime/copy_engine.h"
+#include "core/runtime/stream_uses.h"
+#include "fsdp/flat_parameter.h"
+#include "fsdp/paged_flat_parameter.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Where a unit's shards come from when they lie in host memory.
 struct ShardSource {
@@ -142,4 +142,4 @@ class Unit {
   std::vector<at::Tensor> saved_;    // one each, of a pinned unit that is whole and whose changes will be lost
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -17,7 +17,7 @@
 
 #include "core/paging/boxed_tensors.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // libtorch keeps this key for modes with a boxed fallback and does not use it itself. The one place where it is named.
 #define TESSERA_DEFERRED_KEY TESTING_ONLY_GenericMode
@@ -261,10 +261,6 @@ DeferredScope::DeferredScope() : tape_(std::make_shared<Tape>()), recording_(kDe
 
 DeferredScope::~DeferredScope() { recording.reset(); }
 
-bool is_deferred(const at::Tensor& tensor) {
-  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
-}
-
 OrdinaryScope::OrdinaryScope() : ordinary_(kDeferredKey) {}
 
 bool is_deferring() { return recording != nullptr; }
@@ -345,6 +341,15 @@ void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(values.getIntrusivePtr());
 }
 
+}  // namespace tessera::internal
+
+namespace tessera::internal {
+using namespace internal;
+
+bool is_deferred(const at::Tensor& tensor) {
+  return tape_storage_of(tensor) != nullptr || source_of(tensor) != nullptr;
+}
+
 void materialize(torch::nn::Module& module) {
   std::vector<at::Tensor> tensors;
   for (const auto& list : {module.parameters(), module.buffers()})
@@ -354,4 +359,4 @@ void materialize(torch::nn::Module& module) {
   });
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

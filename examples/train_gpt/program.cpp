@@ -26,7 +26,7 @@ int start_ranks(const TrainOptions& options, int argc, char** argv) {
 // An error that all ranks have is told by one of them.
 bool is_first_to_fail(const tessera::Communicator& comm) {
   try {
-    return tessera::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
+    return tessera::internal::StoreMailbox(comm, "train_gpt").add("failed", 1) == 1;
   } catch (const tessera::CommError&) {
     return true;
   }

@@ -9,7 +9,7 @@
 
 #include "core/comm/rank_order_sum.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Up to here an all-reduce sends whole tensors in one step; above, it is a reduce-scatter and an all-gather, which send
@@ -251,4 +251,4 @@ void GlooCollectives::broadcast(const at::Tensor& tensor, int root) const {
   };
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -15,7 +15,7 @@
 
 #include "core/comm/watchdog/wait_registry.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 class WatchdogLoop;
 
@@ -128,4 +128,4 @@ class Watchdog {
   std::thread thread_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal
