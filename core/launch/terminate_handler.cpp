@@ -10,7 +10,7 @@
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // Who takes longer waits for what the thread that terminates holds.
@@ -40,4 +40,4 @@ void tell_when_terminated() {
   if (handler_before == nullptr) handler_before = std::set_terminate(&tell_and_terminate);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -1,4 +1,6 @@
 #include "core/memory/counted_buffers.h"
+#include "core/memory/memory_kind_scope.h"
+#include "core/runtime/guarded_by.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -11,9 +13,7 @@
 #include <optional>
 #include <utility>
 
-#include "core/runtime/guarded_by.h"
-
-namespace tessera {
+namespace tessera::internal {
 
 struct CountedBuffers::Counts {
   std::mutex mutex;
@@ -74,4 +74,4 @@ void CountedBuffers::reset_peak() {
   counts_->peak_lent_bytes = counts_->lent_bytes;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -16,7 +16,7 @@
 
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // What a rank does in a span of time; the category ("cat") in the file.
 enum class SpanKind {
@@ -129,4 +129,4 @@ class TraceSpan {
   Trace::Clock::time_point begin_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

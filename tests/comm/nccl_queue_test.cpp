@@ -10,6 +10,7 @@
 #include <thread>
 
 namespace tessera::nccl_queue_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

@@ -8,9 +8,10 @@
 #include <string>
 #include <utility>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 
 namespace tessera::operations_in_flight_test {
+using namespace internal;
 namespace {
 
 class Message : public TransportMessage {

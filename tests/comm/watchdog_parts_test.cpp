@@ -16,6 +16,7 @@
 #include "core/comm/watchdog/watchdog_loop.h"
 
 namespace tessera::watchdog_parts_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

@@ -13,6 +13,7 @@
 #include <vector>
 
 namespace tessera::watchdog_test {
+using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;

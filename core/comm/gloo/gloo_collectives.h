@@ -8,7 +8,7 @@
 #include "core/comm/collective.h"
 #include "core/comm/gloo/gloo_operation.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Whether an all-reduce spreads its result by doubling: the maximum or minimum of few integers among many ranks.
 bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size);
@@ -44,4 +44,4 @@ class GlooCollectives {
   const bool are_eager_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/runtime/call_with_timeout.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
@@ -216,4 +216,4 @@ std::shared_ptr<Communicator> make_gloo_communicator(c10::intrusive_ptr<c10d::St
   return make_group<GlooCommunicator>(std::move(transports), std::move(store), rank, size, std::move(options));
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
+#include <tessera/communicator.h>
 #include "core/comm/backends.h"
-#include "core/comm/communicator.h"
 #include "core/comm/gloo/gloo_operation.h"
 #include "core/comm/gloo/gloo_transports.h"
 #include "core/comm/gloo/operations_in_flight.h"
@@ -19,7 +19,7 @@
 #include "core/comm/store_mailbox.h"
 #include "core/comm/watchdog/watchdog.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its all-gather is a ring of
 // copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
@@ -79,4 +79,4 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   Watchdog watch_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -9,7 +9,7 @@
 #include "core/comm/fingerprint.h"
 #include "core/comm/gloo/gloo_communicator.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 using std::chrono::steady_clock;
 
@@ -166,4 +166,4 @@ void GlooOperation::finish() {
   resources_.pipeline.reset();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

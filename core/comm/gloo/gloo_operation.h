@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "core/comm/communicator.h"
+#include <tessera/communicator.h>
 #include "core/comm/gloo/operations_in_flight.h"
 #include "core/comm/gloo/reduction_pipeline.h"
 #include "core/comm/gloo/transport.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 class GlooCommunicator;
 
@@ -59,4 +59,4 @@ class GlooOperation : public Pending::Operation {
   OperationResources resources_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

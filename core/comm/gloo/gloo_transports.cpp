@@ -10,7 +10,7 @@
 #include "core/comm/gloo/memory_transport.h"
 #include "core/comm/gloo/rounds_transport.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 GlooTransports GlooTransports::connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                        const GlooOptions& options) {
@@ -72,4 +72,4 @@ void GlooTransports::disconnect() noexcept {
   for (const auto& transport : all_) transport->disconnect();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/comm/gloo/tcp_transport.h"
 #include "core/comm/gloo/transport.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The transports of one rank of a gloo group. A new one is registered in connect().
 class GlooTransports {
@@ -50,4 +50,4 @@ class GlooTransports {
   int64_t max_eager_numel_ = 0;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // By PeerMemory::Outcome.
@@ -66,4 +66,4 @@ int MemoryTransport::ended_rank() const {
   return -1;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include "core/comm/gloo/transport.h"
 #include "core/comm/shared_memory/peer_memory.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Carries messages between the ranks of one host through PeerMemory.
 class MemoryTransport : public Transport {
@@ -33,4 +33,4 @@ uint64_t memory_tag(const MessageTag& tag);
 // The text of an outcome other than kDone; "" if the watchdog knows more.
 std::string cause_of(PeerMemory::Outcome outcome);
 
-}  // namespace tessera
+}  // namespace tessera::internal

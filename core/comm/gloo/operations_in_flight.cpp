@@ -4,9 +4,9 @@
 
 #include <utility>
 
-#include "core/comm/errors.h"
+#include <tessera/errors.h>
 
-namespace tessera {
+namespace tessera::internal {
 
 void OperationResources::drop(std::vector<at::Tensor>* keeper) noexcept {
   for (const auto& message : messages)
@@ -106,4 +106,4 @@ void OperationsInFlight::close(GlooTransports& transports) noexcept {
   transports.disconnect();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 #include "core/comm/gloo/transport.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The resources that one operation holds while it is in flight.
 struct OperationResources {
@@ -64,4 +64,4 @@ class OperationsInFlight {
   std::vector<OperationResources> orphans_ TESSERA_GUARDED_BY(mutex_);  // of operations that were never awaited
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

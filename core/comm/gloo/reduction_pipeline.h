@@ -18,7 +18,7 @@
 #include "core/runtime/guarded_by.h"
 #include "core/runtime/task_queue.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Messages between ranks that share no memory travel in pieces of this many bytes, the last one of what is left: the
 // same on both sides. Views of the tensor, which is flat, in order; none of an empty one.
@@ -112,4 +112,4 @@ class PipelineThread : public InterruptibleWait {
   std::unique_ptr<TaskQueue> thread_;  // made when there is something to run
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -11,7 +11,7 @@
 #include "core/comm/gloo/memory_transport.h"
 #include "core/comm/rank_order_sum.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 class RoundsTransport::Wait : public TransportMessage {
  public:
@@ -138,4 +138,4 @@ int64_t RoundsTransport::bytes_sent_to_reduce(const Collective& collective) cons
                       : size() - 1);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -7,7 +7,7 @@
 #include "core/comm/group_process.h"
 #include "core/comm/shared_memory/shared_rounds.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Carries small gathers and reductions, each as one round of SharedRounds, if all ranks share memory.
 class RoundsTransport : public Transport {
@@ -41,4 +41,4 @@ class RoundsTransport : public Transport {
   SharedRounds rounds_;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -10,7 +10,7 @@
 #include "core/comm/gloo/gloo_connections.h"
 #include "core/comm/gloo/reduction_pipeline.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // A step that no operation has: the tag of a message that is never sent.
@@ -121,4 +121,4 @@ void TcpTransport::disconnect() noexcept {
   closed = std::move(group_);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

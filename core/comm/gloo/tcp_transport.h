@@ -9,7 +9,7 @@
 #include "core/comm/gloo/transport.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Carries messages to all ranks over the TCP connections of c10d's gloo backend, and the backend's own all-reduce.
 // Tensors travel in chunks of kChunkBytes.
@@ -45,4 +45,4 @@ class TcpTransport : public Transport {
 // The text of an error for a message whose connection is closed. `peer` -1: an unknown one.
 std::string closed_connection_text(int peer, const std::string& cause);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,7 +13,7 @@
 
 #include "core/comm/collective.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Why a message did not complete.
 struct MessageFailure {
@@ -113,4 +113,4 @@ class Transport {
   virtual void disconnect() noexcept {}
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

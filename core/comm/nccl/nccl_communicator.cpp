@@ -32,7 +32,7 @@
 #include "core/runtime/call_with_timeout.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -407,4 +407,4 @@ std::shared_ptr<Communicator> make_nccl_communicator(c10::intrusive_ptr<c10d::St
   return make_nccl_communicator(std::move(backends), std::move(store), rank, size, device, options);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

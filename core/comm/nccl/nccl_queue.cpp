@@ -5,7 +5,7 @@
 
 #include "core/comm/group_process.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 void NcclQueue::push(Work work, const std::string& description) {
   std::lock_guard lock(mutex_);
@@ -70,4 +70,4 @@ std::optional<NcclQueue::End> NcclQueue::wait_for_end() {
   return end_;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

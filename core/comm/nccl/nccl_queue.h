@@ -13,7 +13,7 @@
 
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The operations of an NCCL group, which a device runs in the order in which they are started, and the end of the
 // group: it begins once, and has a reason when it is complete. Thread-safe.
@@ -68,4 +68,4 @@ class NcclQueue {
   std::optional<End> end_ TESSERA_GUARDED_BY(mutex_);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

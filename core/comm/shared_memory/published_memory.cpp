@@ -9,7 +9,7 @@
 
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 struct Published {
@@ -55,4 +55,4 @@ void* PublishedMemory::find(uint64_t number, uint64_t bytes, bool to_write) {
   return found->second.data;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -12,7 +12,7 @@
 
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::mutex permitted_mutex;  // for permitted() and the permission of the process
@@ -85,4 +85,4 @@ pid_t common_ancestor(const std::vector<std::vector<pid_t>>& lineages) {
   return 0;
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

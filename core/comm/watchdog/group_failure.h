@@ -6,7 +6,7 @@
 
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Why a group has failed, as far as this rank knows. Thread-safe.
 class GroupFailure {
@@ -54,4 +54,4 @@ class GroupFailure {
   std::string store_failure_ TESSERA_GUARDED_BY(mutex_);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

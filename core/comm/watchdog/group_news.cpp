@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // An error lists at most so many failures. The first ones are the cause of the others.
@@ -73,4 +73,4 @@ void GroupNews::await_readers(bool has_failed, std::chrono::milliseconds most,
   }
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

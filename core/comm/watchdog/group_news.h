@@ -10,7 +10,7 @@
 #include <string>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // What the ranks of a group tell each other in its store: failures, and which ranks have left or have read the news.
 // All functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
@@ -53,4 +53,4 @@ class GroupNews {
   std::atomic<bool> said_informed_ = false, said_left_ = false;
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <c10/util/StringUtil.h>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 std::string beats_key(int rank) { return c10::str("tessera/beats/", rank); }
@@ -26,4 +26,4 @@ std::string Heartbeat::beat(bool is_stalled) {
                   " s: its process has ended or has stopped, or it has left the group");
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

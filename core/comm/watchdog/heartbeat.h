@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 // Tells the store that this rank lives, and checks the next rank during a stall. Used by one thread.
 class Heartbeat {
@@ -33,4 +33,4 @@ class Heartbeat {
   int missed_ = 0;  // beats of the next rank
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

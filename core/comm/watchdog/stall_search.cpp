@@ -7,7 +7,7 @@
 #include <span>
 #include <sstream>
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -114,4 +114,4 @@ void StallSearch::end() {
   if (!std::exchange(published_, "").empty()) store_->deleteKey(kStarted);  // another rank can publish its own
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -13,7 +13,7 @@
 #include "core/comm/watchdog/started_operations.h"
 #include "core/comm/watchdog/wait_registry.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // Searches the store for the reason why a stalled operation does not end. All functions ask the store, so they may
 // block, or throw if the store is lost. Used by one thread.
@@ -60,4 +60,4 @@ std::string published_text(int rank, const std::deque<StartedOperation>& operati
 // The ranks among `ranks` that do not stall. Asks the store.
 std::vector<int> ranks_not_stalled(c10d::Store& store, const std::vector<int>& ranks);
 
-}  // namespace tessera
+}  // namespace tessera::internal

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace tessera {
+namespace tessera::internal {
 
 void StartedOperations::add(uint64_t sequence, std::string description) {
   std::lock_guard lock(mutex_);
@@ -47,4 +47,4 @@ std::optional<WaitRegistry::Wait> StartedOperations::long_wait() const {
   return WaitRegistry::Wait{*awaited_, "an operation of long ago", waiting_thread_};
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

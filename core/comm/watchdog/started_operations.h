@@ -10,7 +10,7 @@
 #include "core/comm/watchdog/wait_registry.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 struct StartedOperation {
   uint64_t sequence;
@@ -57,4 +57,4 @@ class StartedOperations {
   std::chrono::steady_clock::time_point wait_began_ TESSERA_GUARDED_BY(mutex_);
 };
 
-}  // namespace tessera
+}  // namespace tessera::internal

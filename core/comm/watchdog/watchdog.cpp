@@ -14,7 +14,7 @@
 #include "core/comm/watchdog/watchdog_loop.h"
 #include "core/runtime/call_with_timeout.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 // An error lists at most so many waits in other groups.
@@ -165,4 +165,4 @@ std::string Watchdog::who_waits() {
   return c10::Join("; ", texts);
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

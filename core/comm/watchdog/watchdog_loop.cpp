@@ -7,7 +7,7 @@
 
 #include "core/runtime/call_with_timeout.h"
 
-namespace tessera {
+namespace tessera::internal {
 namespace {
 
 using std::chrono::steady_clock;
@@ -157,4 +157,4 @@ void WatchdogLoop::run() {
   control.end_loop();
 }
 
-}  // namespace tessera
+}  // namespace tessera::internal

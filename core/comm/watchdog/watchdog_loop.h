@@ -21,7 +21,7 @@
 #include "core/comm/watchdog/watchdog.h"
 #include "core/runtime/guarded_by.h"
 
-namespace tessera {
+namespace tessera::internal {
 
 // The turns of a thread that calls the store and may be stuck in a call. Thread-safe.
 class LoopControl {
@@ -109,4 +109,4 @@ class WatchdogLoop : public WaitRegistry::Group, public std::enable_shared_from_
 // The text of an error about a store that throws.
 std::string lost_store_text(const std::exception& error);
 
-}  // namespace tessera
+}  // namespace tessera::internal
