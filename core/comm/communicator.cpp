@@ -43,7 +43,7 @@ constexpr KindTraits kTraits[] = {
     {"all-to-all", SpanKind::kGather, false, false},
 };
 
-// An operation with a span of its own, from here until it is waited for, and one for the wait.
+// Records two spans in the trace: from the start of an operation to the end of its wait, and the wait itself.
 class TracedOperation : public Pending::Operation {
  public:
   TracedOperation(const KindTraits& traits, const std::string& what, Pending pending)
@@ -65,7 +65,7 @@ class TracedOperation : public Pending::Operation {
 
 thread_local uint64_t begun_here = 0;
 
-// The first few by number: an error is to be read, also of a group of thousands.
+// Lists the first few ranks only, which keeps errors of large groups readable.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
   const size_t named = std::min(members.size(), kMostNamed);
@@ -74,8 +74,7 @@ std::string ranks_text(const std::vector<int>& members) {
   return c10::str("ranks ", c10::Join(", ", first), more);
 }
 
-// The raw bytes move, so a tensor that was made under InferenceMode is as good as any, and
-// nothing here may be recorded by autograd.
+// Copies raw bytes. Inference mode keeps autograd from recording the copy, and permits inference tensors.
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   c10::InferenceMode quiet;
   if (to.const_data_ptr() != from.const_data_ptr()) to.copy_(from);
@@ -104,14 +103,14 @@ Communicator::Communicator(int rank, int size, at::Device device, std::chrono::m
       counters_{std::make_shared<TrafficCounter>()} {}
 Communicator::~Communicator() = default;
 
-// Made for every operation: a stream would take longer than the rest of starting one.
+// Called for every operation. A string stream would take longer than the rest of the start.
 std::string Collective::description() const {
   return what.empty() ? kTraits[kind].name : std::string(kTraits[kind].name) + " of " + what;
 }
 
 namespace {
 
-// Throws std::invalid_argument, with the operation and the rank, unless something holds.
+// Throws std::invalid_argument, with the operation and the rank, if a condition does not hold.
 struct Require {
   const Collective& collective;
   const int rank;
@@ -186,7 +185,7 @@ void Communicator::check(Collective& collective) const {
   if (kind == Collective::kAllToAll) {
     flatten(shard, "the tensor to send");
     check_all_to_all(collective, rank_, size_, require);
-    numel = 0;  // ranks differ in it
+    numel = 0;  // differs between ranks
   }
   const bool is_average = op == ReduceOp::kAverage;
   if (!traits.reduces) return;
@@ -283,7 +282,7 @@ void Communicator::barrier(std::string_view what) {
   if (what.empty()) what = "barrier";
   at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kByte).device(device_));
   all_reduce(arrived, ReduceOp::kMax, what).wait();
-  if (device_.is_cuda()) to_host(arrived, what);  // the host, too, must not pass before the others arrive
+  if (device_.is_cuda()) to_host(arrived, what);  // blocks the host as well
 }
 
 void Communicator::settle(std::string_view what) {

@@ -5,11 +5,12 @@
 
 namespace tessera::internal {
 
-// Tells when a second thread comes while another one is in a call. Ranks number what they start, so two threads that
-// start at once do so in another order on each rank, and their operations, where they look alike, would mix their data.
+// Detects a second thread that calls an object while another thread is in a call. Ranks number the operations that they
+// start. Two threads that start operations concurrently can do so in different orders on different ranks, which would
+// mix up data of operations that look alike.
 class OneCaller {
  public:
-  // Of the calling thread, maybe within another one of its calls.
+  // A call of this thread. Calls nest.
   class Call {
    public:
     explicit Call(OneCaller& caller) : caller_(caller) {
@@ -23,9 +24,9 @@ class OneCaller {
     Call(const Call&) = delete;
     Call& operator=(const Call&) = delete;
 
-    // No other thread is in a call.
+    // Whether no other thread is in a call.
     bool is_alone() const { return is_alone_; }
-    // This one is not within another one of its thread.
+    // Whether this call is not nested.
     bool is_outermost() const { return is_outermost_; }
 
    private:

@@ -10,31 +10,31 @@
 
 namespace tessera::internal {
 
-// What backends are beside a Communicator: they keep the store where their ranks met.
+// Implemented by backends, which keep the store of their rendezvous.
 class HasStore {
  public:
   virtual ~HasStore() = default;
   virtual const c10::intrusive_ptr<c10d::Store>& store() const = 0;
-  // One whose process has ended; -1: this rank knows of none, as of other hosts. Any thread.
+  // Returns a rank whose process is known to have ended, or -1. Ranks of other hosts are not known. Thread-safe.
   virtual int ended_rank() const { return -1; }
 };
 
-// Texts by name that the ranks of a group leave for each other in its store, beside the operations: not collective,
-// from any thread, and nothing waits. For what takes longer than the group's timeout, or happens on another thread than
-// the loop's. A few KiB each; they are one process's work to keep, so remove what is no longer needed. All functions
-// throw CommError where the store cannot be reached any more, mostly since rank 0's process has ended.
+// Named texts that the ranks of a group exchange through its store. Not collective, thread-safe, and non-blocking. It
+// serves work that takes longer than the group's timeout or runs on another thread than the training loop. Texts should
+// have at most a few KiB and be removed after use, since one process stores them all. All functions throw CommError if
+// the store cannot be reached, usually because rank 0's process has ended.
 class StoreMailbox {
  public:
-  // Names begin with `topic`, the same on all ranks and no other's.
+  // `topic` is a prefix of all names. It must be equal on all ranks, and no other mailbox of the group may use it.
   StoreMailbox(const Communicator& comm, std::string topic);
 
   void leave(const std::string& name, const std::string& text) const;
-  std::optional<std::string> find(const std::string& name) const;  // nothing if nobody has left it
-  // Adds to the number of this name, which begins as 0, and returns the sum. Not a name of leave() or find().
+  std::optional<std::string> find(const std::string& name) const;  // nullopt if there is no such text
+  // Adds to the number of this name, which is 0 at first, and returns the sum. The name must not be one of a text.
   int64_t add(const std::string& name, int64_t amount) const;
   void remove(const std::string& name) const;
 
-  int ended_rank() const;  // see HasStore, which must live
+  int ended_rank() const;  // see HasStore
 
  private:
   template <class Act>

@@ -8,8 +8,6 @@
 #include <string>
 #include <string_view>
 
-#include "core/runtime/guarded_by.h"
-
 namespace tessera {
 
 // Scalars for TensorBoard (torch.utils.tensorboard's SummaryWriter.add_scalar):
@@ -64,13 +62,13 @@ class EventWriter {
 
   const Options options_;
   std::filesystem::path path_;
-  mutable std::mutex mutex_;
-  int descriptor_ TESSERA_GUARDED_BY(mutex_) = -1;
-  int64_t written_bytes_ TESSERA_GUARDED_BY(mutex_) = 0;  // whole records
-  std::string kept_ TESSERA_GUARDED_BY(mutex_);           // records that are not in the file yet
-  Clock::time_point flushed_ TESSERA_GUARDED_BY(mutex_) = Clock::now();
-  bool fails_ TESSERA_GUARDED_BY(mutex_) = false;
-  int64_t dropped_ TESSERA_GUARDED_BY(mutex_) = 0;
+  mutable std::mutex mutex_;  // guards what follows
+  int descriptor_ = -1;
+  int64_t written_bytes_ = 0;  // whole records
+  std::string kept_;           // records that are not in the file yet
+  Clock::time_point flushed_ = Clock::now();
+  bool fails_ = false;
+  int64_t dropped_ = 0;
 };
 
 }  // namespace tessera

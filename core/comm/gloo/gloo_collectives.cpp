@@ -12,13 +12,13 @@
 namespace tessera::internal {
 namespace {
 
-// Up to here an all-reduce sends whole tensors in one step; above, it is a reduce-scatter and an all-gather, which send
-// less where there are more than two ranks. The same for a broadcast, which above this shares the root's work out.
+// Up to this size, an all-reduce sends whole tensors in one step. Above, it is a reduce-scatter and an all-gather,
+// which send less if there are more than two ranks. A larger broadcast distributes the root's work in the same way.
 constexpr int64_t kOneStepBytes = 1 << 16;
-// Between two ranks both ways send the same, and one step waits once: until adding up twice as much takes longer.
+// Between two ranks both algorithms send the same bytes, and one step waits once. Beyond this size, adding twice as
+// many elements takes longer.
 constexpr int64_t kOneStepBytesOfTwo = 1 << 19;
-// Above so many ranks the largest or smallest of small integers spread by doubling: steps are waited for one by one,
-// but there are few.
+// With more ranks, the maximum or minimum of few integers spreads by doubling: its steps are sequential, but few.
 constexpr int kMostDirectRanks = 8;
 
 std::vector<int64_t> even_counts(int64_t numel, int size) {
@@ -27,13 +27,12 @@ std::vector<int64_t> even_counts(int64_t numel, int size) {
   return counts;
 }
 
-// What of a full tensor, which lies in `pieces` one after the other, belongs to each rank: by rank its segments, in
-// order, none of them empty.
+// Splits the concatenation of `pieces` by rank. Returns the segments of each rank, in order and not empty.
 std::vector<std::vector<at::Tensor>> parts_of(const std::vector<at::Tensor>& pieces,
                                               const std::vector<int64_t>& counts) {
   std::vector<std::vector<at::Tensor>> parts(counts.size());
   size_t piece = 0;
-  int64_t begin = 0;  // in the piece
+  int64_t begin = 0;  // position in the piece
   for (size_t rank = 0; rank < counts.size(); ++rank) {
     for (int64_t missing = counts[rank]; missing > 0;) {
       const int64_t numel = std::min(missing, pieces[piece].numel() - begin);
@@ -83,7 +82,7 @@ void GlooCollectives::start(const Collective& collective) const {
       return;
     }
     case Collective::kBackendAllReduce:
-      return;  // of an empty tensor: else a transport carries it
+      return;  // an empty tensor; others are carried by a transport
     case Collective::kAllToAll: {
       const auto to = shard.split_with_sizes(send_counts), from = full.split_with_sizes(counts);
       exchange([&](int peer) { op_.send(to[peer], peer); }, [&](int peer) { op_.receive(from[peer], peer); });
@@ -93,9 +92,8 @@ void GlooCollectives::start(const Collective& collective) const {
   }
 }
 
-// In memory each rank announces its sends first, so that what is small is read by whoever comes second.
-//
-// Peers in turn from the next rank on, so that not everybody sends to rank 0 first.
+// Transports that are not eager announce sends first, so that the second side copies a small message at once. Each rank
+// starts with its next rank, which spreads the load.
 template <class Send, class Receive>
 void GlooCollectives::exchange(Send send, Receive receive) const {
   const auto receive_all = [&] {
@@ -106,7 +104,7 @@ void GlooCollectives::exchange(Send send, Receive receive) const {
   if (!are_eager_) receive_all();
 }
 
-// Every rank's shard into every rank's full tensor.
+// Copies every rank's shard to every rank's full tensor.
 void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& shard,
                                       const std::vector<int64_t>& counts) const {
   const auto parts = full.split_with_sizes(counts);
@@ -115,10 +113,9 @@ void GlooCollectives::exchange_shards(const at::Tensor& full, const at::Tensor& 
   if (own.numel() > 0 && own.const_data_ptr() != shard.const_data_ptr()) own.copy_(shard);
 }
 
-// Each rank's part of what everybody has, this rank's `parts` by rank: its segments one after the other, of each every
-// rank's in rank order. This rank's own are where they were. What comes has one memory, of at least as many elements as
-// all parts have: what the caller has just freed, maybe, of the same tensor in another stage; no page is touched
-// besides.
+// Exchanges `parts`, indexed by rank. Returns this rank's part of all ranks: by segment, then by rank. Its own segments
+// are not copied. The received segments share one allocation of at least the full size, because the memory cache may
+// just have freed that size, for another stage of the same tensor; fresh pages would cost more.
 GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts) const {
   const auto& own = parts[rank_];
   Segments segments;
@@ -141,13 +138,13 @@ GlooCollectives::Segments GlooCollectives::exchange_parts(const Segments& parts)
   return segments;
 }
 
-// Root's parts[i] into rank i's `own`, for the others; these need no parts.
+// Sends the root's parts[i] to `own` of rank i. Other ranks need no parts.
 void GlooCollectives::send_parts(const std::vector<at::Tensor>& parts, const at::Tensor& own, int root) const {
   if (rank_ != root) return op_.receive(own, root);
   exchange([&](int to) { op_.send(parts[to], to); }, [](int) {});
 }
 
-// What comes from memory is there when it is waited for, and small sums are done sooner than a thread wakes up.
+// Shared-memory data arrives only in wait(), and small sums cost less than waking a thread.
 bool GlooCollectives::reduces_in_background(const at::Tensor& tensor) const {
   return are_eager_ && static_cast<int64_t>(tensor.nbytes()) > kOneStepBytes;
 }
@@ -158,7 +155,7 @@ void GlooCollectives::reduce_scatter(const std::vector<at::Tensor>& pieces, cons
   const auto& own = parts[rank_];
   const auto in_background = [&] {
     if (!reduces_in_background(shard)) return false;
-    // A sum that comes before all is sent must not come where something is sent from.
+    // Sums are written before all data is sent, so they must not overwrite data that is still to be sent.
     const bool is_apart =
         std::ranges::none_of(pieces, [&](const at::Tensor& piece) { return shard.is_alias_of(piece); });
     return is_apart || (own.size() == 1 && shard.const_data_ptr() == own[0].const_data_ptr());
@@ -207,9 +204,9 @@ void GlooCollectives::all_reduce(const at::Tensor& tensor, ReduceOp reduce) cons
   };
 }
 
-// After each step a rank has the result over twice as many ranks, the last of them itself (dissemination, Hensgen,
-// Finkel and Manber, 1988). Some are counted twice, which changes neither the largest nor the smallest. A peer is met
-// once in each direction.
+// After each step a rank has the result over twice as many ranks, ending with itself (dissemination; Hensgen, Finkel
+// and Manber, 1988). Some ranks count twice, which does not change a maximum or minimum. Each pair exchanges at most
+// one message in each direction.
 void GlooCollectives::reduce_by_doubling(const at::Tensor& tensor, ReduceOp reduce) const {
   const auto start_step = [*this, tensor](int distance) {
     op_.send(tensor, (rank_ + distance) % size_);

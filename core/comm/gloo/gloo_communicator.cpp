@@ -16,7 +16,7 @@ namespace {
 
 constexpr char kNoAnswer[] = "the store, in rank 0's process, does not answer";
 
-// What a rank waits for while ranks connect.
+// The wait for other ranks that connect.
 class MeetingWait : public InterruptibleWait {
  public:
   MeetingWait(c10::intrusive_ptr<InterruptibleStore> meeting, const GlooTransports& transports)
@@ -68,7 +68,7 @@ GlooCommunicator::GlooCommunicator(GlooTransports transports, c10::intrusive_ptr
 
 GlooCommunicator::~GlooCommunicator() {
   if (std::uncaught_exceptions() > 0) {
-    const std::string before = watch_.waits().failure();  // in another group, mostly what unwinds
+    const std::string before = watch_.waits().failure();  // usually of the group whose exception unwinds
     abort_this(before.empty() ? kUnwound : c10::str(kUnwound, ", after ", before));
   }
   pipelines_.stop();
@@ -97,7 +97,8 @@ GlooCommunicator::InCall::~InCall() {
   if (is_outermost) comm_.close_if_broken();
 }
 
-// Who breaks the group sees who is inside, or that one sees as it leaves that the group is broken.
+// If a call is in progress, it closes the group when it ends. No break is missed: either this function sees the call,
+// or the call sees that the group is broken.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
   const OneCaller::Call call(one_caller());
@@ -106,8 +107,8 @@ void GlooCommunicator::close_if_broken() noexcept {
   in_flight_.close(transports_);
 }
 
-// What `connect` makes, which waits for other ranks in a store. That is a part of `op`: one that fails, leaves or
-// diverges ends it.
+// Returns the result of `connect`, which waits for other ranks in a store. The wait is part of `op`: a rank that fails,
+// leaves or diverges ends it.
 template <class Connect>
 auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, Connect connect) {
   const InCall call(*this, op.description());
@@ -128,7 +129,7 @@ auto GlooCommunicator::meet(const GlooOperation& op, const std::string& prefix, 
   if (made) return std::move(*made);
   if (meeting->is_interrupted()) fail(op, {-1, false, ""});
   if (meeting->has_timed_out()) fail(op, {-1, false, "timed out"});
-  // The others wait for this one; by a store that does not answer they cannot be told.
+  // Tells the other ranks, which wait for this one, unless the store does not answer.
   if (!error.ends_with(kNoAnswer)) abort_this(error);
   throw CommError(error);
 }
@@ -137,7 +138,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                                           int position) {
   std::string what = "joining the groups of a split";
   if (!label().empty()) what += " in the group of " + label();
-  // On all ranks: one that is in no part counts it, too.
+  // Counted on all ranks, including those of no part.
   const GlooOperation joining(shared_from_this(), std::move(what));
   WaitRegistry::Place place = watch_.part(name, members);
   if (position < 0) return nullptr;
@@ -151,7 +152,7 @@ std::shared_ptr<Communicator> GlooCommunicator::make_part(const std::string& nam
                                       position, size, options_, std::move(place));
 }
 
-// Where all ranks share memory, by the first operation that needs them, on every rank.
+// If all ranks share memory, the first operation that needs TCP connects it, on every rank.
 void GlooCommunicator::make_connections(const GlooOperation& op) {
   if (transports_.tcp().is_connected()) return;
   transports_.tcp().connect(meet(op, "connections", [&](const c10::intrusive_ptr<c10d::Store>& meeting) {

@@ -21,13 +21,14 @@
 
 namespace tessera::internal {
 
-// gloo's own reduce-scatter clones its input, all-reduces the clone and keeps a part, and its all-gather is a ring of
-// copies. Here every operation is a set of sends and receives between pairs of ranks, all at once, straight out of and
-// into the caller's tensors; sums are taken in rank order: when the operation is waited for where ranks of one host
-// read and write each other's memory (PeerMemory), else chunk by chunk as gloo's TCP brings them (ReductionPipeline).
-// What is small, where all ranks share memory, is no messages but one SharedRounds.
-// Each message carries a tag made of the operation's number and a hash of what it is for, so that ranks which have
-// diverged never mix up data: they stall, and Watchdog says why.
+// A group over gloo. gloo's own reduce-scatter all-reduces a clone of its input, and its all-gather is a ring of
+// copies. This class composes every operation of sends and receives between pairs of ranks, all in flight at once, from
+// and to the caller's tensors. Reductions add in rank order: in wait() if peers share memory, else chunk by chunk as
+// data arrives over TCP (ReductionPipeline). Small operations among ranks that all share memory are one round of
+// SharedRounds.
+//
+// Each message has a tag of the operation's number and a hash of its description. So diverged ranks never mix up data:
+// they stall, and Watchdog finds the reason.
 class GlooCommunicator : public Communicator, public HasStore, public std::enable_shared_from_this<GlooCommunicator> {
  public:
   GlooCommunicator(GlooTransports transports, c10::intrusive_ptr<c10d::Store> store, int rank, int size,
@@ -49,7 +50,8 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
  private:
   friend class GlooOperation;
 
-  // A thread's call. Nothing is closed meanwhile: where another one breaks the group, this one closes it as it leaves.
+  // A call of the rank's thread. The group is not closed during a call: if another thread breaks the group meanwhile,
+  // the outermost call closes it when it ends.
   class InCall {
    public:
     InCall(GlooCommunicator& comm, const std::string& what);
@@ -74,7 +76,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const GlooOptions options_;
   GlooTransports transports_;
   OperationsInFlight in_flight_;
-  uint64_t sequence_ = 0;  // of the next operation
+  uint64_t sequence_ = 0;  // number of the next operation
   PipelineThread pipelines_;
   Watchdog watch_;
 };

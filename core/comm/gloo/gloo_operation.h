@@ -16,31 +16,32 @@ namespace tessera::internal {
 
 class GlooCommunicator;
 
-// One operation under way. Its messages belong to one step at a time.
+// An operation in flight. It may have several steps; its messages belong to the current one.
 class GlooOperation : public Pending::Operation {
  public:
   GlooOperation(std::shared_ptr<GlooCommunicator> comm, std::string description);
   ~GlooOperation() override;
 
-  // `part`: which of those that go the same way in a step, the same number on both sides.
+  // `part` numbers the messages of one step to one peer. Sender and receiver must pass the same number.
   void send(const at::Tensor& tensor, int peer, size_t part = 0);
   void receive(const at::Tensor& tensor, int peer, size_t part = 0) {
     start_message(tensor, peer, part, /*is_send=*/false);
   }
-  // A tensor [numel] that is kept until the operation is over; and a message into such a one.
+  // make_staging() allocates a tensor [numel] that lives until the operation ends. receive_new() receives into such a
+  // tensor.
   at::Tensor make_staging(int64_t numel, at::ScalarType dtype);
   at::Tensor receive_new(int64_t numel, at::ScalarType dtype, int peer, size_t part = 0);
-  // Exchanges all of the operation by this transport.
+  // Exchanges the whole operation by this transport.
   void start_collective(Transport& carrier, const Collective& collective);
-  // The sum of this rank's part, by the thread of pipelines, once start_pipeline() is called: of `own`, segment by
-  // segment, and what the others send in this step, into `out`. `publish`: and to all others, in the next step.
+  // Reduces this rank's part on the pipeline thread after start_pipeline(): sums `own` and the parts received in this
+  // step into `out`, segment by segment. If `publish`, sends the sum to all ranks in the next step.
   void reduce_in_background(const std::vector<at::Tensor>& own, const at::Tensor& out, ReduceOp reduce, bool publish);
   void start_pipeline();
   void wait_for_messages();
   void next_step() { ++tag_.step; }
   void finish() override;
 
-  std::function<void()> complete;  // what is left to do once the first step's messages are through
+  std::function<void()> complete;  // called by finish() when the messages of the first step are complete
   const std::string& description() const { return description_; }
   uint64_t sequence() const { return tag_.sequence; }
 

@@ -10,7 +10,7 @@
 namespace tessera::internal {
 namespace {
 
-// gloo's waits end by themselves at a timeout, and then take all connections along: never, so far as we can wait.
+// A timeout of gloo closes all connections of the group, so these waits have none in effect.
 constexpr auto kUntilInterrupted = std::chrono::hours(24 * 365);
 
 }  // namespace
@@ -127,7 +127,7 @@ void PipelineThread::run(ReductionPipeline& pipeline) {
   if (!stopped_) {
     lock.unlock();
     failure = pipeline.run([this](const ReductionPipeline::Message& message) { return wait_for(message); });
-    // Whoever waits has the last reference to the tensors when it is through, not this thread at some time after that.
+    // Releases the tensors before wait() returns, so that its caller has the last references.
     if (!failure) pipeline.let_go();
     lock.lock();
     pipeline.is_over_ = !failure;
