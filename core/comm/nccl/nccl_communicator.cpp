@@ -1,11 +1,10 @@
 // The NCCL backend, on any c10d::Backend that behaves as ProcessGroupNCCL does.
 //
-// A group is one communicator, on which operations run in the order in which they were started. So gathers and
-// reductions never wait for each other in different orders on two ranks, which would be a deadlock on a GPU that runs
-// one kernel of NCCL's at a time; gloo numbers the operations of a group in the same way. Waiting orders the current
-// stream after the operation and does not stop the host. What is under way is looked after by a thread: an error of
-// NCCL's, a peer that failed, has gone another way, does not come or is dead ends it by abort(), after which each call
-// throws the reason.
+// A group is one NCCL communicator, which runs operations in the order of their start. So gathers and reductions cannot
+// wait for each other in different orders on two ranks, which would deadlock on a GPU that runs one NCCL kernel at a
+// time. wait() orders the current stream after the operation, and does not block the host. A thread watches the
+// operations. If NCCL reports an error, or a peer fails, diverges, is late or is dead, the thread aborts the group, and
+// every later call throws the reason.
 #include "core/comm/nccl/nccl_communicator.h"
 
 #include <ATen/ops/empty.h>
@@ -38,7 +37,7 @@ namespace {
 using std::chrono::steady_clock;
 
 constexpr auto kLookAfterEvery = std::chrono::milliseconds(50);
-constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between looks of a thread that waits for all
+constexpr auto kLongestPause = std::chrono::microseconds(1000);  // between looks of throw_if_aborted()
 // By ReduceOp.
 constexpr c10d::ReduceOp::RedOpType kNcclOps[] = {c10d::ReduceOp::SUM, c10d::ReduceOp::AVG, c10d::ReduceOp::MAX,
                                                   c10d::ReduceOp::MIN};
@@ -59,8 +58,8 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     if (size > 1) looks_ = std::jthread([this](const std::stop_token& stop) { look_after_operations(stop); });
   }
 
-  // What is under way must end before the group does: c10d aborts a group that is destroyed, and with it the kernels
-  // that the peers count on. Where an exception unwinds, the peers' operations would wait for ones that never come.
+  // Operations must end before the group: c10d aborts a destroyed group, and with it the kernels that peers wait for.
+  // During unwinding the group is aborted instead, because the peers' operations may never complete.
   ~NcclCommunicator() override {
     if (std::uncaught_exceptions() > 0) {
       abort_this(kUnwound);
@@ -83,7 +82,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
 
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
 
-  // Of a pool that c10d keeps for the group: made by ncclMemAlloc(), and known to the communicator.
+  // Allocates from a pool that c10d keeps for the group, by ncclMemAlloc(), and registers it with the communicator.
   at::Tensor buffer(int64_t numel, at::ScalarType dtype) override {
     if (!options_.registered_memory || size() == 1 || numel == 0) return Communicator::buffer(numel, dtype);
     return group_->allocateTensor(numel, at::TensorOptions().dtype(dtype).device(device()));
@@ -95,7 +94,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
     end("this rank left the group: " + reason, true);
   }
 
-  // Throws if the group has ended.
+  // Throws CommError if the group has ended.
   void wait_for(const Work& work, const std::string& description) {
     const auto began = steady_clock::now();
     require_whole(description);
@@ -112,7 +111,7 @@ class NcclCommunicator : public Communicator, public HasStore, public std::enabl
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override {
     auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
-    // Its ranks wait for each other there, and for those that have died as well.
+    // With a timeout: the ranks wait for each other, also for dead ones.
     auto group = call_with_timeout(timeout() + kAnswerGrace, [backends = backends_, group = group_, store, members,
                                                               timeout = timeout(), device = device()] {
       c10::DeviceGuard guard(device);
@@ -171,7 +170,7 @@ class NcclOperation : public Pending::Operation {
   std::vector<at::Tensor> tensors_;
 };
 
-// What only moves travels as bytes where NCCL has no type for it; sums need a type.
+// Data of dtypes that NCCL does not know is moved as bytes. Reductions need a dtype that it knows.
 void NcclCommunicator::make_sendable(Collective& collective) const {
   auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
@@ -243,7 +242,7 @@ Work NcclCommunicator::launch(Collective& collective) {
   auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
   const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(op)];
   const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
-  std::vector<std::vector<at::Tensor>> parts;  // of `full`, where it is not one tensor to NCCL
+  std::vector<std::vector<at::Tensor>> parts;  // of `full`, if counts are uneven
   if (!is_even && kind != Collective::kScatter && kind != Collective::kAllToAll)
     parts.push_back(full.split_with_sizes(counts));
   std::vector<at::Tensor> own{shard.defined() ? shard : full};
@@ -258,7 +257,7 @@ Work NcclCommunicator::launch(Collective& collective) {
       return group_->allreduce(own, {.reduceOp = nccl_op});
     case Collective::kBroadcast:
       return group_->broadcast(own, {.rootRank = root});
-    case Collective::kReduce:  // NCCL writes to the root's tensor alone; the others' are inputs
+    case Collective::kReduce:  // NCCL writes only to the root's tensor
       return group_->reduce(own, {.reduceOp = nccl_op, .rootRank = root});
     case Collective::kScatter:
       return launch_scatter(collective);
@@ -268,7 +267,7 @@ Work NcclCommunicator::launch(Collective& collective) {
   throw std::invalid_argument("unknown operation");
 }
 
-// ProcessGroupNCCL::scatter() wants even parts; an all-to-all in which only the root sends does not.
+// ProcessGroupNCCL::scatter() requires even parts. An all-to-all in which only the root sends does not.
 Work NcclCommunicator::launch_scatter(Collective& collective) {
   at::Tensor from = collective.full.defined() ? collective.full : at::empty({0}, collective.shard.options());
   std::vector<int64_t> sent(size(), 0), received(size(), 0);
@@ -284,7 +283,7 @@ void NcclCommunicator::require_whole(std::string_view what) {
   if (const auto reason = queue_.reason_to_tell()) throw CommError(c10::str(what, " on rank ", rank(), ": ", *reason));
 }
 
-// An operation that was aborted has ended as well: that it is broken is known before.
+// An aborted operation is complete as well, so the order of checks matters: first whether the group is broken.
 void NcclCommunicator::require_ended(std::string_view what, bool all) {
   const auto began = steady_clock::now();
   std::string waits_for;
@@ -303,7 +302,7 @@ void NcclCommunicator::require_ended(std::string_view what, bool all) {
   if (!waits_for.empty()) count_wait(steady_clock::now() - began, waits_for);
 }
 
-// A peer that failed is NCCL's reason, too, but not named there.
+// If a peer has failed, NCCL reports an error that does not name it; the watchdog does.
 void NcclCommunicator::end_by(const std::string& error) {
   const std::string known = watch_.explanation();
   end(known.empty() ? error : known, false);
@@ -338,7 +337,7 @@ void NcclCommunicator::look_after_operations(const std::stop_token& stop) {
   }
 }
 
-// The first reason counts. Called by the thread of the watch too, which then knows the reason.
+// The first reason counts. With an empty reason, which the watchdog's thread passes, the watchdog knows it.
 void NcclCommunicator::end(std::string reason, bool is_complete) noexcept {
   if (reason.empty()) reason = watch_.explanation();
   const auto oldest = queue_.begin_end();

@@ -8,7 +8,7 @@
 namespace tessera::internal {
 namespace {
 
-// Never deleted.
+// Keys that are never deleted.
 std::string where_key(int rank) { return c10::str("tessera/where/", rank); }
 std::string cycle_key(const std::string& group, uint64_t sequence) {
   return c10::str("tessera/cycle", group, "/", sequence);
@@ -45,7 +45,8 @@ bool WaitRegistry::is_split() const {
   return is_split_;
 }
 
-// First who waits, then what they have started: of a wait that ends in between, more rather than less.
+// Reads the waits before the numbers of operations: if a wait ends in between, the numbers are too large rather than
+// too small.
 std::vector<GroupWait> WaitRegistry::waits() const {
   std::vector<std::shared_ptr<Group>> groups;
   {

@@ -14,15 +14,15 @@
 
 namespace tessera::internal {
 
-// What one rank waits for in the groups that it is in, as the other ranks see it: in the store of the group of all.
+// The waits of one rank in all of its groups. The rank publishes them in the store of the group of all ranks.
 // Thread-safe.
 class WaitRegistry {
  public:
-  // Where a group stands among those of this rank.
+  // A group's identity among the groups of this rank.
   struct Place {
-    std::shared_ptr<WaitRegistry> waits;  // null for the group of all, whose watch makes it
+    std::shared_ptr<WaitRegistry> waits;  // null for the group of all ranks, whose watchdog makes it
     std::string name;
-    std::vector<int> ranks;  // as the group of all numbers them; none: that one itself
+    std::vector<int> ranks;  // as numbered in the group of all ranks; empty for that group
   };
 
   struct Wait {
@@ -31,10 +31,10 @@ class WaitRegistry {
     uint64_t thread = 0;  // see thread_number()
   };
   struct Progress {
-    uint64_t started_count = 0;  // of operations
-    uint64_t thread = 0;         // which has joined the group and started all of them; 0: there were several
+    uint64_t started_count = 0;  // operations
+    uint64_t thread = 0;         // that made the group and started all of them; 0: several threads
   };
-  // A group of this rank's. Called by any thread.
+  // A group of this rank. Its functions must be thread-safe.
   class Group {
    public:
     virtual ~Group() = default;
@@ -47,18 +47,20 @@ class WaitRegistry {
       : store_(std::move(store_of_all)), rank_(rank), size_(size) {}
 
   void add(std::weak_ptr<Group> group);
-  // A group of `members` of the one at `place`. To be called on ranks that are in none as well.
+  // Returns the place of a group of `members` of the group at `place`. Must also be called on ranks that are not
+  // members.
   Place split(const Place& place, const std::string& name, const std::vector<int>& members);
 
-  // What ended the first of this rank's groups to fail: a reason for the others, if that is where they end. "": none
-  // has.
+  // The failure of the first of this rank's groups to fail, which may be the cause of the others' end; "" if there is
+  // none.
   void note_failure(const std::string& text);
   std::string failure() const;
 
-  // The following ask the store, which may take long, or throw. Before any split() they do nothing.
+  // The following functions ask the store, so they may block or throw. Before any split() they are no-ops.
   void show();
-  std::string find_cycle();  // cycle_text() of one that this rank waits for; all that are in it will be told
-  // The same, if another rank has found out that what this one waits for in a group never comes.
+  std::string find_cycle();  // cycle_text() of a cycle that includes this rank, which is published for its members
+  // The text of a cycle that another rank has found, and that includes this rank's wait in a group; "" if there is
+  // none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
   std::string wait_of(int other) const;  // wait_text() of that rank of all; "" if it shows none
   int size() const noexcept { return size_; }
@@ -80,7 +82,7 @@ class WaitRegistry {
   std::string shown_ TESSERA_GUARDED_BY(showing_);
 };
 
-// 1 and more, and never another thread's, as a std::thread::id may be.
+// A number of the calling thread, at least 1. Unlike std::thread::id it is never reused.
 uint64_t thread_number();
 
 }  // namespace tessera::internal

@@ -13,7 +13,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What travels.
+// The record that each rank sends.
 struct Own {
   double elapsed_s, wait_s, longest_s;
   char operation[WaitReport::kOperationBytes];

@@ -19,103 +19,102 @@ namespace tessera::internal {
 
 class WatchdogLoop;
 
-// Finds out, through the store, why an operation does not end: a second thread per rank that looks on while operations
-// end within a second. Then the first rank to look shows what it has started lately, and every other one
-// compares that with its own: ranks that started different operations under the same number have diverged (one of them
-// left out a layer, say). A rank that failed has left its reason in the store. Either ends the wait long before the
-// timeout, with an error that says who and what. (PyTorch's flight recorder collects the same for reading after the
-// fact.) A transport may know, too, that what is waited for cannot come. And a rank that lets go of the group says
-// after how many operations, so that who waits for a later one need not wait for it. A rank that waits calls the store
-// nine times a second, thirteen times where groups were split, however many ranks there are.
+// Finds the reason why an operation does not end, through the store. Its thread does nothing while operations end
+// within a second. Then a waiting rank searches for these reasons, and ends the wait long before the timeout, with an
+// error that names the rank and the operation:
+// - A rank has failed: it has published its reason in the store.
+// - The ranks have diverged: the first rank to stall publishes its last operations, and the others compare them with
+//   their own.
+// - A rank has left: it has published how many operations it started.
+// - The transport reports that the data cannot arrive.
+// - Ranks wait for each other in different groups, such as the group of all ranks and one that was split from it. Every
+//   rank of split groups publishes its waits, and the rank that publishes its operations searches for a cycle
+//   (wait_graph.h).
+// - A rank is dead and no transport reports it: NCCL's kernels wait forever for a killed process. So ranks send
+//   heartbeats to the store, and a waiting rank checks those of the next rank.
 //
-// Ranks may wait for each other in different groups, too, one in the group of all, say, and another in one that was
-// split from it. Each of these looks well by itself, so a rank of split groups leaves what it waits for in the store of
-// the group of all, and the rank that shows its operations looks for a cycle (core/comm/watchdog/wait_graph.h) there.
+// A waiting rank calls the store nine times a second, or thirteen times with split groups, whatever the number of
+// ranks. A heartbeat is one call, or two during a wait.
 //
-// Where no transport knows (NCCL's kernels wait for ever for a process that was killed), ranks beat: each tells the
-// store that it lives, and one that waits asks whether the next one does. So the dead are found whoever they are, by
-// one call a beat and rank, two while it waits; and that the store itself has gone, with rank 0's process, ends a wait.
+// The store lives in one process (usually rank 0's). If that process exits first, published failures are lost. So ranks
+// that do not wait ask for news four times a second (ask_every()). After a failure, the process of the store waits
+// until all ranks have read it or have left, at most kReaders: await_readers(), ~Watchdog. Without a failure it waits
+// for two such questions at most, so that the others learn that the store ends: c10d would log the third one.
 //
-// The process that has the store, rank 0's mostly, may be the first to end, and what has been said there goes with it.
-// So ranks that wait for nothing ask whether there is news, four times a second (ask_every()), and that process, once
-// the group has failed, waits until all have read why or have left, kReaders at most: await_readers(), ~Watchdog.
-// Where it has not, there is nothing to be read but that the store will go, and it waits for two of their questions at
-// most: c10d would complain of the third.
-//
-// It may be stopped, too, and c10d's calls of the store then have no timeout. So they are all made by threads that can
-// be left behind, and nothing else here waits longer than kPatience for an answer. Thread-safe.
+// That process may also be stopped, and c10d's calls of the store then have no timeout. So only threads that can be
+// detached call the store, and all other functions wait at most kPatience for an answer. Thread-safe.
 class Watchdog {
  public:
   static constexpr std::chrono::milliseconds kPatience{2000};
   static constexpr std::chrono::milliseconds kLookEvery{250};
-  // Once a second where there are so many ranks that the store would have much to answer.
+  // Many ranks ask less often, at most once a second, to limit the load of the store.
   static constexpr std::chrono::milliseconds ask_every(int ranks) {
     return std::clamp(std::chrono::milliseconds(ranks), kLookEvery, std::chrono::milliseconds(1000));
   }
   static constexpr std::chrono::milliseconds kReaders{3000};
 
-  // What the watch's thread calls, every quarter of a second while a wait takes long.
+  // Called by the watchdog's thread every quarter of a second during a stall.
   struct Callbacks {
-    std::function<void()> interrupt;  // the wait has become pointless; explanation() tells why
-    // Why the transport will not bring what is waited for; "": it may.
+    std::function<void()> interrupt;  // ends the wait, which is in vain: see explanation()
+    // Returns why the transport cannot complete the wait; "" if it can.
     std::function<std::string()> why_disconnected = {};
   };
 
   struct Options {
-    std::chrono::milliseconds beat_every{};  // 0 for no beats, else at least kLookEvery; the same on all ranks
-    bool serves_store = false;               // the store goes with this process
+    std::chrono::milliseconds beat_every{};  // 0: no heartbeats; else at least kLookEvery; the same on all ranks
+    bool serves_store = false;               // the store is in this process
     WaitRegistry::Place place = {};
   };
 
-  // A world of one needs no thread.
+  // A world of one has no thread.
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks, Options options);
   Watchdog(c10::intrusive_ptr<c10d::Store> store, int rank, int size, Callbacks callbacks)
       : Watchdog(std::move(store), rank, size, std::move(callbacks), Options()) {}
-  ~Watchdog();  // nothing is called any more
+  ~Watchdog();  // afterwards no callback is called
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // For the watch of a group of these ranks of this one, `name` being no other's of those. To be called on ranks that
-  // are in none as well.
+  // Returns the place for the watchdog of a group of these ranks. `name` must be unique among the parts of this group.
+  // Must also be called on ranks that are not members.
   WaitRegistry::Place part(const std::string& name, const std::vector<int>& members);
 
-  // Notes an operation as number `sequence` of this rank.
+  // Records that this rank starts operation number `sequence`.
   void started(uint64_t sequence, std::string description);
-  // With a sequence: the calling thread, which starts nothing until the wait ends, waits until all ranks have started
-  // that operation.
+  // The calling thread waits, and starts nothing until the wait ends. With a sequence number, it waits until all ranks
+  // have started that operation.
   void begin_wait(std::optional<uint64_t> sequence = {});
   void end_wait();
 
-  // Tells that this rank starts no operation any more, all of its own being through. To be called before what waits for
-  // the others, as the end of a communicator of NCCL's may; the destructor does it otherwise.
+  // Publishes that this rank starts no more operations, and that all of its own have ended. Must precede calls that
+  // wait for other ranks, such as the destruction of an NCCL communicator. Otherwise the destructor calls it.
   void leave() noexcept;
 
-  // Tells all ranks that this one is out of the group. The first reason counts; it is not told to anybody where
-  // explanation() has given other ranks' reasons, which all know.
+  // Publishes that this rank has failed. The first reason counts. A no-op if explanation() has returned failures of
+  // other ranks, which are published already.
   void publish_failure(const std::string& reason) noexcept;
 
-  // In all groups of this process, which is about to end: nothing of theirs is closed, so that they do not end before
-  // it. Returns when others have read it, as await_readers().
+  // Publishes the failure in all groups of this process, which is about to end. Does not close the groups, so the other
+  // ranks do not see closed connections before they can read the reason. Then waits as await_readers() does.
   static void publish_failure_of_process(const std::string& reason) noexcept;
 
-  // Where the store goes with this process: returns once the other ranks have read why the group has ended, or have
-  // left it, or after kReaders; if it has not failed, after two of their questions. To be called when they have been
-  // woken up. The first call counts.
+  // If the store is in this process, blocks until the other ranks have read the failure or left the group, at most
+  // kReaders; if the group has not failed, at most two intervals of ask_every(). Must be called after the other ranks
+  // were woken. Only the first call counts.
   void await_readers() noexcept;
 
-  // Why the last wait was interrupted, or, after a failure of the transport, what ranks that failed said of it; else
-  // "".
+  // Returns why the last wait was interrupted. If the transport has failed, returns the failures that other ranks have
+  // published; "" if there are none.
   std::string explanation();
 
-  WaitRegistry& waits() noexcept;  // of this rank, in all groups
+  WaitRegistry& waits() noexcept;  // of this rank in all groups
 
-  // Which ranks wait too, and which do not: for the text of a timeout. "" if the store does not say.
+  // Lists the ranks that wait and those that do not, for the text of a timeout; "" if the store does not answer.
   std::string who_waits();
 
-  // For how long its thread has waited for an answer of the store by now.
+  // For how long the thread's current call of the store has been unanswered.
   std::chrono::milliseconds unanswered();
 
-  // Why the store did not say something that it was asked; "" if it did.
+  // Why the store did not answer; "" if it did.
   std::string store_failure();
 
  private:

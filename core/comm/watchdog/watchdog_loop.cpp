@@ -120,7 +120,7 @@ void WatchdogLoop::interrupt(const std::string& reason, bool is_published) {
   if (operations.if_waiting([&] { failure.explain(reason, is_published); })) callbacks.interrupt();
 }
 
-// On behalf of a rank that does not wait, and may need the store when it is gone.
+// On behalf of a rank that does not wait, and may need the store after it has ended.
 void WatchdogLoop::ask_for_news() {
   if (!news.has_news()) return;
   const std::string found = news.read_failures();
