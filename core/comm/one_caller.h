@@ -1,7 +1,10 @@
 #pragma once
 
 #include <atomic>
+#include <string>
 #include <thread>
+
+#include <tessera/communicator.h>
 
 namespace tessera::internal {
 
@@ -37,5 +40,8 @@ class OneCaller {
  private:
   std::atomic<std::thread::id> inside_;
 };
+
+// Aborts the group, and throws CommError that begins with `what`: a call that is not alone.
+[[noreturn]] void refuse_second_thread(Communicator& comm, const std::string& what);
 
 }  // namespace tessera::internal

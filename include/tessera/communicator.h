@@ -51,10 +51,50 @@ class [[nodiscard]] Pending : public internal::OperationHandle<internal::AsyncOp
 };
 
 class Communicator;
+
 namespace internal {
-Pending backend_all_reduce(Communicator&, at::Tensor, std::string_view);
-Pending reduce_scatter_pieces(Communicator&, at::Tensor, std::vector<at::Tensor>, ReduceOp, std::string_view);
-bool exchanges_pieces(const Communicator&);
+
+// The part of a Communicator that a backend implements. Communicator checks arguments, traces and counts.
+class CommunicatorBackend {
+ public:
+  virtual ~CommunicatorBackend();
+  CommunicatorBackend(const CommunicatorBackend&) = delete;
+  CommunicatorBackend& operator=(const CommunicatorBackend&) = delete;
+
+  // Whether an all-gather or reduction of so many elements moves data only in Pending::wait(), so that starting it
+  // early hides nothing. True for gloo if all ranks share memory, except for small operations.
+  virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
+  // Whether start() takes Collective::pieces.
+  virtual bool takes_pieces() const { return false; }
+
+ protected:
+  CommunicatorBackend();
+
+  // Starts an operation, whose arguments are checked. Not called in a world of one.
+  virtual Pending start(Collective collective) = 0;
+  // Communicator::abort(), for this group alone.
+  virtual void abort_this(const std::string& reason) noexcept = 0;
+  // Makes the group of these ranks of this one, in which this rank has number `position`. `name` is unique among the
+  // parts of this group. Collective over this group: ranks that are in no part pass no members and -1, and get null.
+  virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
+                                                  int position) = 0;
+  // Throws CommError if a completed operation was aborted. With `all`, waits for all operations first.
+  virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
+  // Throws if values of other ranks cannot be known (CountingCommunicator). `what` needs them.
+  virtual void require_other_ranks(std::string_view /*what*/) const {}
+
+  // For start() and other calls that block: see refuse_second_thread().
+  OneCaller& one_caller() { return *one_caller_; }
+
+  void count_sent(int64_t bytes) noexcept;
+  void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
+  // Of this group, then of the groups that it was split from.
+  std::vector<std::shared_ptr<TrafficCounter>> counters_;
+
+ private:
+  const std::unique_ptr<OneCaller> one_caller_;
+};
+
 }  // namespace internal
 
 // A group of ranks that train together, seen from one of them.
@@ -77,11 +117,9 @@ bool exchanges_pieces(const Communicator&);
 // One thread at a time calls a communicator, waits included; a second one that is seen to come in between ends the
 // group. All operations throw std::invalid_argument for arguments that cannot be meant, and CommError for a group that
 // is broken.
-class Communicator {
+class Communicator : public internal::CommunicatorBackend {
  public:
-  virtual ~Communicator();
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
+  ~Communicator() override;
 
   int rank() const noexcept { return rank_; }             // which of them this is: 0 to size() - 1
   int size() const noexcept { return size_; }             // the world size
@@ -150,61 +188,26 @@ class Communicator {
   // Uninitialised memory [numel] on device(), which the backend may know: InitOptions::registered_memory.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
-  // Whether an all-gather or a reduction of so many elements moves nothing but while a rank waits for it, so that one
-  // begun early is there no earlier (gloo, where all ranks read each other's memory, of what is not small).
-  virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
-
   // How many operations of any group this thread has begun.
   static uint64_t begun_by_this_thread();
+
+  // Starts an operation that has no function above. For Tessera's own use.
+  Pending begin(internal::Collective collective);
 
  protected:
   Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout);
 
-  // What backends implement; they get the operation checked. A world of one never gets here.
-  virtual Pending start(internal::Collective collective) = 0;
-
-  // abort(), and split() into these ranks of this one, `position` being this rank's among them. `name` is the same on
-  // them and no other group's. Called on ranks that are in no group too, with none and -1, which return null.
-  virtual void abort_this(const std::string& reason) noexcept = 0;
-  virtual std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
-                                                  int position) = 0;
-
-  // For calls that take time, start() above all; of one that is not alone: ends the group and throws CommError.
-  internal::OneCaller& one_caller() { return *one_caller_; }
-  [[noreturn]] void refuse_second_thread(const std::string& what);
-
-  // Throws CommError if an operation that has ended was aborted. With `all`, waits for those that have begun.
-  virtual void require_ended(std::string_view /*what*/, bool /*all*/) {}
-
-  // Whether start() takes Collective::pieces.
-  virtual bool takes_pieces() const { return false; }
-
-  // Throws where other ranks' values cannot be known (CountingCommunicator). `what` needs them.
-  virtual void require_other_ranks(std::string_view /*what*/) const {}
-
-  void count_sent(int64_t bytes) noexcept;
-  void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
-
  private:
-  friend Pending internal::backend_all_reduce(Communicator&, at::Tensor, std::string_view);
-  friend Pending internal::reduce_scatter_pieces(Communicator&, at::Tensor, std::vector<at::Tensor>, ReduceOp,
-                                                 std::string_view);
-  friend bool internal::exchanges_pieces(const Communicator&);
-  Pending begin(internal::Collective collective);
   std::shared_ptr<Communicator> group_of(const std::vector<int>& members, int color);
-  void check(internal::Collective& collective) const;
 
   const int rank_;
   const int size_;
   const at::Device device_;
   const std::chrono::milliseconds timeout_;
   std::string label_;
-  const std::unique_ptr<internal::OneCaller> one_caller_;
-  // This group's own, then those of the groups that it was split from.
-  std::vector<std::shared_ptr<internal::TrafficCounter>> counters_;
-  std::mutex parts_mutex_;  // guards the next two
-  std::vector<std::shared_ptr<Communicator>> parts_;
-  int64_t splits_ = 0;
+  std::mutex parts_mutex_;
+  std::vector<std::shared_ptr<Communicator>> parts_;  // guarded by parts_mutex_
+  int64_t splits_ = 0;                                // guarded by parts_mutex_
 };
 
 }  // namespace tessera

@@ -63,8 +63,12 @@ bool spreads_by_doubling(const at::Tensor& tensor, ReduceOp reduce, int size) {
 }
 
 void GlooCollectives::start(const Collective& collective) const {
-  const auto& [kind, full, shard, what, counts, reduce, root, send_counts, numel, pieces] = collective;
-  switch (kind) {
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const auto& counts = collective.counts;
+  const auto& pieces = collective.pieces;
+  const ReduceOp reduce = collective.op;
+  const int root = collective.root;
+  switch (collective.kind) {
     case Collective::kAllGather:
       return exchange_shards(full, shard, counts);
     case Collective::kReduceScatter:
@@ -84,7 +88,8 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kBackendAllReduce:
       return;  // an empty tensor; others are carried by a transport
     case Collective::kAllToAll: {
-      const auto to = shard.split_with_sizes(send_counts), from = full.split_with_sizes(counts);
+      const auto to = collective.sent.split_with_sizes(collective.send_counts);
+      const auto from = collective.received.split_with_sizes(collective.receive_counts);
       exchange([&](int peer) { op_.send(to[peer], peer); }, [&](int peer) { op_.receive(from[peer], peer); });
       if (from[rank_].numel() > 0) from[rank_].copy_(to[rank_]);
       return;

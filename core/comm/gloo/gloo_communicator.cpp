@@ -88,7 +88,7 @@ GlooCommunicator::InCall::InCall(GlooCommunicator& comm, const std::string& what
   call_.emplace(comm.one_caller());
   if (call_->is_alone()) return;
   comm.in_flight_.require_whole(c10::str(what, " on rank ", comm.rank()));
-  comm.refuse_second_thread(what);
+  refuse_second_thread(comm, what);
 }
 
 GlooCommunicator::InCall::~InCall() {

@@ -39,13 +39,13 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   int ended_rank() const override { return transports_.ended_rank(); }
 
   bool moves_only_when_awaited(int64_t full_numel) const override { return transports_.are_lazy(full_numel); }
+  bool takes_pieces() const override { return true; }
   void abort_this(const std::string& reason) noexcept override;
 
  protected:
   std::shared_ptr<Communicator> make_part(const std::string& name, const std::vector<int>& members,
                                           int position) override;
   Pending start(Collective collective) override;
-  bool takes_pieces() const override { return true; }
 
  private:
   friend class GlooOperation;

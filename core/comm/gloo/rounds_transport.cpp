@@ -84,7 +84,8 @@ Transport::StartedCollective RoundsTransport::start_collective(const Collective&
 }
 
 RoundsTransport::Part RoundsTransport::gather(const Collective& collective) const {
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const auto& counts = collective.counts;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
   std::vector<uint64_t> bytes;
   for (const int64_t count : counts) bytes.push_back(static_cast<uint64_t>(count) * element_bytes);
@@ -102,7 +103,10 @@ RoundsTransport::Part RoundsTransport::gather(const Collective& collective) cons
 
 // Each other rank reads its part of this rank's full tensor, or all of it.
 RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) const {
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  const auto kind = collective.kind;
+  const at::Tensor &full = collective.full, &shard = collective.shard;
+  const auto& counts = collective.counts;
+  const ReduceOp op = collective.op;
   const bool has_parts = kind == Collective::kReduceScatter;
   const at::Tensor& out = has_parts ? shard : full;
   const auto element_bytes = static_cast<uint64_t>(full.element_size());
@@ -110,8 +114,8 @@ RoundsTransport::Part RoundsTransport::reduce(const Collective& collective) cons
       has_parts
           ? element_bytes * static_cast<uint64_t>(std::accumulate(counts.begin(), counts.begin() + rank(), int64_t{0}))
           : 0;
-  const bool gives = kind != Collective::kReduce || rank() != root;
-  const bool gets = (kind != Collective::kReduce || rank() == root) && out.numel() > 0;
+  const bool gives = kind != Collective::kReduce || rank() != collective.root;
+  const bool gets = (kind != Collective::kReduce || rank() == collective.root) && out.numel() > 0;
   Part part{{full.const_data_ptr(), gives ? full.nbytes() : 0},
             std::vector<uint64_t>(static_cast<size_t>(size()), full.nbytes()),
             nullptr,

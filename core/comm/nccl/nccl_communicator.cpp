@@ -172,8 +172,8 @@ class NcclOperation : public Pending::Operation {
 
 // Data of dtypes that NCCL does not know is moved as bytes. Reductions need a dtype that it knows.
 void NcclCommunicator::make_sendable(Collective& collective) const {
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
-  const at::ScalarType dtype = (full.defined() ? full : shard).scalar_type();
+  const auto kind = collective.kind;
+  const at::ScalarType dtype = collective.dtype();
   constexpr at::ScalarType kTypes[] = {at::kByte, at::kChar,     at::kInt,   at::kLong,
                                        at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
   if (std::ranges::find(kTypes, dtype) != std::end(kTypes)) return;
@@ -182,23 +182,23 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
     throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank(), ": the tensor is ",
                                          dtype == at::kShort ? "int16" : c10::toString(dtype),
                                          ", which NCCL cannot add: convert it, to int32 say"));
-  for (at::Tensor* tensor : {&full, &shard})
+  for (at::Tensor* tensor : {&collective.full, &collective.shard, &collective.received, &collective.sent})
     if (tensor->defined()) *tensor = tensor->view(at::kByte);
-  for (auto* elements : {&counts, &send_counts})
+  for (auto* elements : {&collective.counts, &collective.receive_counts, &collective.send_counts})
     for (int64_t& count : *elements) count *= static_cast<int64_t>(c10::elementSize(dtype));
 }
 
 Pending NcclCommunicator::start(Collective collective) {
   make_sendable(collective);
-  const auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
+  const bool has_root = collective.kind == Collective::kReduce;
   const std::string description =
-      c10::str(collective.description(), kind == Collective::kReduce ? c10::str(" to rank ", root) : "", " (", numel,
+      c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "", " (", collective.numel,
                " elements)", label().empty() ? "" : " in the group of ", label());
   const OneCaller::Call call(one_caller());
-  if (!call.is_alone()) refuse_second_thread(description);
+  if (!call.is_alone()) refuse_second_thread(*this, description);
   require_whole(description);
   std::vector<at::Tensor> tensors;
-  for (const at::Tensor& tensor : {full, shard})
+  for (const at::Tensor& tensor : {collective.full, collective.shard, collective.received, collective.sent})
     if (tensor.defined()) tensors.push_back(tensor);
   Work work;
   try {
@@ -233,18 +233,20 @@ int64_t NcclCommunicator::sent_bytes(const Collective& collective) const {
     case Collective::kScatter:
       return is_root ? full_bytes - shard_bytes : 0;
     case Collective::kAllToAll:
-      return shard_bytes - collective.send_counts[rank()] * collective.shard.element_size();
+      return (collective.sent.numel() - collective.send_counts[rank()]) * collective.sent.element_size();
   }
   return 0;
 }
 
 Work NcclCommunicator::launch(Collective& collective) {
-  auto& [kind, full, shard, what, counts, op, root, send_counts, numel, pieces] = collective;
-  const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(op)];
+  const auto kind = collective.kind;
+  const int root = collective.root;
+  at::Tensor &full = collective.full, &shard = collective.shard;
+  const auto& counts = collective.counts;
+  const c10d::ReduceOp nccl_op = kNcclOps[static_cast<size_t>(collective.op)];
   const bool is_even = std::adjacent_find(counts.begin(), counts.end(), std::not_equal_to<>()) == counts.end();
   std::vector<std::vector<at::Tensor>> parts;  // of `full`, if counts are uneven
-  if (!is_even && kind != Collective::kScatter && kind != Collective::kAllToAll)
-    parts.push_back(full.split_with_sizes(counts));
+  if (!is_even && kind != Collective::kScatter) parts.push_back(full.split_with_sizes(counts));
   std::vector<at::Tensor> own{shard.defined() ? shard : full};
   switch (kind) {
     case Collective::kAllGather:
@@ -262,7 +264,8 @@ Work NcclCommunicator::launch(Collective& collective) {
     case Collective::kScatter:
       return launch_scatter(collective);
     case Collective::kAllToAll:
-      return group_->alltoall_base(full, shard, counts, send_counts);
+      return group_->alltoall_base(collective.received, collective.sent, collective.receive_counts,
+                                   collective.send_counts);
   }
   throw std::invalid_argument("unknown operation");
 }
