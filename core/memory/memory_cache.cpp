@@ -130,19 +130,19 @@ void* MemoryCache::take(size_t bytes) {
 void* MemoryCache::map_block(size_t bytes) {
   if (bytes >= kHugePageBytes) return map_pages(bytes);
   std::lock_guard lock(mutex_);
-  if (shared_left_bytes_ < bytes) {
+  if (shared_.left_bytes < bytes) {
     auto* const more = static_cast<std::byte*>(map_pages(kSharedBytes));
     if (more == nullptr) return map_pages(bytes);
     unmap_shared_rest();
-    shared_next_ = more;
-    shared_left_bytes_ = kSharedBytes;
+    shared_.next = more;
+    shared_.left_bytes = kSharedBytes;
   }
-  shared_left_bytes_ -= bytes;
-  return std::exchange(shared_next_, shared_next_ + bytes);
+  shared_.left_bytes -= bytes;
+  return std::exchange(shared_.next, shared_.next + bytes);
 }
 
 void MemoryCache::unmap_shared_rest() {
-  if (shared_left_bytes_ > 0) ::munmap(shared_next_, std::exchange(shared_left_bytes_, 0));
+  if (shared_.left_bytes > 0) ::munmap(shared_.next, std::exchange(shared_.left_bytes, 0));
 }
 
 // Of blocks that are to be unmapped: the smallest that is large enough, or else the largest. What a program asks for

@@ -74,6 +74,11 @@ class MemoryCache {
     bool is_on_call = false;  // idle, and the system may take its pages
     int rank = kNoRank;       // of the thread that freed it
   };
+  // The mapping that blocks smaller than a huge page share.
+  struct SharedMapping {
+    std::byte* next = nullptr;  // the next block
+    size_t left_bytes = 0;
+  };
   // Counts down, so that of equal sizes the one freed last comes first.
   using Stamp = int64_t;
 
@@ -99,10 +104,9 @@ class MemoryCache {
   std::map<Stamp, Block> idle_;
   std::set<std::pair<size_t, Stamp>> idle_by_bytes_;
   Stamp last_stamp_ = 0;
-  std::byte* shared_next_ = nullptr;  // where the next block below a huge page will be
-  size_t shared_left_bytes_ = 0;      // mapped from there on
-  size_t given_bytes_ = 0;            // since the last look at the limit
-  int64_t on_call_bytes_ = 0;         // idle, and the system's to take
+  SharedMapping shared_;
+  size_t given_bytes_ = 0;     // since the last look at the limit
+  int64_t on_call_bytes_ = 0;  // idle, and the system's to take
   const std::optional<MemoryLimit> limit_;
   std::atomic<bool> is_tight_ = false;
   std::shared_ptr<Watch> watch_;  // null: nobody looks
