@@ -302,12 +302,12 @@ void Communicator::barrier(std::string_view what) {
   if (device_.is_cuda()) to_host(arrived, what);  // blocks the host as well
 }
 
-void Communicator::settle(std::string_view what) {
+void Communicator::throw_if_aborted(std::string_view what) {
   if (size_ > 1) require_ended(what, /*all=*/true);
   std::unique_lock lock(parts_mutex_);
   const auto parts = parts_;
   lock.unlock();
-  for (const auto& part : parts) part->settle(what);
+  for (const auto& part : parts) part->throw_if_aborted(what);
 }
 
 at::Tensor Communicator::to_host(const at::Tensor& result, std::string_view what) {

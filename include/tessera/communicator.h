@@ -157,7 +157,7 @@ class Communicator : public internal::CommunicatorBackend {
   // On NCCL, where wait() does not stop the host, a peer's death leaves anything in results. Before they are given
   // away: waits for all that this rank has begun, in groups split from this one too, and throws CommError, which begins
   // with `what`, if any of it was aborted. Not collective.
-  void settle(std::string_view what);
+  void throw_if_aborted(std::string_view what);
   // The same of one result that was waited for: in host memory.
   at::Tensor to_host(const at::Tensor& result, std::string_view what);
 

@@ -69,7 +69,7 @@ TEST(NcclCommunicator, CountsForHowLongTheHostWaits) {
     if (comm->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     comm->all_reduce(x, ReduceOp::kSum, "x").wait();
     EXPECT_LT(comm->traffic().wait_s - before, 0.1) << "it went on";
-    comm->settle("x");
+    comm->throw_if_aborted("x");
     if (comm->rank() == 0) {
       EXPECT_GT(comm->traffic().wait_s - before, 0.2);
     }
