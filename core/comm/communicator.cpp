@@ -365,7 +365,7 @@ void Communicator::abort(const std::string& reason) noexcept {
   for (const auto& part : parts) part->abort(reason);
 }
 
-std::map<std::string, double> Communicator::take_waits() { return counters_.front()->take_waits(); }
+std::map<std::string, double> Communicator::reset_wait_times() { return counters_.front()->reset_wait_times(); }
 
 void internal::CommunicatorBackend::count_sent(int64_t bytes) noexcept {
   for (const auto& counter : counters_) counter->add_sent(bytes);

@@ -22,15 +22,15 @@ class TrafficCounter {
   void add_wait(std::chrono::nanoseconds duration, const std::string& operation);
 
   Traffic total() const noexcept;
-  // See Communicator::take_waits().
-  std::map<std::string, double> take_waits();
+  // See Communicator::reset_wait_times().
+  std::map<std::string, double> reset_wait_times();
 
  private:
   std::atomic<int64_t> sent_bytes_ = 0;
   std::atomic<int64_t> collectives_ = 0;
   std::atomic<int64_t> wait_ns_ = 0;
   std::mutex waits_mutex_;
-  std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first take_waits()
+  std::optional<std::map<std::string, double>> waits_;  // by operation; null before the first reset_wait_times()
 };
 
 }  // namespace tessera::internal

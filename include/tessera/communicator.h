@@ -183,7 +183,7 @@ class Communicator : public internal::CommunicatorBackend {
   // For how many seconds this rank's thread has waited since the last call, by operation, also of groups split from
   // this one. The first call begins to keep that. For one caller: WaitReporter (include/tessera/wait_report.h). Any
   // thread.
-  std::map<std::string, double> take_waits();
+  std::map<std::string, double> reset_wait_times();
 
   // Uninitialised memory [numel] on device(), which the backend may know: InitOptions::registered_memory.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
