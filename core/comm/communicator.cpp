@@ -16,8 +16,8 @@
 #include "core/comm/agreement.h"
 #include "core/comm/backend_all_reduce.h"
 #include "core/comm/collective.h"
-#include "core/comm/one_caller.h"
 #include "core/comm/reduce_scatter_pieces.h"
+#include "core/comm/single_thread_checker.h"
 #include "core/comm/traffic.h"
 #include "core/memory/memory_kind_scope.h"
 #include "core/trace/trace.h"
@@ -95,7 +95,7 @@ void Pending::wait() {
 }
 
 internal::CommunicatorBackend::CommunicatorBackend()
-    : counters_{std::make_shared<TrafficCounter>()}, one_caller_(std::make_unique<OneCaller>()) {}
+    : counters_{std::make_shared<TrafficCounter>()}, single_thread_checker_(std::make_unique<SingleThreadChecker>()) {}
 internal::CommunicatorBackend::~CommunicatorBackend() = default;
 
 Communicator::Communicator(int rank, int size, at::Device device, std::chrono::milliseconds timeout)

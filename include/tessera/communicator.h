@@ -19,7 +19,7 @@ namespace tessera {
 
 namespace internal {
 struct Collective;
-class OneCaller;
+class SingleThreadChecker;
 class TrafficCounter;
 }  // namespace internal
 
@@ -84,7 +84,7 @@ class CommunicatorBackend {
   virtual void require_other_ranks(std::string_view /*what*/) const {}
 
   // For start() and other calls that block: see refuse_second_thread().
-  OneCaller& one_caller() { return *one_caller_; }
+  SingleThreadChecker& single_thread_checker() { return *single_thread_checker_; }
 
   void count_sent(int64_t bytes) noexcept;
   void count_wait(std::chrono::nanoseconds duration, const std::string& operation);
@@ -92,7 +92,7 @@ class CommunicatorBackend {
   std::vector<std::shared_ptr<TrafficCounter>> counters_;
 
  private:
-  const std::unique_ptr<OneCaller> one_caller_;
+  const std::unique_ptr<SingleThreadChecker> single_thread_checker_;
 };
 
 }  // namespace internal

@@ -85,7 +85,7 @@ void GlooCommunicator::abort_this(const std::string& reason) noexcept {
 }
 
 GlooCommunicator::InCall::InCall(GlooCommunicator& comm, const std::string& what) : comm_(comm) {
-  call_.emplace(comm.one_caller());
+  call_.emplace(comm.single_thread_checker());
   if (call_->is_alone()) return;
   comm.in_flight_.require_whole(c10::str(what, " on rank ", comm.rank()));
   refuse_second_thread(comm, what);
@@ -101,7 +101,7 @@ GlooCommunicator::InCall::~InCall() {
 // or the call sees that the group is broken.
 void GlooCommunicator::close_if_broken() noexcept {
   if (!in_flight_.broken() || in_flight_.is_closed()) return;
-  const OneCaller::Call call(one_caller());
+  const SingleThreadChecker::Call call(single_thread_checker());
   if (!call.is_outermost()) return;
   pipelines_.stop();
   in_flight_.close(transports_);

@@ -61,7 +61,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
 
    private:
     GlooCommunicator& comm_;
-    std::optional<OneCaller::Call> call_;
+    std::optional<SingleThreadChecker::Call> call_;
   };
   void close_if_broken() noexcept;
 

@@ -194,7 +194,7 @@ Pending NcclCommunicator::start(Collective collective) {
   const std::string description =
       c10::str(collective.description(), has_root ? c10::str(" to rank ", collective.root) : "", " (", collective.numel,
                " elements)", label().empty() ? "" : " in the group of ", label());
-  const OneCaller::Call call(one_caller());
+  const SingleThreadChecker::Call call(single_thread_checker());
   if (!call.is_alone()) refuse_second_thread(*this, description);
   require_whole(description);
   std::vector<at::Tensor> tensors;

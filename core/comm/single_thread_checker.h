@@ -11,12 +11,12 @@ namespace tessera::internal {
 // Detects a second thread that calls an object while another thread is in a call. Ranks number the operations that they
 // start. Two threads that start operations concurrently can do so in different orders on different ranks, which would
 // mix up data of operations that look alike.
-class OneCaller {
+class SingleThreadChecker {
  public:
   // A call of this thread. Calls nest.
   class Call {
    public:
-    explicit Call(OneCaller& caller) : caller_(caller) {
+    explicit Call(SingleThreadChecker& caller) : caller_(caller) {
       std::thread::id inside;
       is_outermost_ = caller.inside_.compare_exchange_strong(inside, std::this_thread::get_id());
       is_alone_ = is_outermost_ || inside == std::this_thread::get_id();
@@ -33,7 +33,7 @@ class OneCaller {
     bool is_outermost() const { return is_outermost_; }
 
    private:
-    OneCaller& caller_;
+    SingleThreadChecker& caller_;
     bool is_outermost_, is_alone_;
   };
 
