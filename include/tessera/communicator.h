@@ -63,7 +63,7 @@ class CommunicatorBackend {
 
   // Whether an all-gather or reduction of so many elements moves data only in Pending::wait(), so that starting it
   // early hides nothing. True for gloo if all ranks share memory, except for small operations.
-  virtual bool moves_only_when_awaited(int64_t /*full_numel*/) const { return false; }
+  virtual bool is_lazy(int64_t /*full_numel*/) const { return false; }
   // Whether start() takes Collective::pieces.
   virtual bool takes_pieces() const { return false; }
 

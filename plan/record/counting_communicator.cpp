@@ -85,7 +85,7 @@ CountingCommunicator::CountingCommunicator(int rank, int size, std::shared_ptr<c
 }
 
 // As gloo, whose shared rounds carry small operations.
-bool CountingCommunicator::moves_only_when_awaited(int64_t full_numel) const {
+bool CountingCommunicator::is_lazy(int64_t full_numel) const {
   return shares_memory_ && full_numel > SharedRoundsPlan(size()).most_numel();
 }
 

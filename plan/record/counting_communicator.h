@@ -22,7 +22,7 @@ class CountingCommunicator : public Communicator {
   // `ranks_sharing_memory`: see DryRunOptions. Throws std::invalid_argument unless 0 <= rank < size.
   static std::shared_ptr<CountingCommunicator> make(int rank, int size, int ranks_sharing_memory = 0);
 
-  bool moves_only_when_awaited(int64_t full_numel) const override;
+  bool is_lazy(int64_t full_numel) const override;
   bool takes_pieces() const override { return true; }  // as gloo does
 
  protected:

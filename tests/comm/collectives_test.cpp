@@ -160,8 +160,8 @@ TEST(CollectiveTransports, MoveOnlyWhenAwaitedWhereAllRanksReadEachOthersMemory)
       run_ranks(
           world,
           [&](std::shared_ptr<Communicator> comm) {
-            EXPECT_EQ(comm->moves_only_when_awaited(1 << 20), options.peer_memory && world > 1);
-            EXPECT_FALSE(comm->moves_only_when_awaited(1 << 16));  // a round
+            EXPECT_EQ(comm->is_lazy(1 << 20), options.peer_memory && world > 1);
+            EXPECT_FALSE(comm->is_lazy(1 << 16));  // a round
           },
           options);
 }

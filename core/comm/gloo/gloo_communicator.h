@@ -38,7 +38,7 @@ class GlooCommunicator : public Communicator, public HasStore, public std::enabl
   const c10::intrusive_ptr<c10d::Store>& store() const override { return store_; }
   int ended_rank() const override { return transports_.ended_rank(); }
 
-  bool moves_only_when_awaited(int64_t full_numel) const override { return transports_.are_lazy(full_numel); }
+  bool is_lazy(int64_t full_numel) const override { return transports_.are_lazy(full_numel); }
   bool takes_pieces() const override { return true; }
   void abort_this(const std::string& reason) noexcept override;
 
