@@ -13,7 +13,7 @@
 namespace tessera::internal {
 namespace {
 
-// Who takes longer waits for what the thread that terminates holds.
+// If publishing takes longer, it may wait for a lock of the terminating thread.
 constexpr auto kLongestEnd = std::chrono::seconds(10);
 
 std::mutex terminating;
@@ -21,7 +21,7 @@ std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
 
 [[noreturn]] void tell_and_terminate() noexcept {
   std::terminate_handler before = nullptr;
-  // Not by a thread that terminates while another one does.
+  // Only the first terminating thread publishes.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
     call_with_timeout(kLongestEnd, [text = text_of(std::current_exception())] {

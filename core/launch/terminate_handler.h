@@ -2,9 +2,9 @@
 
 namespace tessera::internal {
 
-// An exception that nobody catches ends the process without the destructors of its groups, and the other ranks would
-// learn that it has ended, not why. From now on std::terminate() first tells them the text of the exception
-// (Watchdog::publish_failure_of_process()), and then does what it did before. Thread-safe.
+// Installs a std::terminate() handler that first publishes the exception's text in all groups of this process
+// (Watchdog::publish_failure_of_process()), and then calls the previous handler. An uncaught exception ends the process
+// without destructors, so the other ranks would not learn the reason. Thread-safe.
 void tell_when_terminated();
 
 }  // namespace tessera::internal
