@@ -126,7 +126,7 @@ TEST(GroupNews, TheServerWaitsForItsReaders) {
   const auto began = std::chrono::steady_clock::now();
   server.await_readers(/*has_failed=*/false, 50ms, 10s);
   EXPECT_GE(std::chrono::steady_clock::now() - began, 50ms);
-  EXPECT_TRUE(reader.has_news());  // that the store will end
+  EXPECT_TRUE(reader.has_news());  // the store will end
   reader.say_informed();
   server.await_readers(/*has_failed=*/true, 10s, 60s);
   EXPECT_LT(std::chrono::steady_clock::now() - began, 10s);

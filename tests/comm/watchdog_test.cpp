@@ -1,4 +1,4 @@
-// What a wait that takes long asks of the store.
+// The store calls of a watchdog during long waits.
 #include "core/comm/watchdog/watchdog.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace {
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// Counts what is asked of it, and answers nothing while it is stopped.
+// Counts its calls, and does not answer while it is stopped.
 class CountingStore : public c10d::HashStore {
  public:
   void set(const std::string& key, const std::vector<uint8_t>& value) override { call(), HashStore::set(key, value); }
@@ -75,7 +75,7 @@ TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   EXPECT_LE(calls, 10);
   EXPECT_GE(calls, 1);
 
-  // Who does not wait is found among many; and one that fails ends all of them.
+  // A rank that does not wait is found among many, and a rank that fails ends all waits.
   ranks[77]->watch.end_wait();
   EXPECT_TRUE(soon([&] {
     return ranks[0]->watch.who_waits().starts_with(
@@ -84,7 +84,7 @@ TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   ranks[77]->watch.publish_failure("no more data");
   for (const auto& rank : ranks) EXPECT_TRUE(rank == ranks[77] || soon([&] { return rank->interrupts > 0; }));
   EXPECT_EQ(ranks[200]->watch.explanation(), "rank 77 failed: no more data");
-  // A consequence is nobody's reason.
+  // A consequence is not published as a reason.
   ranks[200]->watch.publish_failure("the all-gather failed");
   EXPECT_EQ(ranks[77]->watch.explanation(), "rank 77 failed: no more data");
 }
@@ -109,7 +109,7 @@ TEST(Watchdog, FindsWhoDiverged) {
   for (const auto& rank : ranks) EXPECT_TRUE(soon([&] { return rank->interrupts > 0; }));
 }
 
-// One that lets go of the group is waited for no longer; who still waits for what it has taken part in may have it.
+// A rank that has left is awaited no longer; operations that it took part in can still complete.
 TEST(Watchdog, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -132,7 +132,7 @@ TEST(Watchdog, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
   EXPECT_LT(Clock::now() - began, 3s);
 }
 
-// What the transport knows ends the wait, the store being gone or not; what a rank that failed said of it comes first.
+// The transport's report ends the wait, with or without the store; the reason of a failed rank takes precedence.
 TEST(Watchdog, AsksTheTransportFirst) {
   for (const bool is_told : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
@@ -147,7 +147,7 @@ TEST(Watchdog, AsksTheTransportFirst) {
   }
 }
 
-// The store goes with rank 0's process, which waits for readers, and for those that have left.
+// The store lives in rank 0's process, which waits for readers and for ranks that leave.
 TEST(Watchdog, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
   for (const bool fails : {true, false}) {
     auto store = c10::make_intrusive<CountingStore>();
@@ -167,13 +167,13 @@ TEST(Watchdog, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
   }
 }
 
-// Nobody reads, as where the others have ended without a word.
+// No rank reads, as if the others had died.
 TEST(Watchdog, OnlyAGroupThatHasFailedWaitsLongForReaders) {
   for (const bool fails : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
     auto server =
         std::make_unique<Watchdog>(store, 0, 3, Watchdog::Callbacks{[] {}}, Watchdog::Options{.serves_store = true});
-    if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // of which the server has not heard
+    if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // the server has not seen it
     const auto began = Clock::now();
     server.reset();
     const auto took = Clock::now() - began;
@@ -190,7 +190,7 @@ TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
   {
     Rank rank(store, 1, 2);
     rank.watch.begin_wait();
-    std::this_thread::sleep_for(1500ms);  // its thread asks now
+    std::this_thread::sleep_for(1500ms);  // its thread calls the store now
     EXPECT_EQ(rank.watch.explanation(), "");
     EXPECT_EQ(rank.watch.who_waits(), "");
     EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process, does not answer");
@@ -198,7 +198,7 @@ TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
   }
   EXPECT_LT(Clock::now() - began, 8s);
   continues.set_value();
-  EXPECT_TRUE(soon([&] { return store.use_count() == 1; }));  // the threads left behind have ended
+  EXPECT_TRUE(soon([&] { return store.use_count() == 1; }));  // the detached threads have ended
 }
 
 }  // namespace
