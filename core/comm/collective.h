@@ -23,10 +23,15 @@ struct Collective {
   int root = 0;
   int64_t numel = 0;                 // of the full tensor on any rank; 0 for kAllToAll
   std::vector<at::Tensor> pieces{};  // of kReduceScatter: if not empty, `full` is their concatenation, and undefined
-  at::Tensor received{}, sent{};     // of kAllToAll
-  std::vector<int64_t> receive_counts{}, send_counts{};
+  struct AllToAll {
+    at::Tensor received, sent;
+    std::vector<int64_t> receive_counts, send_counts;  // by rank
+  };
+  AllToAll all_to_all{};
 
-  at::ScalarType dtype() const { return (sent.defined() ? sent : full.defined() ? full : shard).scalar_type(); }
+  at::ScalarType dtype() const {
+    return (all_to_all.sent.defined() ? all_to_all.sent : full.defined() ? full : shard).scalar_type();
+  }
   std::string description() const;  // "all-gather of unit 'blocks.3'"
 };
 

@@ -119,7 +119,7 @@ struct Require {
 };
 
 void check_all_to_all(const Collective& collective, int rank, int size, const Require& require) {
-  const at::Tensor &received = collective.received, &sent = collective.sent;
+  const at::Tensor &received = collective.all_to_all.received, &sent = collective.all_to_all.sent;
   const auto require_counts = [&](const std::vector<int64_t>& counts, const at::Tensor& tensor, const char* name) {
     require(static_cast<int>(counts.size()) == size, counts.size(), " counts of what is ", name,
             ", expected one per rank: ", size);
@@ -127,10 +127,10 @@ void check_all_to_all(const Collective& collective, int rank, int size, const Re
     const int64_t sum = std::accumulate(counts.begin(), counts.end(), int64_t{0});
     require(tensor.numel() == sum, "the tensor ", name, " has ", tensor.numel(), " elements, expected ", sum);
   };
-  require_counts(collective.receive_counts, received, "received");
-  require_counts(collective.send_counts, sent, "sent");
-  require(collective.receive_counts[rank] == collective.send_counts[rank], "sends itself ",
-          collective.send_counts[rank], " elements, receives ", collective.receive_counts[rank]);
+  require_counts(collective.all_to_all.receive_counts, received, "received");
+  require_counts(collective.all_to_all.send_counts, sent, "sent");
+  require(collective.all_to_all.receive_counts[rank] == collective.all_to_all.send_counts[rank], "sends itself ",
+          collective.all_to_all.send_counts[rank], " elements, receives ", collective.all_to_all.receive_counts[rank]);
   require(received.scalar_type() == sent.scalar_type(), "receives ", received.scalar_type(), " and sends ",
           sent.scalar_type(), ", expected one dtype");
 }
@@ -156,8 +156,8 @@ void check_and_complete(const Communicator& comm, Collective& collective) {
   require(collective.root >= 0 && collective.root < comm.size(), "root ", collective.root, ", expected 0 to ",
           comm.size() - 1);
   if (kind == Collective::kAllToAll) {
-    flatten(collective.received, "the tensor");
-    flatten(collective.sent, "the tensor to send");
+    flatten(collective.all_to_all.received, "the tensor");
+    flatten(collective.all_to_all.sent, "the tensor to send");
     return check_all_to_all(collective, comm.rank(), comm.size(), require);
   }
   if (kind == Collective::kScatter && comm.rank() != collective.root) {
@@ -232,7 +232,7 @@ Pending Communicator::begin(Collective collective) {
   }
   const at::Tensor &full = collective.full, &shard = collective.shard;
   if (collective.kind == Collective::kAllToAll) {
-    copy_bytes(collective.received, collective.sent);
+    copy_bytes(collective.all_to_all.received, collective.all_to_all.sent);
   } else if (collective.kind == Collective::kAllGather) {
     copy_bytes(full, shard);
   } else if (shard.defined()) {
@@ -287,10 +287,10 @@ Pending Communicator::scatter(at::Tensor shard, at::Tensor full, int root, std::
 Pending Communicator::all_to_all(at::Tensor receive, at::Tensor send, std::vector<int64_t> receive_counts,
                                  std::vector<int64_t> send_counts, std::string_view what) {
   Collective collective{Collective::kAllToAll, {}, {}, std::string(what)};
-  collective.received = std::move(receive);
-  collective.sent = std::move(send);
-  collective.receive_counts = std::move(receive_counts);
-  collective.send_counts = std::move(send_counts);
+  collective.all_to_all.received = std::move(receive);
+  collective.all_to_all.sent = std::move(send);
+  collective.all_to_all.receive_counts = std::move(receive_counts);
+  collective.all_to_all.send_counts = std::move(send_counts);
   return begin(std::move(collective));
 }
 

@@ -23,7 +23,7 @@ class GroupProcess {
   const pid_t pid_;
 };
 
-// Returns the text of an exception, without libtorch's stack trace. Null stands for a call of std::terminate().
+// Returns the text of an exception, without libtorch's stack trace. Null means a call of std::terminate().
 std::string text_of(const std::exception_ptr& exception);
 // The reason of a group that is destroyed during unwinding, when the text of the exception is not known.
 inline constexpr char kUnwound[] = "an exception ended its use of the group";

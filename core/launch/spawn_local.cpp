@@ -224,7 +224,7 @@ void Keeper::become(const Program& program, pid_t keeper) const {
   ::_exit(127);
 }
 
-// Returns whether there was a child to reap; -1 stands for any rank.
+// Returns whether there was a child to reap; -1 means any rank.
 bool Keeper::reap(pid_t wanted) const {
   int status = 0;
   const pid_t pid = ::waitpid(wanted, &status, WNOHANG);

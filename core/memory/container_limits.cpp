@@ -64,7 +64,7 @@ std::optional<double> cpu_quota(const ControlGroups& groups) {
   visit(groups, "cpu", [&](const path& folder, int version) {
     double quota = 0, period = 0;
     if (version == 2) {
-      std::ifstream text(folder / "cpu.max");  // "max 100000" where there is none
+      std::ifstream text(folder / "cpu.max");  // "max 100000" if there is no limit
       if (!(text >> quota >> period)) return;
     } else {
       quota = first_of<double>(folder / "cpu.cfs_quota_us").value_or(-1);

@@ -13,7 +13,7 @@ struct FileFailure {
   std::filesystem::path path;  // the file, or the folder of an unnamed one
   FileAction action;
   int error_number = 0;        // errno, or 0
-  std::string problem;         // what is wrong, in words after the path, where errno's would not say it; else ""
+  std::string problem;         // in words after the path, if errno does not describe it; else ""
   bool is_unanswered = false;  // a remote storage did not answer, so the file may be intact
 
   std::string reason() const;  // errno in words

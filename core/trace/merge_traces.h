@@ -22,7 +22,7 @@ struct MergedClock {
 struct MergedTrace {
   std::vector<MergedClock> clocks;  // ordered by file, run and offset
   int64_t events = 0;               // without metadata events
-  std::vector<std::string> notes;   // what is to be known of the inputs: "a.json: ends in a part of an event"
+  std::vector<std::string> notes;   // about the inputs: "a.json: ends in a part of an event"
 };
 
 // Merges traces that TESSERA_TRACE wrote on several hosts into one: JSON for Perfetto and chrome://tracing, with times

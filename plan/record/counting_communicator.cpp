@@ -127,8 +127,9 @@ void CountingCommunicator::count_as_sent(const Collective& collective, int64_t b
     case Collective::kScatter:
       return count_sent(is_root ? bytes - own_bytes : 0);
     case Collective::kAllToAll:
-      return count_sent((collective.sent.numel() - collective.send_counts[static_cast<size_t>(rank())]) *
-                        static_cast<int64_t>(collective.sent.element_size()));
+      return count_sent(
+          (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[static_cast<size_t>(rank())]) *
+          static_cast<int64_t>(collective.all_to_all.sent.element_size()));
   }
 }
 
@@ -146,7 +147,7 @@ void CountingCommunicator::fill(const Collective& collective) const {
       repeat(full, shard, counts);
       break;
     case Collective::kAllToAll:
-      repeat(collective.received, collective.sent, collective.receive_counts);
+      repeat(collective.all_to_all.received, collective.all_to_all.sent, collective.all_to_all.receive_counts);
       break;
     case Collective::kReduceScatter:
     case Collective::kScatter:
@@ -171,9 +172,11 @@ void CountingCommunicator::fill(const Collective& collective) const {
 
 Pending CountingCommunicator::start(Collective collective) {
   if (!aborted_.empty()) throw CommError(collective.description() + " in a dry run: aborted: " + aborted_);
-  const int64_t bytes = (collective.kind == Collective::kAllToAll ? collective.received.numel() : collective.numel) *
-                        static_cast<int64_t>(c10::elementSize(collective.dtype()));
-  const std::vector<at::Tensor> tensors{collective.full, collective.shard, collective.received, collective.sent};
+  const int64_t bytes =
+      (collective.kind == Collective::kAllToAll ? collective.all_to_all.received.numel() : collective.numel) *
+      static_cast<int64_t>(c10::elementSize(collective.dtype()));
+  const std::vector<at::Tensor> tensors{collective.full, collective.shard, collective.all_to_all.received,
+                                        collective.all_to_all.sent};
   Recorder* recorder = Recorder::current();
   Pending pending;
   if (recorder != nullptr) {

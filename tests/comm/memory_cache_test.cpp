@@ -43,7 +43,7 @@ constexpr bool kHasThreadSanitizer = true;
 constexpr bool kHasThreadSanitizer = false;
 #endif
 
-// ---- the cache by itself -----------------------------------------------------------------------
+// ---- a cache without libtorch ------------------------------------------------------------------
 
 TEST(MemoryCache, GivesTheBlockThatWasFreedLast) {
   tessera::internal::MemoryCache cache;
@@ -254,7 +254,7 @@ TEST(MemoryCache, ServesThreadsThatFreeEachOthersBlocks) {
   EXPECT_EQ(cache.stats().mapped + cache.stats().remade + cache.stats().reused, 2000);
 }
 
-// ---- limits of control groups, under which the system takes what is idle ------------------------
+// ---- limits of control groups, under which the system reclaims idle blocks ----------------------
 
 TEST(ContainerLimits, TheSmallestOnTheWayUpCounts) {
   const tessera::testing_support::TemporaryFolder folder;
@@ -439,7 +439,7 @@ TEST(MemoryCache, IsNoReasonToBeKilledByMemoryThatIsNoTensors) {
   });
 }
 
-// ---- the process's, behind libtorch's tensors; in this order, for it is never switched off ------
+// ---- the cache of the process, in this order, because it is never switched off ------------------
 
 TEST(CachedTensors, AreNotMadeWhereTheUserSaysNo) {
   auto* const before = c10::GetCPUAllocator();

@@ -115,7 +115,7 @@ TEST(PeerMemory, TagsMeetInAnyOrderWhoeverComesFirst) {
   });
 }
 
-// ---- who copies -----------------------------------------------------------------------------------
+// ---- the copying rank ----------------------------------------------------------------------------
 
 // Each rank has two messages with one tag.
 struct Exchange {

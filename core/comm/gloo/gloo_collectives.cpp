@@ -88,8 +88,8 @@ void GlooCollectives::start(const Collective& collective) const {
     case Collective::kBackendAllReduce:
       return;  // an empty tensor; others are carried by a transport
     case Collective::kAllToAll: {
-      const auto to = collective.sent.split_with_sizes(collective.send_counts);
-      const auto from = collective.received.split_with_sizes(collective.receive_counts);
+      const auto to = collective.all_to_all.sent.split_with_sizes(collective.all_to_all.send_counts);
+      const auto from = collective.all_to_all.received.split_with_sizes(collective.all_to_all.receive_counts);
       exchange([&](int peer) { op_.send(to[peer], peer); }, [&](int peer) { op_.receive(from[peer], peer); });
       if (from[rank_].numel() > 0) from[rank_].copy_(to[rank_]);
       return;

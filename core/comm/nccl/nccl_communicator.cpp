@@ -182,9 +182,10 @@ void NcclCommunicator::make_sendable(Collective& collective) const {
     throw std::invalid_argument(c10::str(collective.description(), " on rank ", rank(), ": the tensor is ",
                                          dtype == at::kShort ? "int16" : c10::toString(dtype),
                                          ", which NCCL cannot add: convert it, to int32 say"));
-  for (at::Tensor* tensor : {&collective.full, &collective.shard, &collective.received, &collective.sent})
+  for (at::Tensor* tensor :
+       {&collective.full, &collective.shard, &collective.all_to_all.received, &collective.all_to_all.sent})
     if (tensor->defined()) *tensor = tensor->view(at::kByte);
-  for (auto* elements : {&collective.counts, &collective.receive_counts, &collective.send_counts})
+  for (auto* elements : {&collective.counts, &collective.all_to_all.receive_counts, &collective.all_to_all.send_counts})
     for (int64_t& count : *elements) count *= static_cast<int64_t>(c10::elementSize(dtype));
 }
 
@@ -198,7 +199,8 @@ Pending NcclCommunicator::start(Collective collective) {
   if (!call.is_alone()) refuse_second_thread(*this, description);
   require_whole(description);
   std::vector<at::Tensor> tensors;
-  for (const at::Tensor& tensor : {collective.full, collective.shard, collective.received, collective.sent})
+  for (const at::Tensor& tensor :
+       {collective.full, collective.shard, collective.all_to_all.received, collective.all_to_all.sent})
     if (tensor.defined()) tensors.push_back(tensor);
   Work work;
   try {
@@ -233,7 +235,8 @@ int64_t NcclCommunicator::sent_bytes(const Collective& collective) const {
     case Collective::kScatter:
       return is_root ? full_bytes - shard_bytes : 0;
     case Collective::kAllToAll:
-      return (collective.sent.numel() - collective.send_counts[rank()]) * collective.sent.element_size();
+      return (collective.all_to_all.sent.numel() - collective.all_to_all.send_counts[rank()]) *
+             collective.all_to_all.sent.element_size();
   }
   return 0;
 }
@@ -264,8 +267,8 @@ Work NcclCommunicator::launch(Collective& collective) {
     case Collective::kScatter:
       return launch_scatter(collective);
     case Collective::kAllToAll:
-      return group_->alltoall_base(collective.received, collective.sent, collective.receive_counts,
-                                   collective.send_counts);
+      return group_->alltoall_base(collective.all_to_all.received, collective.all_to_all.sent,
+                                   collective.all_to_all.receive_counts, collective.all_to_all.send_counts);
   }
   throw std::invalid_argument("unknown operation");
 }

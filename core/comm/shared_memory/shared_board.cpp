@@ -187,9 +187,8 @@ SharedBoard::Channel& SharedBoard::channel(int from, int to) const {
 
 std::byte* SharedBoard::rounds_area() const { return base_ + bytes_before_rounds(sizeof(Header), ranks_); }
 
-// No event is lost. This function increments the count before it checks whether and for what the member sleeps. The
-// member sets what it awaits before it reads the count, and that it sleeps before the kernel compares the count with
-// `seen`.
+// No event is lost. This function increments the count before it reads `is_asleep` and `awaited`. The member sets
+// `awaited` before it reads the count, and `is_asleep` before the kernel compares the count with `seen`.
 void SharedBoard::notify(Member& member, int from, uint64_t operation) {
   member.events.fetch_add(1);
   const bool is_awaited = from == kAnyone || member.awaited.load() == from ||

@@ -12,7 +12,7 @@
 
 namespace tessera::internal {
 
-// What the ranks of a group tell each other in its store: failures, and which ranks have left or have read the news.
+// Messages of the ranks of a group in its store: failures, the ranks that have left, and those that have read the news.
 // All functions ask the store, so they may block, or throw if the store is lost. Thread-safe.
 class GroupNews {
  public:

@@ -62,7 +62,7 @@ class WaitRegistry {
   // The text of a cycle that another rank has found, and that includes this rank's wait in a group; "" if there is
   // none.
   std::string told_of(const std::string& group, uint64_t sequence) const;
-  std::string wait_of(int other) const;  // wait_text() of that rank of all; "" if it shows none
+  std::string wait_of(int other) const;  // wait_text() of that rank of all ranks; "" if it publishes none
   int size() const noexcept { return size_; }
 
  private:
