@@ -13,7 +13,7 @@
 #include "core/memory/free_memory.h"
 #include "core/memory/without_data.h"
 
-namespace tessera::internal {
+namespace tessera {
 
 static thread_local int64_t planned_bytes = 0;
 
@@ -21,7 +21,7 @@ PlannedMemoryScope::PlannedMemoryScope(int64_t peak_bytes) : before_(std::exchan
 PlannedMemoryScope::~PlannedMemoryScope() { planned_bytes = before_; }
 int64_t PlannedMemoryScope::current() { return planned_bytes; }
 
-}  // namespace tessera::internal
+}  // namespace tessera
 
 namespace tessera::internal {
 namespace {
