@@ -486,7 +486,7 @@ void ShardedOptimizer::consolidate_state_dict(int rank) {
     }
   }
   consolidated_.reset();
-  comm_->settle("consolidate_state_dict");
+  comm_->throw_if_aborted("consolidate_state_dict");
   if (keep) consolidated_ = std::move(whole);
 }
 

@@ -14,11 +14,11 @@
 namespace tessera::internal {
 namespace {
 
-// More would mean that the device is many steps behind: the host then waits for the oldest.
+// If the device is more steps behind, the host waits for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Before the numbers, the fingerprint and its complement, each with the rank below it: the largest of the one is the
-// largest fingerprint, of the other the smallest, and they say whose it is, the lowest rank that has it.
+// Two words precede the numbers: the fingerprint and its complement, each with the lowest rank that has it in the low
+// bits. The maximum of the first is the largest fingerprint, that of the second the smallest.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = ReducedReport::kRankBits;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
@@ -46,7 +46,7 @@ ReducedReport::ReducedReport(Communicator& comm, uint64_t fingerprint, const std
   device_ = on_cpu ? host_ : at::empty({count}, at::TensorOptions().dtype(at::kLong).device(comm.device()));
   if (!on_cpu) device_.narrow(0, 0, known).copy_(host_.narrow(0, 0, known), /*non_blocking=*/true);
   if (unknown > 0) {
-    if (!on_cpu) alike.record_stream(current_stream(comm.device()));  // its maker may let go of it next
+    if (!on_cpu) alike.record_stream(current_stream(comm.device()));  // its owner may free it next
     const at::Tensor both = device_.narrow(0, known, 2 * unknown).view({2, unknown});
     both[0].copy_(alike);
     both[1].fill_(kLargestAlike).sub_(alike);
@@ -69,7 +69,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
-  comm_->to_host(host_, what_);  // where it is by now
+  comm_->to_host(host_, what_);  // throws if the exchange was aborted
 }
 
 const int64_t* ReducedReport::largest() {

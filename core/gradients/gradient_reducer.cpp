@@ -267,8 +267,8 @@ void GradientReducer::start(size_t bucket) {
 }
 
 size_t GradientReducer::most_in_flight(const GradientBucket& bucket) const {
-  const bool is_awaited = mesh_.shard->moves_only_when_awaited(bucket.layout.full_numel());
-  return is_awaited ? std::min(options_.awaited_in_flight, options_.in_flight) : options_.in_flight;
+  const bool is_awaited = mesh_.shard->is_lazy(bucket.layout.full_numel());
+  return is_awaited ? std::min(options_.max_lazy_in_flight, options_.in_flight) : options_.in_flight;
 }
 
 // What is borrowed is ours from now on, to be written.

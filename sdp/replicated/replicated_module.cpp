@@ -55,7 +55,7 @@ void ReplicatedModule::begin_forward() {
 void ReplicatedModule::end_forward(const std::vector<at::Tensor>& outputs) {
   if (Trace::active() != nullptr) trace_passes(outputs);
   gradients_->end_forward(outputs);
-  if (!c10::GradMode::is_enabled()) comm_->settle("forward()");
+  if (!c10::GradMode::is_enabled()) comm_->throw_if_aborted("forward()");
 }
 
 // ---- what users ask for -------------------------------------------------------------------------
@@ -72,7 +72,7 @@ void ReplicatedModule::broadcast_buffers() {
 
 torch::OrderedDict<std::string, at::Tensor> ReplicatedModule::full_state_dict() const {
   at::NoGradGuard no_grad;
-  comm_->settle("full_state_dict");                     // of the last step's gradients, or parameters
+  comm_->throw_if_aborted("full_state_dict");           // of the last step's gradients, or parameters
   std::map<const c10::TensorImpl*, at::Tensor> copies;  // tied parameters stay one tensor
   torch::OrderedDict<std::string, at::Tensor> state;
   for (const auto& parameter : module_->named_parameters()) {

@@ -1,4 +1,4 @@
-#include "core/comm/notes.h"
+#include "core/comm/store_mailbox.h"
 
 #include <c10/util/Exception.h>
 
@@ -10,19 +10,19 @@ namespace {
 
 const HasStore& owner_of_store(const Communicator& comm) {
   const auto* owner = dynamic_cast<const HasStore*>(&comm);
-  if (owner == nullptr) throw std::logic_error("Notes: this backend keeps no store");
+  if (owner == nullptr) throw std::logic_error("StoreMailbox: this backend keeps no store");
   return *owner;
 }
 
 }  // namespace
 
-Notes::Notes(const Communicator& comm, std::string topic)
+StoreMailbox::StoreMailbox(const Communicator& comm, std::string topic)
     : owner_(owner_of_store(comm)), store_(owner_.store()), topic_(std::move(topic)) {}
 
-int Notes::ended_rank() const { return owner_.ended_rank(); }
+int StoreMailbox::ended_rank() const { return owner_.ended_rank(); }
 
 template <class Act>
-auto Notes::reach(const std::string& name, Act act) const {
+auto StoreMailbox::reach(const std::string& name, Act act) const {
   const std::string key = "tessera/notes/" + topic_ + "/" + name;
   try {
     return act(key);
@@ -32,22 +32,22 @@ auto Notes::reach(const std::string& name, Act act) const {
   }
 }
 
-void Notes::leave(const std::string& name, const std::string& text) const {
+void StoreMailbox::leave(const std::string& name, const std::string& text) const {
   reach(name, [&](const std::string& key) { store_->set(key, text); });
 }
 
-std::optional<std::string> Notes::find(const std::string& name) const {
+std::optional<std::string> StoreMailbox::find(const std::string& name) const {
   return reach(name, [&](const std::string& key) -> std::optional<std::string> {
-    if (!store_->check({key})) return std::nullopt;  // get() would wait for it
+    if (!store_->check({key})) return std::nullopt;  // get() would block
     return store_->get_to_str(key);
   });
 }
 
-int64_t Notes::add(const std::string& name, int64_t amount) const {
+int64_t StoreMailbox::add(const std::string& name, int64_t amount) const {
   return reach(name, [&](const std::string& key) { return store_->add(key, amount); });
 }
 
-void Notes::remove(const std::string& name) const {
+void StoreMailbox::remove(const std::string& name) const {
   reach(name, [&](const std::string& key) { store_->deleteKey(key); });
 }
 

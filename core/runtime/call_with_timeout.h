@@ -8,13 +8,13 @@
 
 namespace tessera::internal {
 
-// Beyond the timeout that a call has been given itself, and should keep.
+// Added to the timeout that a call has itself and should keep.
 inline constexpr std::chrono::milliseconds kAnswerGrace{5000};
 
-// What `ask` returns or throws, where it may never return: a thread calls it, and is left to itself if that takes
-// longer than `patience`; then nothing. So `ask` owns what it uses.
+// Calls `ask` on a new thread. Returns its result or throws its exception, or returns nullopt after `patience`; the
+// thread is then detached. So `ask` must own the data that it uses.
 template <class Ask>
-auto in_time(std::chrono::milliseconds patience, Ask ask) -> std::optional<decltype(ask())> {
+auto call_with_timeout(std::chrono::milliseconds patience, Ask ask) -> std::optional<decltype(ask())> {
   std::packaged_task<decltype(ask())()> task(std::move(ask));
   auto answer = task.get_future();
   std::thread thread(std::move(task));

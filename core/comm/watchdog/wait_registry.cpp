@@ -1,4 +1,4 @@
-#include "core/comm/watchdog/rank_waits.h"
+#include "core/comm/watchdog/wait_registry.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -8,7 +8,7 @@
 namespace tessera::internal {
 namespace {
 
-// Never deleted.
+// Keys that are never deleted.
 std::string where_key(int rank) { return c10::str("tessera/where/", rank); }
 std::string cycle_key(const std::string& group, uint64_t sequence) {
   return c10::str("tessera/cycle", group, "/", sequence);
@@ -16,13 +16,13 @@ std::string cycle_key(const std::string& group, uint64_t sequence) {
 
 }  // namespace
 
-void RankWaits::add(std::weak_ptr<Group> group) {
+void WaitRegistry::add(std::weak_ptr<Group> group) {
   std::lock_guard lock(mutex_);
   std::erase_if(groups_, [](const auto& known) { return known.expired(); });
   groups_.push_back(std::move(group));
 }
 
-RankWaits::Place RankWaits::split(const Place& place, const std::string& name, const std::vector<int>& members) {
+WaitRegistry::Place WaitRegistry::split(const Place& place, const std::string& name, const std::vector<int>& members) {
   std::vector<int> ranks;
   for (int member : members) ranks.push_back(place.ranks.empty() ? member : place.ranks[member]);
   std::lock_guard lock(mutex_);
@@ -30,23 +30,24 @@ RankWaits::Place RankWaits::split(const Place& place, const std::string& name, c
   return {place.waits, place.name + "/" + name, std::move(ranks)};
 }
 
-void RankWaits::note_failure(const std::string& text) {
+void WaitRegistry::note_failure(const std::string& text) {
   std::lock_guard lock(mutex_);
   if (failure_.empty()) failure_ = text;
 }
 
-std::string RankWaits::failure() const {
+std::string WaitRegistry::failure() const {
   std::lock_guard lock(mutex_);
   return failure_;
 }
 
-bool RankWaits::is_split() const {
+bool WaitRegistry::is_split() const {
   std::lock_guard lock(mutex_);
   return is_split_;
 }
 
-// First who waits, then what they have started: of a wait that ends in between, more rather than less.
-std::vector<GroupWait> RankWaits::waits() const {
+// Reads the waits before the numbers of operations: if a wait ends in between, the numbers are too large rather than
+// too small.
+std::vector<GroupWait> WaitRegistry::waits() const {
   std::vector<std::shared_ptr<Group>> groups;
   {
     std::lock_guard lock(mutex_);
@@ -70,7 +71,7 @@ std::vector<GroupWait> RankWaits::waits() const {
   return found;
 }
 
-void RankWaits::show() {
+void WaitRegistry::show() {
   if (!is_split()) return;
   std::lock_guard lock(showing_);
   std::string text = text_of_waits(waits());
@@ -79,12 +80,12 @@ void RankWaits::show() {
   shown_ = std::move(text);
 }
 
-std::vector<GroupWait> RankWaits::shown_by(int other) const {
+std::vector<GroupWait> WaitRegistry::shown_by(int other) const {
   if (!store_->check({where_key(other)})) return {};
   return waits_of_text(store_->get_to_str(where_key(other)));
 }
 
-std::string RankWaits::find_cycle() {
+std::string WaitRegistry::find_cycle() {
   if (!is_split()) return "";
   const WaitCycle cycle = find_wait_cycle(rank_, size_, [this](int other) { return shown_by(other); });
   if (cycle.empty()) return "";
@@ -93,12 +94,12 @@ std::string RankWaits::find_cycle() {
   return text;
 }
 
-std::string RankWaits::told_of(const std::string& group, uint64_t sequence) const {
+std::string WaitRegistry::told_of(const std::string& group, uint64_t sequence) const {
   const std::string key = cycle_key(group, sequence);
   return is_split() && store_->check({key}) ? store_->get_to_str(key) : "";
 }
 
-std::string RankWaits::wait_of(int other) const {
+std::string WaitRegistry::wait_of(int other) const {
   if (!is_split()) return "";
   const auto waits = shown_by(other);
   return waits.empty() ? "" : wait_text(waits.front(), size_);

@@ -1,5 +1,5 @@
-// What a wait that takes long asks of the store.
-#include "core/comm/watchdog/stall_watch.h"
+// The store calls of a watchdog during long waits.
+#include "core/comm/watchdog/watchdog.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -12,14 +12,14 @@
 #include <thread>
 #include <vector>
 
-namespace tessera::stall_watch_test {
+namespace tessera::watchdog_test {
 using namespace internal;
 namespace {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// Counts what is asked of it, and answers nothing while it is stopped.
+// Counts its calls, and does not answer while it is stopped.
 class CountingStore : public c10d::HashStore {
  public:
   void set(const std::string& key, const std::vector<uint8_t>& value) override { call(), HashStore::set(key, value); }
@@ -46,7 +46,7 @@ struct Rank {
   Rank(const c10::intrusive_ptr<CountingStore>& store, int rank, int size)
       : watch(store, rank, size, {.interrupt = [this] { ++interrupts; }}) {}
   std::atomic<int> interrupts = 0;
-  StallWatch watch;
+  Watchdog watch;
 };
 
 template <class Holds>
@@ -56,7 +56,7 @@ bool soon(Holds holds) {
   return holds();
 }
 
-TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
+TEST(Watchdog, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   constexpr int kRanks = 256;
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
@@ -75,7 +75,7 @@ TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   EXPECT_LE(calls, 10);
   EXPECT_GE(calls, 1);
 
-  // Who does not wait is found among many; and one that fails ends all of them.
+  // A rank that does not wait is found among many, and a rank that fails ends all waits.
   ranks[77]->watch.end_wait();
   EXPECT_TRUE(soon([&] {
     return ranks[0]->watch.who_waits().starts_with(
@@ -84,12 +84,12 @@ TEST(StallWatch, AsksTheStoreAsOftenWithManyRanksAsWithFew) {
   ranks[77]->watch.publish_failure("no more data");
   for (const auto& rank : ranks) EXPECT_TRUE(rank == ranks[77] || soon([&] { return rank->interrupts > 0; }));
   EXPECT_EQ(ranks[200]->watch.explanation(), "rank 77 failed: no more data");
-  // A consequence is nobody's reason.
+  // A consequence is not published as a reason.
   ranks[200]->watch.publish_failure("the all-gather failed");
   EXPECT_EQ(ranks[77]->watch.explanation(), "rank 77 failed: no more data");
 }
 
-TEST(StallWatch, FindsWhoDiverged) {
+TEST(Watchdog, FindsWhoDiverged) {
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 3));
@@ -109,8 +109,8 @@ TEST(StallWatch, FindsWhoDiverged) {
   for (const auto& rank : ranks) EXPECT_TRUE(soon([&] { return rank->interrupts > 0; }));
 }
 
-// One that lets go of the group is waited for no longer; who still waits for what it has taken part in may have it.
-TEST(StallWatch, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
+// A rank that has left is awaited no longer; operations that it took part in can still complete.
+TEST(Watchdog, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
   auto store = c10::make_intrusive<CountingStore>();
   std::vector<std::unique_ptr<Rank>> ranks;
   for (int rank = 0; rank < 4; ++rank) ranks.push_back(std::make_unique<Rank>(store, rank, 4));
@@ -132,12 +132,12 @@ TEST(StallWatch, ARankThatLeavesIsMissedInWhatItHasNotStarted) {
   EXPECT_LT(Clock::now() - began, 3s);
 }
 
-// What the transport knows ends the wait, the store being gone or not; what a rank that failed said of it comes first.
-TEST(StallWatch, AsksTheTransportFirst) {
+// The transport's report ends the wait, with or without the store; the reason of a failed rank takes precedence.
+TEST(Watchdog, AsksTheTransportFirst) {
   for (const bool is_told : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
     std::atomic<int> interrupts = 0;
-    StallWatch watch(
+    Watchdog watch(
         store, 0, 2,
         {.interrupt = [&] { ++interrupts; }, .why_disconnected = [] { return "the connection to rank 1 is closed"; }});
     if (is_told) store->set("tessera/failure/1", std::vector<uint8_t>{'w', 'h', 'y'});
@@ -147,19 +147,19 @@ TEST(StallWatch, AsksTheTransportFirst) {
   }
 }
 
-// The store goes with rank 0's process, which waits for readers, and for those that have left.
-TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
+// The store lives in rank 0's process, which waits for readers and for ranks that leave.
+TEST(Watchdog, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
   for (const bool fails : {true, false}) {
     auto store = c10::make_intrusive<CountingStore>();
-    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
-                                               StallWatch::Options{.serves_store = true});
+    auto server =
+        std::make_unique<Watchdog>(store, 0, 3, Watchdog::Callbacks{[] {}}, Watchdog::Options{.serves_store = true});
     Rank idle(store, 1, 3);
     auto leaves = std::make_unique<Rank>(store, 2, 3);
     const auto began = Clock::now();
     if (fails) server->publish_failure("no more data");
     leaves.reset();
     fails ? server->await_readers() : server.reset();
-    EXPECT_LT(Clock::now() - began, StallWatch::kReaders - 500ms) << "none of them was waited for in vain";
+    EXPECT_LT(Clock::now() - began, Watchdog::kReaders - 500ms) << "none of them was waited for in vain";
     const int64_t calls = store->calls;
     EXPECT_EQ(idle.watch.explanation(), fails ? "rank 0 failed: no more data" : "");
     EXPECT_EQ(idle.watch.store_failure(), fails ? "" : "rank 0, whose process has the store, has left the group");
@@ -167,22 +167,22 @@ TEST(StallWatch, TellsThoseThatDoNotWaitBeforeTheStoreGoes) {
   }
 }
 
-// Nobody reads, as where the others have ended without a word.
-TEST(StallWatch, OnlyAGroupThatHasFailedWaitsLongForReaders) {
+// No rank reads, as if the others had died.
+TEST(Watchdog, OnlyAGroupThatHasFailedWaitsLongForReaders) {
   for (const bool fails : {false, true}) {
     auto store = c10::make_intrusive<CountingStore>();
-    auto server = std::make_unique<StallWatch>(store, 0, 3, StallWatch::Callbacks{[] {}},
-                                               StallWatch::Options{.serves_store = true});
-    if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // of which the server has not heard
+    auto server =
+        std::make_unique<Watchdog>(store, 0, 3, Watchdog::Callbacks{[] {}}, Watchdog::Options{.serves_store = true});
+    if (fails) Rank(store, 1, 3).watch.publish_failure("no more data");  // the server has not seen it
     const auto began = Clock::now();
     server.reset();
     const auto took = Clock::now() - began;
-    EXPECT_EQ(took > StallWatch::kReaders - 200ms, fails);
+    EXPECT_EQ(took > Watchdog::kReaders - 200ms, fails);
     EXPECT_EQ(took < 1s, !fails);
   }
 }
 
-TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
+TEST(Watchdog, WaitsForNoStoreThatHasStopped) {
   auto store = c10::make_intrusive<CountingStore>();
   std::promise<void> continues;
   store->continues = continues.get_future().share();
@@ -190,7 +190,7 @@ TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
   {
     Rank rank(store, 1, 2);
     rank.watch.begin_wait();
-    std::this_thread::sleep_for(1500ms);  // its thread asks now
+    std::this_thread::sleep_for(1500ms);  // its thread calls the store now
     EXPECT_EQ(rank.watch.explanation(), "");
     EXPECT_EQ(rank.watch.who_waits(), "");
     EXPECT_EQ(rank.watch.store_failure(), "the store, in rank 0's process, does not answer");
@@ -198,8 +198,8 @@ TEST(StallWatch, WaitsForNoStoreThatHasStopped) {
   }
   EXPECT_LT(Clock::now() - began, 8s);
   continues.set_value();
-  EXPECT_TRUE(soon([&] { return store.use_count() == 1; }));  // the threads left behind have ended
+  EXPECT_TRUE(soon([&] { return store.use_count() == 1; }));  // the detached threads have ended
 }
 
 }  // namespace
-}  // namespace tessera::stall_watch_test
+}  // namespace tessera::watchdog_test

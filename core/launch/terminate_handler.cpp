@@ -1,4 +1,4 @@
-#include "core/launch/last_words.h"
+#include "core/launch/terminate_handler.h"
 
 #include <chrono>
 #include <cstdlib>
@@ -6,25 +6,26 @@
 #include <mutex>
 
 #include "core/comm/group_process.h"
-#include "core/comm/watchdog/stall_watch.h"
-#include "core/runtime/in_time.h"
+#include "core/comm/watchdog/watchdog.h"
+#include "core/runtime/call_with_timeout.h"
+#include "core/runtime/guarded_by.h"
 
 namespace tessera::internal {
 namespace {
 
-// Who takes longer waits for what the thread that terminates holds.
+// If publishing takes longer, it may wait for a lock of the terminating thread.
 constexpr auto kLongestEnd = std::chrono::seconds(10);
 
-std::mutex terminating;  // guards the next
-std::terminate_handler handler_before = nullptr;
+std::mutex terminating;
+std::terminate_handler handler_before TESSERA_GUARDED_BY(terminating) = nullptr;
 
 [[noreturn]] void tell_and_terminate() noexcept {
   std::terminate_handler before = nullptr;
-  // Not by a thread that terminates while another one does.
+  // Only the first terminating thread publishes.
   if (std::unique_lock lock(terminating, std::try_to_lock); lock) {
     before = handler_before;
-    in_time(kLongestEnd, [text = text_of(std::current_exception())] {
-      StallWatch::publish_failure_of_process(text);
+    call_with_timeout(kLongestEnd, [text = text_of(std::current_exception())] {
+      Watchdog::publish_failure_of_process(text);
       return true;
     });
   }
