@@ -165,6 +165,28 @@ inline constexpr char kOwnersAlone[] = "only owners have gradients (docs/loops.m
 // The same at the worlds of the setup, and fails if anything is wrong.
 void play(const Setup& setup, const Play& play, const Loop& loop);
 
+inline bool is_sharded(const Setup& setup) { return setup.stage == 3; }
+inline bool is_at_owners(const Setup& setup) { return setup.stage == 2; }
+// Of a loop that FullyShardedDataParallel refuses.
+inline Expect unless_sharded(const Setup& setup) { return is_sharded(setup) ? Expect::kRefused : Expect::kEqual; }
+
+inline void step_with(Trainer& run, const at::Tensor& loss) {
+  run.note(loss.detach());
+  loss.backward();
+  run.optimizer().step();
+  run.optimizer().zero_grad();
+}
+inline void set_frozen(torch::nn::Module& module, bool frozen) {
+  for (auto& parameter : module.parameters()) parameter.requires_grad_(!frozen);
+}
+
+// Fewer numbers than ranks.
+struct Tiny : Net {
+  Tiny() { scale = register_parameter("scale", torch::tensor({0.5, 0.25})); }
+  at::Tensor forward(const at::Tensor& x) override { return x * scale[0] + scale[1]; }
+  at::Tensor scale;
+};
+
 inline std::string setup_name(const testing::TestParamInfo<Setup>& info) { return info.param.name; }
 
 }  // namespace tessera::loops

@@ -129,6 +129,19 @@ TEST_P(OneRank, LeavesOutAStep) {
   });
 }
 
+// Its loss was not finite, say.
+TEST_P(OneRank, TheLastRankLeavesOutABackward) {
+  play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
+    for (int step = 0; step < 6; ++step) {
+      run.optimizer().zero_grad();
+      const at::Tensor loss = run.loss(step);
+      if (step == 2 && run.world > 1 && run.rank == run.world - 1) continue;
+      loss.backward();
+      run.optimizer().step();
+    }
+  });
+}
+
 TESSERA_LOOPS(OneRankOfCopies, replicated_setups);
 
 // Catches it, and goes on with the next step.

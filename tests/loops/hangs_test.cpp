@@ -1,15 +1,17 @@
-// Loops that have crashed or hung: a program of their own, so that the others run.
+// Loops that have crashed or hung.
+#include "tests/loops/loops.h"
+
 #include "tests/loops/failing_backward.h"
 
-namespace tessera::loops {
+namespace tessera::loops::hangs_test {
 using namespace internal;
 namespace {
 
-TESSERA_LOOPS(Hazards, all_setups);
-TESSERA_LOOPS(Visitor, fsdp_setups);
+TESSERA_LOOPS(Hangs, all_setups);
+TESSERA_LOOPS(HangsSharded, fsdp_setups);
 
 // One process adds the second pass to what the first left.
-TEST_P(Hazards, FailedThenTheSameAgain) {
+TEST_P(Hangs, FailedThenTheSameAgain) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
@@ -21,7 +23,7 @@ TEST_P(Hazards, FailedThenTheSameAgain) {
   });
 }
 
-TEST_P(Hazards, FailedThenTheSameAgainAfterZeroGrad) {
+TEST_P(Hangs, FailedThenTheSameAgainAfterZeroGrad) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
@@ -34,7 +36,7 @@ TEST_P(Hazards, FailedThenTheSameAgainAfterZeroGrad) {
   });
 }
 
-TEST_P(Visitor, AsksForMemory) {
+TEST_P(HangsSharded, AsksForMemory) {
   play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     if (run.fsdp() != nullptr) {
@@ -46,7 +48,7 @@ TEST_P(Visitor, AsksForMemory) {
   });
 }
 
-TEST_P(Visitor, UsesParametersOfTheModule) {
+TEST_P(HangsSharded, UsesParametersOfTheModule) {
   play(GetParam(), {.optimizers = {Optim::kAdam}}, [](Trainer& run) {
     run.train(0);
     if (run.fsdp() != nullptr) {
@@ -61,4 +63,4 @@ TEST_P(Visitor, UsesParametersOfTheModule) {
 }
 
 }  // namespace
-}  // namespace tessera::loops
+}  // namespace tessera::loops::hangs_test
