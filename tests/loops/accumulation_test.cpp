@@ -74,7 +74,7 @@ TEST_P(Accumulation, PartsOfOtherNumbersAndAShortLastBatch) {
   });
 }
 
-// A value for everybody, between backward and step, and none of the gradients that are there.
+// Adds one value on all ranks, between backward and step, to no gradient.
 TEST_P(Accumulation, GradientsOfTwoGraphsOfWhichOneIsDropped) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
@@ -99,7 +99,7 @@ TEST_P(Accumulation, AnExceptionLeavesNoSync) {
       const at::Tensor loss = run.loss(2);
       throw std::runtime_error("the user's hook");
     });
-    run.loss(3).backward();  // adds to what the first left
+    run.loss(3).backward();  // adds to the first backward's gradients
     run.optimizer().step();
     run.train(4);
   });

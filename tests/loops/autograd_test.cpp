@@ -174,7 +174,7 @@ TEST_P(Autograd, FisherInformationWhileGradientsAccumulate) {
   play(GetParam(), {.same_data = true}, [](Trainer& run) { accumulate(run, look_at_parameters); });
 }
 
-// As long as nobody has put gradients there, they may be scaled, whatever autograd was asked for.
+// Gradients may be scaled after any torch::autograd::grad().
 TEST_P(Autograd, GradientsScaledAfterALookAtInputs) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 2; ++step) {

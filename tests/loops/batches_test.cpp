@@ -40,8 +40,8 @@ struct Wide : Net {
   torch::nn::Linear first{kFeatures, 64}, last{64, kFeatures};
 };
 
-// Blocks of hundreds of kilobytes, other ones in each step and in what lies between: a validation, and a forward whose
-// loss nobody wants any more.
+// Blocks of hundreds of kilobytes, of another size in each step and between steps: a validation, and a forward whose
+// loss is dropped.
 TEST_P(Batches, LargeBatchesOfOtherSizes) {
   play(GetParam(), {.model = [] { return seeded_model<Wide>(71); }, .rounding = 10}, [](Trainer& run) {
     const auto large = [](const at::Tensor& rows, int64_t times) { return rows.repeat({times, 1}); };

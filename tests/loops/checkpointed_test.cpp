@@ -49,7 +49,7 @@ TEST_P(Checkpointed, ACheckpointedInputChangedInPlaceAndCaught) {
   });
 }
 
-// Autograd itself throws where a saved tensor was changed; what is computed again must not hide it.
+// Autograd itself throws if a saved tensor was changed; recomputing must not hide that.
 TEST(CheckpointedOfPrograms, InputChangedAfterTheCall) {
   for (bool with_offload : {false, true}) {
     for (bool checkpoint : {false, true}) {

@@ -30,7 +30,7 @@ TEST_P(Clipping, GradientsClippedByValue) {
   });
 }
 
-// Adaptive: ranks clip to the same number, though none wrote it down.
+// Adaptive: ranks clip to one number, which they compute.
 TEST_P(Clipping, ClippingToAPartOfTheNormBefore) {
   play(GetParam(), {}, [](Trainer& run) {
     double most = 0.1;
@@ -138,7 +138,7 @@ TEST_P(Clipping, ClippedByTorchsFunctionOnTheModule) {
   play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.model->parameters(); });
 }
 
-// What a user of a wrapper is told to give to an optimizer.
+// The parameters that a user of a wrapper should give to an optimizer.
 TEST_P(Clipping, ClippedByTorchsFunctionOnTheWrappersParameters) {
   play_clipped_by_torch(GetParam(), [](Trainer& run) { return run.parameters(); });
 }

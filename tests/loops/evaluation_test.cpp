@@ -48,7 +48,7 @@ TEST_P(Evaluation, OnlyEvaluated) {
   });
 }
 
-// The first validation comes before the first step, which makes all that later steps use.
+// A validation before the first step, whose buffers later steps reuse.
 TEST_P(Evaluation, InferenceModeBeforeTheFirstStep) {
   play(GetParam(), {}, [](Trainer& run) {
     {
@@ -130,7 +130,7 @@ TEST_P(Evaluation, EvaluationModeBetweenForwardAndBackward) {
   });
 }
 
-// Units that a validation has gathered must not be those that training goes on with after the step.
+// Units that a validation has gathered must not be used for training after the step.
 TEST_P(Evaluation, ValidationBetweenBackwardAndStep) {
   for (bool through_wrapper : {true, false}) {
     play(GetParam(), {}, [through_wrapper](Trainer& run) {
@@ -169,7 +169,7 @@ TEST_P(Evaluation, ValidationBetweenForwardAndBackward) {
   }
 }
 
-// A validation without NoGradGuard: a graph that no backward ever comes for.
+// A validation without NoGradGuard: its graph has no backward.
 TEST_P(Evaluation, ValidationThatForgetsNoGrad) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {

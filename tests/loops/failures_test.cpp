@@ -104,7 +104,7 @@ TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsGivenUpByAll) {
   });
 }
 
-// That rank tries again, and nobody else knows.
+// That rank tries again, unknown to the others.
 TEST_P(FailuresReplicated, AForwardThatFailsOnOneRankIsCalledAgainThere) {
   play(GetParam(), {}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);

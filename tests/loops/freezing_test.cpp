@@ -91,7 +91,7 @@ TEST_P(Freezing, LayersThawOneAfterAnotherWhileGradientsAccumulate) {
   });
 }
 
-// In the middle of what is accumulated.
+// Amid an accumulation.
 TEST_P(Freezing, ALayerThawsBetweenTwoParts) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     auto& net = mlp_of(*run.model);
@@ -200,7 +200,7 @@ TEST_P(Freezing, ACheckpointedFrozenBaseWithAdapters) {
   });
 }
 
-// Only some of the parameters are the optimizer's; those of a layer that thaws come as a group of their own.
+// The optimizer has some of the parameters; those of a thawed layer are added as a group.
 TEST_P(Freezing, AGroupForEachLayerThatThaws) {
   if (GetParam().stage == 2 || GetParam().stage == 1) return;  // an optimizer of its own
   play(GetParam(), {.unused = true}, [](Trainer& run) {
@@ -322,7 +322,7 @@ TEST_P(Freezing, FrozenInsideForward) {
   });
 }
 
-// What a forward that was given up had found is not what the next one finds.
+// A forward that was given up leaves nothing for the next one.
 TEST_P(Freezing, FrozenAfterAForwardThatThrew) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     Mlp& net = mlp_of(*run.model);

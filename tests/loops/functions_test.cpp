@@ -85,7 +85,7 @@ TEST_P(Functions, APartThatIsDetached) {
   play(GetParam(), {.model = [] { return seeded_model<Stopped<true>>(32); }, .unused = true}, three_steps);
 }
 
-// A user's own operator: what backward needs is saved as variables, or as it is.
+// A user's own operator, which saves tensors for backward as variables, or directly.
 template <bool kAsVariables>
 struct OwnLinear : torch::autograd::Function<OwnLinear<kAsVariables>> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
@@ -125,7 +125,7 @@ TEST_P(Functions, AFunctionThatKeepsAWeight) {
   play(GetParam(), {.model = [] { return seeded_model<WithOwnLinear<false>>(34); }}, three_steps);
 }
 
-// A user's own operator that gives its weight a gradient of negatives of what its memory has, or of zeros without any.
+// A user's own operator whose weight gets a lazy negative as gradient, or zeros without memory.
 template <bool kZeros>
 struct LazyGradient : torch::autograd::Function<LazyGradient<kZeros>> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& x, const at::Tensor&) {
@@ -154,7 +154,7 @@ TEST_P(Functions, AFunctionThatGivesAGradientOfZerosWithoutMemory) {
   play(GetParam(), {.model = [] { return seeded_model<WithLazyGradient<true>>(38); }}, three_steps);
 }
 
-// What the operator below uses besides its arguments: "another unit's" parameter.
+// A parameter of another unit, which the operator below uses besides its arguments.
 thread_local const at::Tensor* hidden_weight = nullptr;
 
 at::Tensor linear_and_hidden(const at::Tensor& x, const at::Tensor& weight) {

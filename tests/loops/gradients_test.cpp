@@ -90,9 +90,8 @@ TEST_P(Gradients, GradientsReplacedByTheirSigns) {
   });
 }
 
-// The first backward that a static graph sees gives parameters nothing.
-// A pull that is not of the loss is handed to autograd as the gradient of the weight itself, in a tensor that the user
-// goes on to write to.
+// A static graph's first backward has no gradients for parameters. A pull beside the loss is given to autograd as the
+// weight's gradient, in a tensor that the user writes to afterwards.
 TEST_P(Gradients, APullOnAWeightInATensorThatIsUsedAgain) {
   play(GetParam(), {}, [](Trainer& run) {
     const at::Tensor weight = run.model->parameters()[2];  // of a Linear
@@ -113,7 +112,7 @@ TEST_P(Gradients, APullOnAWeightInATensorThatIsUsedAgain) {
   });
 }
 
-// That does nothing, as in one process: what somebody else has is not sent from where it lies.
+// A no-op, as in one process: a gradient that another tensor shares is not sent from its own memory.
 TEST_P(Gradients, AGradientThatAHookHasKeptIsWrittenTo) {
   play(GetParam(), {}, [](Trainer& run) {
     at::Tensor kept;
@@ -164,7 +163,7 @@ TEST_P(Gradients, GradientsThroughTheOptimizersGroups) {
   });
 }
 
-// Norms looked at and gradients scaled, by what has nothing to do with a norm, are the user's business.
+// Norms that are read, and gradients that are scaled by other values than a norm, are allowed.
 TEST_P(Gradients, GradientsLookedAtAndScaled) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {

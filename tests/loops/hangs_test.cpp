@@ -10,7 +10,7 @@ namespace {
 TESSERA_LOOPS(Hangs, all_setups);
 TESSERA_LOOPS(HangsSharded, fsdp_setups);
 
-// One process adds the second pass to what the first left.
+// One process adds the second pass to the gradients of the first.
 TEST_P(Hangs, FailedThenTheSameAgain) {
   play(GetParam(), {.expect = Expect::kEither}, [](Trainer& run) {
     run.train(0);

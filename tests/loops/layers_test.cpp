@@ -142,7 +142,7 @@ TEST_P(Layers, ANumberAndNothing) {
   play(GetParam(), {.model = [] { return seeded_model<Odd>(42); }, .unused = true}, three_steps);
 }
 
-// Layers are left out as a schedule says, the same on all ranks; the first ones in some steps.
+// A schedule leaves layers out, the same ones on all ranks; the first ones in some steps.
 struct Skipping : Net {
   Skipping() {
     for (int i = 0; i < 4; ++i) layers->push_back(torch::nn::Linear(kFeatures, kFeatures));
@@ -278,8 +278,8 @@ TEST_P(Layers, BilinearLayersAndTransformers) {
   play(GetParam(), {.model = [] { return seeded_model<Others>(51); }}, three_steps);
 }
 
-// A learning rate of one bit: torch's SGD rounds its product with a gradient of bfloat16 in what is left over of a
-// vector, but not in vectors, which lie elsewhere in shards. With one bit there is nothing to round.
+// A learning rate of one bit. torch's SGD rounds its product with a bfloat16 gradient in the remainder of a vector, but
+// not within vectors, and shards cut vectors elsewhere. With one bit there is nothing to round.
 TEST_P(Layers, HalfTheModelInBfloat16) {
   struct HalfHalf : Net {
     HalfHalf() {
@@ -340,7 +340,7 @@ TEST_P(Layers, WideOnes) {
   });
 }
 
-// What comes out of one step goes into the next.
+// The output of a step is the input of the next one.
 TEST_P(Layers, TruncatedBackpropagationThroughTime) {
   play(GetParam(), {.model = [] { return seeded_model<Recurrent>(22); }}, [](Trainer& run) {
     at::Tensor hidden = torch::zeros({}, at::kDouble);
@@ -428,7 +428,7 @@ TEST_P(Layers, ParametersAndModulesInLists) {
   play(GetParam(), {.model = [] { return seeded_model<Lists>(25); }}, three_steps);
 }
 
-// Weights that are used as their conjugates, whose gradients are then conjugates of what their memory has.
+// Weights that are used as their conjugates, so that their gradients are lazy conjugates.
 struct Conjugated : Net {
   Conjugated() {
     register_module("fc", fc);
@@ -534,7 +534,7 @@ Model normed() {
   return seeded(6, []() -> Model { return std::make_shared<Normed>(); });
 }
 
-// The second forward's buffers must not be written into what the first one's backward still needs.
+// The second forward must not write into buffers that the first one's backward needs.
 TEST_P(Layers, BatchNormWithTwoForwardsBeforeOneBackward) {
   play(GetParam(), {.model = normed, .same_data = true}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {

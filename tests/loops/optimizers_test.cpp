@@ -104,7 +104,7 @@ at::Tensor rows(int64_t seed) {
   return seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
 }
 
-// The optimizer that the wrapper was given goes, another takes its place: other ranks own the parameters now.
+// Another optimizer replaces the one that the wrapper was given: other ranks own the parameters now.
 TEST(OptimizersOfPrograms, AnotherOptimizerUnderShardedDataParallel) {
   on_ranks(2, [](std::shared_ptr<Communicator> comm) {
     auto model = linear(1);

@@ -127,7 +127,7 @@ at::Tensor rows(int64_t seed) {
   return seeded(100 + seed, [] { return torch::randn({kRows, kFeatures}, at::kDouble); });
 }
 
-// Modules that give what they have to say by their arguments.
+// Modules that return results by their arguments.
 struct Cell : torch::nn::Module {
   Cell() {
     register_module("own", own);

@@ -154,7 +154,7 @@ TEST_P(SetData, SetDataOfOneParameterOfAUnit) {
   });
 }
 
-// The same values in another order of memory, as what is made channels-last has them; and back.
+// The same values in another order of memory (channels-last, for one), and back.
 TEST_P(SetData, SetDataOfOtherStrides) {
   play(GetParam(), {}, [](Trainer& run) {
     for (int step = 0; step < 5; ++step) {

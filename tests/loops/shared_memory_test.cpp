@@ -151,7 +151,8 @@ TEST_P(SharedMemory, ABufferThatIsAWeightTurned) {
        three_steps);
 }
 
-// All parameters were cut from one vector, as a program does that has sent them itself. Nobody uses it any more.
+// All parameters were cut from one vector, as a program does that has sent them itself. The vector is not used any
+// more.
 TEST_P(SharedMemory, AVectorThatParametersWereCutFrom) {
   struct WithVector : TwoWeights {
     at::Tensor vector;
@@ -167,7 +168,7 @@ TEST_P(SharedMemory, AVectorThatParametersWereCutFrom) {
   play(GetParam(), {.model = model}, three_steps);
 }
 
-// Two models over one memory: what the one learns the other knows.
+// Two models over one memory: a step of one changes the other.
 TEST_P(SharedMemory, ASecondModelOverTheSameMemory) {
   play(GetParam(),
        {.expect = unless_sharded(GetParam()),

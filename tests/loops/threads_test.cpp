@@ -140,7 +140,7 @@ TEST_P(Threads, AnAutogradFunctionWithAThread) {
   });
 }
 
-// The weight that it saves is used once more, recorded. Nobody goes through the wrapper.
+// The saved weight is used again, with recording. The loop does not call the wrapper.
 struct WithFunctionFirst : WithThreads {
   at::Tensor forward(const at::Tensor& x) override {
     const at::Tensor h = Threaded::apply(x, fc2->weight);

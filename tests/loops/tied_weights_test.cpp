@@ -23,7 +23,7 @@ TEST_P(TiedWeights, OneModuleUnderTwoNames) {
   play(GetParam(), {.model = [] { return seeded_model<SharedTwice>(33); }}, three_steps);
 }
 
-// The layer's member, and not what is registered: that is used no more.
+// Uses the layer's member instead of the registered module, which is not used any more.
 TEST_P(TiedWeights, WeightsTiedByAssignmentBeforeWrapping) {
   auto model = [] {
     Model net = mlp();

@@ -72,7 +72,7 @@ TEST_P(TwoModels, TwoViewsAndAPredictor) {
   });
 }
 
-// The critic learns several times for each time that the actor does, whose loss goes through it while it waits.
+// The critic learns several times for each step of the actor, whose loss is computed with it.
 TEST_P(TwoModels, ACriticThatWaitsWhileTheActorLearnsThroughIt) {
   play(GetParam(), {}, [](Trainer& run) {
     auto critic = run.another(another_mlp());
@@ -215,7 +215,7 @@ TEST_P(TwoModels, OneLossOfTwoModels) {
   });
 }
 
-// The generator's loss goes backward through the discriminator, whose gradients of that are thrown away.
+// The generator's backward reaches the discriminator, whose gradients are dropped.
 void train_gan(Trainer& generator, bool freeze) {
   auto judge = generator.another(another_mlp());
   auto set_frozen = [&](bool frozen) {

@@ -1,4 +1,4 @@
-// When and what is wrapped, and modules that change afterwards.
+// Modules that are wrapped at odd times, or change after wrapping.
 #include "tests/loops/loops.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -135,7 +135,7 @@ void expect_close(const std::vector<at::Tensor>& values, const std::vector<at::T
   for (size_t i = 0; i < values.size(); ++i) EXPECT_TRUE(torch::allclose(values[i], expected[i], 1e-7, 1e-9)) << i;
 }
 
-// The one half is replicated, the other sharded; one backward goes through both.
+// One half is replicated, the other sharded; one backward reaches both.
 TEST(WrappingOfPrograms, OneLossThroughTwoWrappers) {
   const auto expected = trained_alone(4);
   for (int world : {2, 3}) {
@@ -254,7 +254,7 @@ TEST(WrappingOfPrograms, BatchNormOverRanksInACheckpointedPart) {
   }
 }
 
-// Inputs in a map and an optional one, outputs of a program's own type, in which nobody finds tensors.
+// Inputs in a map and an optional one, outputs of a program's own type, in which the wrapper finds no tensors.
 struct Opinion {
   at::Tensor mean, hidden;
   std::optional<at::Tensor> nothing;
@@ -339,7 +339,7 @@ TEST_P(Wrapping, ABackwardWhoseWrapperHasGone) {
   });
 }
 
-// A member is not what is registered: fc3's own weight is left without a gradient, as by one process.
+// The member is not the registered module: fc3's own weight has no gradient, as in one process.
 TEST_P(Wrapping, AMemberThatIsReplacedAndNotRegistered) {
   const auto model = [] {
     Model made = mlp();
@@ -361,7 +361,7 @@ TEST_P(Wrapping, AParameterMadeByTheFirstForward) {
   play(GetParam(), {.expect = Expect::kEither, .model = [] { return seeded_model<Lazy>(27); }}, three_steps);
 }
 
-// Its parameters belong to no wrapper, so nobody would average their gradients.
+// No wrapper would average the gradients of its parameters.
 TEST_P(Wrapping, LayerRegisteredAfterWrapping) {
   play(
       GetParam(),

@@ -16,7 +16,7 @@ namespace {
 
 TESSERA_LOOPS(Writes, all_setups);
 
-// Elastic weight consolidation: what the first task found is kept, weighted by its Fisher information.
+// Elastic weight consolidation: keeps the weights of the first task, weighted by their Fisher information.
 TEST_P(Writes, WeightsHeldWhereTheFirstTaskLeftThem) {
   play(GetParam(), {.same_data = true}, [](Trainer& run) {
     run.train(0);
@@ -37,7 +37,7 @@ TEST_P(Writes, WeightsHeldWhereTheFirstTaskLeftThem) {
   });
 }
 
-// Nothing is stepped between the first and the second backward: what was learnt is given up for what was saved.
+// No step is taken between the first and the second backward: the saved values replace the learned ones.
 TEST_P(Writes, ValuesPutBackInPlaceOfAStep) {
   for (const bool is_tiny : {false, true})
     play(GetParam(), {.model = is_tiny ? [] { return seeded_model<Tiny>(82); } : mlp}, [](Trainer& run) {
@@ -192,7 +192,7 @@ TEST_P(Writes, ValuesClampedAfterEachStep) {
   });
 }
 
-// A summary before training, as it is printed.
+// Prints a summary before training.
 TEST_P(Writes, ParametersAreCountedAndPrinted) {
   play(GetParam(), {}, [](Trainer& run) {
     int64_t numel = 0;

@@ -94,7 +94,7 @@ TEST_P(ZeroGrad, BetweenForwardAndBackward) {
   });
 }
 
-// A step without gradients does nothing, so the one after it starts from the same values.
+// A step without gradients changes nothing: the next one starts from equal values.
 TEST_P(ZeroGrad, ByTheOptimizerAfterBackwardLeavesNothingToStep) {
   play(GetParam(), {.expect = where_gradients_stay(GetParam()), .says = kDropped}, [](Trainer& run) {
     run.train(0);
@@ -148,7 +148,7 @@ TEST_P(ZeroGrad, ByTheModuleAfterStep) {
   });
 }
 
-// What the next backward does not touch has no gradient then, and stays as it is.
+// A parameter that the next backward does not reach has no gradient then, and stays unchanged.
 TEST_P(ZeroGrad, ByTheModuleWhenOnlyABranchIsUsedNext) {
   play(GetParam(), {.unused = true}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
@@ -166,7 +166,7 @@ TEST_P(ZeroGrad, OfOneLayerOnly) {
     run.optimizer().zero_grad();
     run.loss(1).backward();
     mlp_of(*run.model).fc2->zero_grad();
-    run.loss(2).backward();  // adds to what the others have
+    run.loss(2).backward();  // adds to the gradients of the other layers
     run.optimizer().step();
   });
 }
