@@ -13,7 +13,7 @@ namespace tessera::loops::checkpointed_test {
 using namespace internal;
 namespace {
 
-TESSERA_LOOPS(Checkpointed, all_setups);
+TESSERA_LOOPS(CheckpointedParts, all_setups);
 
 struct Checkpointed : Mlp {
   at::Tensor forward(const at::Tensor& x) override {
@@ -25,7 +25,7 @@ struct Checkpointed : Mlp {
   bool changes = false;
 };
 
-TEST_P(Checkpointed, ACheckpointedInputChangedInPlace) {
+TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlace) {
   play(GetParam(), {.expect = Expect::kThrows, .model = [] { return seeded_model<Checkpointed>(57); }},
        [](Trainer& run) {
          run.train(0);
@@ -34,7 +34,7 @@ TEST_P(Checkpointed, ACheckpointedInputChangedInPlace) {
        });
 }
 
-TEST_P(Checkpointed, ACheckpointedInputChangedInPlaceAndCaught) {
+TEST_P(CheckpointedParts, ACheckpointedInputChangedInPlaceAndCaught) {
   play(GetParam(), {.model = [] { return seeded_model<Checkpointed>(58); }}, [](Trainer& run) {
     for (int step = 0; step < 4; ++step) {
       run.optimizer().zero_grad();

@@ -8,7 +8,7 @@ namespace tessera::loops::experts_test {
 using namespace internal;
 namespace {
 
-TESSERA_LOOPS(Experts, all_setups);
+TESSERA_LOOPS(ExpertLayers, all_setups);
 
 // Each row is one of four experts', who are called where they have rows.
 struct Experts : Net {
@@ -33,11 +33,11 @@ struct Experts : Net {
 };
 const Play kExperts{.expect = Expect::kEither, .model = [] { return seeded_model<Experts>(301); }, .unused = true};
 
-TEST_P(Experts, ExpertsThatSomeRanksHaveNoRowsFor) {
+TEST_P(ExpertLayers, ExpertsThatSomeRanksHaveNoRowsFor) {
   if (GetParam().stage < 3) play(GetParam(), kExperts, three_steps);  // where units are gathered: evaluated, below
 }
 
-TEST_P(Experts, ExpertsThatSomeRanksHaveNoRowsForEvaluated) {
+TEST_P(ExpertLayers, ExpertsThatSomeRanksHaveNoRowsForEvaluated) {
   play(GetParam(), kExperts, [](Trainer& run) {
     const torch::NoGradGuard no_grad;
     for (int step = 0; step < 4; ++step) run.note(run.loss(step));
@@ -84,9 +84,9 @@ Play mixture(const Setup& setup) {
           .unused = true};
 }
 
-TEST_P(Experts, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(GetParam()), three_steps); }
+TEST_P(ExpertLayers, ExpertsThatSomeRanksUse) { play(GetParam(), mixture(GetParam()), three_steps); }
 
-TEST_P(Experts, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
+TEST_P(ExpertLayers, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
   play(GetParam(), mixture(GetParam()), [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       const at::Tensor one = run.loss(2 * step), other = run.loss(2 * step + 1);
@@ -103,7 +103,7 @@ TEST_P(Experts, ExpertsThatSomeRanksUseInOneOfTwoBackwards) {
 }
 
 // By which a parameter that the pass did not seem to need gets a gradient after all.
-TEST_P(Experts, AHookThatGoesBackwardThroughAnotherLoss) {
+TEST_P(ExpertLayers, AHookThatGoesBackwardThroughAnotherLoss) {
   Play play_of = mixture(GetParam());
   play_of.expect = Expect::kEither;
   play(GetParam(), play_of, [](Trainer& run) {

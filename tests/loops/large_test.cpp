@@ -8,7 +8,7 @@ namespace tessera::loops::large_test {
 using namespace internal;
 namespace {
 
-TESSERA_LOOPS(Large, all_setups);
+TESSERA_LOOPS(LargeUnits, all_setups);
 
 // So large that ranks which read each other's memory gather and reduce them when they are needed, not before.
 struct Large : Net {
@@ -24,7 +24,7 @@ Play large() {
   return {.model = [] { return seeded_model<Large>(25); }};
 }
 
-TEST_P(Large, LargeOnesInEveryOrder) {
+TEST_P(LargeUnits, LargeOnesInEveryOrder) {
   play(GetParam(), large(), [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
@@ -43,7 +43,7 @@ TEST_P(Large, LargeOnesInEveryOrder) {
   });
 }
 
-TEST_P(Large, LargeOnesAfterABackwardThatThrew) {
+TEST_P(LargeUnits, LargeOnesAfterABackwardThatThrew) {
   play(GetParam(), large(), [](Trainer& run) {
     run.train(0);
     run.optimizer().zero_grad();
@@ -78,7 +78,7 @@ struct ManyLarge : Net {
   torch::nn::ModuleList middle;
 };
 
-TEST_P(Large, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
+TEST_P(LargeUnits, ManyLargeOnesWithAValidationBeforeBackwardAndValuesOfBefore) {
   play(GetParam(), {.model = [] { return seeded_model<ManyLarge>(26); }}, [](Trainer& run) {
     for (int step = 0; step < 3; ++step) {
       run.optimizer().zero_grad();
