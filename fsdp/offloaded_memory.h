@@ -3,8 +3,8 @@
 #include <memory>
 #include <string>
 
-#include <tessera/fsdp_options.h>
-#include <tessera/memory_report.h>
+#include <tessera/model/data_parallel.h>
+#include <tessera/options/fsdp_options.h>
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
 #include "core/runtime/copy_engine.h"

@@ -151,7 +151,7 @@ std::optional<int64_t> peek_sequence(const fs::path& directory) {
 
 }  // namespace tessera::internal
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
@@ -162,4 +162,4 @@ std::optional<fs::path> latest_checkpoint(const fs::path& folder) {
   return std::nullopt;
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera

@@ -343,7 +343,7 @@ void fill_deferred(const at::Tensor& tensor, const at::Tensor& values) {
 
 }  // namespace tessera::internal
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 bool is_deferred(const at::Tensor& tensor) {
@@ -359,4 +359,4 @@ void materialize(torch::nn::Module& module) {
   });
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 WrapPolicy wrap_by_size(int64_t min_numel) {
@@ -22,4 +22,4 @@ WrapPolicy wrap_if(std::function<bool(const std::string&, const torch::nn::Modul
   };
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera

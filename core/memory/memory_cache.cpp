@@ -326,7 +326,7 @@ void set_memory_rank_of_thread(int rank) { rank_of_thread = rank; }
 
 }  // namespace tessera::internal
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 void cache_memory() {
@@ -349,4 +349,4 @@ void release_freed_memory() {
 #endif
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera

@@ -9,7 +9,7 @@ MemoryKind MemoryKindScope::current() { return current_kind; }
 
 }  // namespace tessera::internal
 
-namespace tessera::internal {
+namespace tessera {
 using namespace internal;
 
 std::string_view name_of(MemoryKind kind) {
@@ -19,4 +19,4 @@ std::string_view name_of(MemoryKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
-}  // namespace tessera::internal
+}  // namespace tessera
