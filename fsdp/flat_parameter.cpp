@@ -126,7 +126,6 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
                        : at::empty({numel}, at::TensorOptions().dtype(dtype).device(device));
   };
   gradient_ = std::make_unique<GradientBuffer>(std::move(members), layout_.shard_numel(), dtype_, std::move(memory));
-  own_uses_of_shard_ = shard_.storage().use_count() - parameter_shards_.size();
 }
 
 std::string FlatParameter::shard_label(size_t parameter) const {
@@ -144,21 +143,6 @@ bool FlatParameter::is_shard_home(size_t parameter) const {
   const auto index = static_cast<int64_t>(parameter);
   return shard_page().holds(own) &&
          is_view_at(own, {layout_.owned(index, rank_).numel()}, {1}, layout_.offset_in_shard(index, rank_));
-}
-
-void FlatParameter::bring_shard_home(size_t parameter) {
-  at::NoGradGuard no_grad;
-  at::Tensor& own = parameter_shards_[parameter];
-  const at::Tensor given = own.detach();
-  own.set_data(part_of(shard_, parameter));
-  mark_as_shard(own, shard_label(parameter), low_precision_part(parameter));
-  own.copy_(given);  // last: who hears of the write may look again
-}
-
-bool FlatParameter::is_shard_shared() const {
-  const auto own =
-      std::ranges::count_if(parameter_shards_, [&](const at::Tensor& shard) { return shard_page().holds(shard); });
-  return shard_.storage().use_count() > own_uses_of_shard_ + static_cast<size_t>(own);
 }
 
 const at::Tensor& FlatParameter::link_source() {

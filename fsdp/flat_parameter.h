@@ -75,15 +75,12 @@ class FlatParameter {
   void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
   // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether it still is that view; else it is made one again, of the values that it was given meanwhile (set_data()).
+  // Whether it still is that view: set_data() gives it another.
   bool is_shard_home(size_t parameter) const;
-  void bring_shard_home(size_t parameter);
-  // Whether a tensor that the user has kept, none of parameter_shards(), is a view of shard() (a detach(), say).
-  bool is_shard_shared() const;
 
   // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
-    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+    return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
 
   // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
@@ -135,7 +132,6 @@ class FlatParameter {
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use
   std::vector<at::Tensor> parameter_shards_;
-  size_t own_uses_of_shard_ = 0;      // of its storage, beside parameter_shards_
   std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
   std::unique_ptr<GradientBuffer> gradient_;
 };

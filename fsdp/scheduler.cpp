@@ -29,9 +29,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {
-  writes_.assign(model_.units().size(), Writes{.is_open = true});
-}
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {}
 
 // ---- events -------------------------------------------------------------------------------------
 
@@ -48,18 +46,17 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
-    for (Unit* unit : needed) gradients_.require_unchanged(*unit);
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
     // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
     for (Unit* unit : needed) {
       inspect(*unit);
-      gradients_.begin_use(*unit);
+      gradients_.show_version(*unit);
     }
   }
   if (mode == Page::GradMode::kRecording)
-    for (Unit* unit : needed) gradients_.expect(*unit, backward);
+    for (Unit* unit : needed) gradients_.expect(*unit);
   resident_.use(needed, mode, backward);
   for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
 }
@@ -122,7 +119,6 @@ void Scheduler::end_forward() {
 // ---- backward -----------------------------------------------------------------------------------
 
 void Scheduler::begin() {
-  std::fill(writes_.begin(), writes_.end(), Writes{});
   resident_.begin_backward();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
   gradients_.begin();
@@ -132,8 +128,7 @@ void Scheduler::end() {
   resident_.computing_ends();
   resident_.expect_forward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
-  release_all();
-  std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
+  resident_.release_all();
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
@@ -143,12 +138,7 @@ void Scheduler::abandon() {
   resident_.expect_forward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
-  release_all();
-}
-
-void Scheduler::release_all() {
   resident_.release_all();
-  gradients_.forget_versions();
 }
 
 // ---- scopes -------------------------------------------------------------------------------------
@@ -233,13 +223,15 @@ void Scheduler::show_in_shards() {
   if (inside_backward() || is_running()) return;  // what the pass computes with
   Quiet quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
 
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
-  if (!inside_backward() && !is_running()) gradients_.follow_freezing();
+  if (inside_backward() || is_running()) return model_.named_shards();
+  Quiet quiet;
+  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
+  gradients_.follow_freezing();
   return model_.named_shards();
 }
 
@@ -252,39 +244,10 @@ bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::stri
   return false;
 }
 
-void Scheduler::before_write(int index, int64_t storage_offset) {
+void Scheduler::before_write(int index) {
   std::lock_guard lock(mutex_);
-  if (writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  unit.wait_for_reads();
-  // A step, say, which begins where the one before began. What has replaced a parameter's values until now came before.
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  const bool begins = storage_offset == writes.first.value_or(storage_offset) || unit.holders() != writes.holders;
-  if (!writes.is_open || !begins) return;
-  Quiet quiet;
-  gradients_.require_none_by_hand(unit);
-  bring_home(unit, writes);
-  writes.first = storage_offset;
-}
-
-// An optimizer's weight decay, say, or an average: of what has replaced a parameter's values until now. Another thread
-// that is in here has looked.
-void Scheduler::before_read(int index) {
-  if (inside_backward()) return;
-  std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock() || is_running() || writes_.empty()) return;
-  Unit& unit = *model_.units()[index];
-  Writes& writes = writes_[static_cast<size_t>(index)];
-  if (!writes.is_open || unit.is_pinned() || unit.holders() == writes.holders) return;
-  bring_home(unit, writes);
-}
-
-void Scheduler::bring_home(Unit& unit, Writes& writes) {
-  writes.is_open = false;  // bringing home reads and writes, too
-  Quiet quiet;
-  unit.bring_home(/*may_change=*/true);
-  writes.is_open = true;
-  writes.holders = unit.holders();
+  const auto& units = model_.units();
+  if (const auto at = static_cast<size_t>(index); at < units.size() && units[at]) units[at]->wait_for_reads();
 }
 
 // ---- what users ask for -------------------------------------------------------------------------
@@ -301,7 +264,6 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   require_use("full_state_dict");
   Quiet quiet;
   begin_look();
-  gradients_.require_none_by_hand();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);
 }

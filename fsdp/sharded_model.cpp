@@ -11,7 +11,6 @@
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
-#include "fsdp/former_memory.h"
 
 namespace tessera::internal {
 namespace {
@@ -65,13 +64,11 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   ignored_parameters_ = parameters_beside(planned, *module_);
   require_apart(ignored_parameters_, "parameter of an ignored module", planned, "FullyShardedDataParallel",
                 mesh_.world->rank());
-  const FormerMemory former_memory(planned);
   planned.clear();
   check_agreement(plan);
   warn_if_short_of_memory(plan);
   warn_of_idle_policies(plan);
   make_units(plan, pager);
-  former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
   name_shards();

@@ -325,7 +325,7 @@ void Unit::write_back() {
   bring_home(/*may_change=*/true);
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i)  // which throws
-      paged->bring_shard_home(i, is_pinned_, /*may_change=*/true, name_, comm_.rank());
+      paged->require_shard_at_home(i, comm_.rank());
     const Page& page = paged->page_in_use();
     if (loses_writes_) {
       if (page.writes() == paged->writes_before) continue;
@@ -372,16 +372,10 @@ void Unit::require_lent(const Page& page, const std::string& rank) const {
                          "is used");
 }
 
-size_t Unit::holders() const {
-  size_t count = 0;
-  for (const auto& paged : flat_parameters_) count += paged->page_in_use().holders();
-  return count;
-}
-
 void Unit::bring_home(bool may_change) {
   for (auto& paged : flat_parameters_) {
     for (size_t i = 0; i < paged->flat.parameters().size(); ++i) {
-      if (!is_pinned_) paged->bring_shard_home(i, is_pinned_, may_change, name_, comm_.rank());
+      paged->require_shard_at_home(i, comm_.rank());
       if (paged->is_at_home(i)) continue;
       const PlannedParameter& parameter = paged->flat.parameters()[i];
       if (paged->page_in_use().holds(parameter.tensor))
@@ -394,7 +388,7 @@ void Unit::bring_home(bool may_change) {
                                " was replaced after wrapping (by module.to(), or set_data)" +
                                (fits ? " between a forward and its backward" : "") +
                                ": move and convert the module before it is wrapped, and change values between steps");
-      paged->bring_home(i, is_pinned_, name_, comm_.rank());
+      paged->bring_home(i, is_pinned_, comm_.rank());
     }
   }
 }

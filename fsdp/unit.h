@@ -106,8 +106,6 @@ class Unit {
   // parameter, for what is not of its shape, or of another dtype (module.to()), or if `may_change` is false. The same
   // for the shards, in which users and optimizers have the parameters.
   void bring_home(bool may_change);
-  // How many tensors are views of what the module's parameters should be: one less where a parameter was replaced.
-  size_t holders() const;
 
  private:
   void return_staging();

@@ -63,8 +63,6 @@ class TracedOperation : public Pending::Operation {
   Pending pending_;
 };
 
-thread_local uint64_t begun_here = 0;
-
 // Lists the first few ranks only, which keeps errors of large groups readable.
 std::string ranks_text(const std::vector<int>& members) {
   constexpr size_t kMostNamed = 8;
@@ -207,8 +205,6 @@ at::Tensor Communicator::buffer(int64_t numel, at::ScalarType dtype) {
   return at::empty({numel}, at::TensorOptions().dtype(dtype).device(device_));
 }
 
-uint64_t Communicator::begun_by_this_thread() { return begun_here; }
-
 void internal::refuse_second_thread(Communicator& comm, const std::string& what) {
   const std::string reason = c10::str(
       what, " on rank ", comm.rank(), " of ", comm.size(),
@@ -221,7 +217,6 @@ void internal::refuse_second_thread(Communicator& comm, const std::string& what)
 Pending Communicator::begin(Collective collective) {
   check_and_complete(*this, collective);
   for (const auto& counter : counters_) counter->add_collective();
-  ++begun_here;
   const KindTraits& traits = kTraits[collective.kind];
   if (size_ > 1) {
     const std::string what = Trace::active() == nullptr ? "" : collective.what;

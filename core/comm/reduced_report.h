@@ -21,13 +21,8 @@ namespace tessera::internal {
 // current work, and the result can be read later. Must be used by one thread at a time.
 class ReducedReport {
  public:
-  // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call. `alike`
-  // ([m] kLong on the group's device, values 0 to kLargestAlike) has numbers that must be equal on all ranks and that
-  // the host does not need to know.
-  ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what,
-                const at::Tensor& alike = {});
-  static constexpr int kRankBits = 20;
-  static constexpr int64_t kLargestAlike = (int64_t{1} << (63 - kRankBits)) - 1;
+  // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
+  ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
   // Waits for the exchange as Pending::wait() does. Must precede the functions below, which throw CommError if the
   // exchange was aborted. A second call is a no-op.
   void finish();
@@ -37,24 +32,16 @@ class ReducedReport {
   const int64_t* largest();
   // Returns two ranks whose fingerprints differ (lower first), or nullopt if all agree. Blocks. Compares 43 bits.
   std::optional<std::pair<int, int>> unlike_ranks();
-  // Returns the first number of `alike` that differs between ranks, and two ranks that differ in it (lower first), or
-  // nullopt. Blocks.
-  struct Unlike {
-    size_t number;
-    std::pair<int, int> ranks;
-  };
-  std::optional<Unlike> first_unlike();
   // Throws std::invalid_argument if fingerprints differ: "the ranks disagree about <subject>". Blocks.
   void require_alike(const std::string& subject);
 
  private:
   void wait();
-  std::optional<std::pair<int, int>> unlike_at(int64_t place, int64_t place_of_complement) const;
 
   Communicator* comm_;
   std::string what_;
   int64_t numbers_ = 0;  // their count
-  at::Tensor host_;      // [2 + numbers + 2 * alike]
+  at::Tensor host_;      // [2 + numbers]
   at::Tensor device_;    // same shape, on the group's device; for a CPU group it is host_
   Pending exchange_;
   bool is_finished_ = false;

@@ -133,11 +133,6 @@ void GradientReducer::begin(const std::vector<size_t>& order, bool frozen_too) {
     if (contents_[bucket].content.is_begun()) enqueue(bucket);
 }
 
-void GradientReducer::expect_none(size_t parameter) {
-  if (std::exchange(states_[parameter].arrived, true)) return;
-  --contents_[states_[parameter].bucket].missing;
-}
-
 bool GradientReducer::add(size_t parameter, const at::Tensor& gradient) {
   ParameterState& state = states_[parameter];
   BucketState& bucket = contents_[state.bucket];

@@ -185,9 +185,6 @@ class Communicator : public internal::CommunicatorBackend {
   // is set.
   virtual at::Tensor buffer(int64_t numel, at::ScalarType dtype);
 
-  // The number of operations, of any group, that this thread has started.
-  static uint64_t begun_by_this_thread();
-
   // Starts an operation that has no function above. For Tessera's own use.
   Pending begin(internal::Collective collective);
 
