@@ -80,7 +80,7 @@ class FlatParameter {
 
   // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
-    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+    return internal::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
 
   // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in

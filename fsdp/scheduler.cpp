@@ -113,7 +113,7 @@ ScopeExit Scheduler::begin_forward() {
 }
 
 void Scheduler::end_forward() {
-  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->settle("forward()");
+  if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->throw_if_aborted("forward()");
 }
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ void Scheduler::summon(const SummonOptions& options) {
   try {
     for (Unit* unit : chosen)
       summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
-    world.settle("summon_full_params");
+    world.throw_if_aborted("summon_full_params");
   } catch (...) {
     dismiss(/*writeback=*/false);  // nobody is to see these values
     throw;

@@ -151,9 +151,8 @@ void Unit::start_gather() {
 // Else the peers that are not here yet would copy what they need no sooner, and the buffer is one too many meanwhile.
 bool Unit::may_gather_ahead() const {
   const Communicator& comm = has_secondary() ? *secondary_.comm : comm_;
-  return std::ranges::none_of(flat_parameters_, [&](const auto& paged) {
-    return comm.moves_only_when_awaited(paged->flat.layout().full_numel());
-  });
+  return std::ranges::none_of(flat_parameters_,
+                              [&](const auto& paged) { return comm.is_lazy(paged->flat.layout().full_numel()); });
 }
 
 void Unit::finish_gather() {

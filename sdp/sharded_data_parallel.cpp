@@ -73,7 +73,7 @@ std::vector<SdpModule::Reference> SdpModule::references_to(const std::vector<Sha
   return references;
 }
 
-// Gradients would go to the owners that it had, whoever steps now.
+// Without this check gradients would go to the owners of the destroyed optimizer.
 void SdpModule::require_optimizers() const {
   for (const Reference& reference : optimizers_)
     if (reference.lifetime.expired())

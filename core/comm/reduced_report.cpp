@@ -13,11 +13,11 @@
 namespace tessera::internal {
 namespace {
 
-// More would mean that the device is many steps behind: the host then waits for the oldest.
+// If the device is more steps behind, the host waits for the oldest report.
 constexpr size_t kMaxWaiting = 4;
 
-// Before the numbers, the fingerprint and its complement, each with the rank below it: the largest of the one is the
-// largest fingerprint, of the other the smallest, and they say whose it is, the lowest rank that has it.
+// Two words precede the numbers: the fingerprint and its complement, each with the lowest rank that has it in the low
+// bits. The maximum of the first is the largest fingerprint, that of the second the smallest.
 constexpr int64_t kAgreement = 2;
 constexpr int kRankBits = 20;
 constexpr int64_t kRankMask = (int64_t{1} << kRankBits) - 1;
@@ -60,7 +60,7 @@ bool ReducedReport::has_arrived() const { return !arrived_ || arrived_->query();
 
 void ReducedReport::wait() {
   if (!has_arrived()) arrived_->synchronize();
-  comm_->to_host(host_, what_);  // where it is by now
+  comm_->to_host(host_, what_);  // throws if the exchange was aborted
 }
 
 const int64_t* ReducedReport::largest() {

@@ -16,23 +16,23 @@
 
 namespace tessera::internal {
 
-// Whether all ranks have one fingerprint, and the largest of each of some numbers over ranks, in one all-reduce: what a
-// rank holds and exchanges for it does not grow with their number. It does not stop the host: on a device it travels
-// behind what is computed there, and can be looked at when it has come. Used by one thread at a time.
+// Compares a fingerprint over all ranks, and computes the maximum of some numbers over ranks, in one all-reduce. Its
+// size does not depend on the number of ranks. It does not block the host: on a device, the exchange runs after the
+// current work, and the result can be read later. Must be used by one thread at a time.
 class ReducedReport {
  public:
-  // Collective, with as many numbers on all ranks. The communicator outlives the last call.
+  // Collective. All ranks must pass the same number of `numbers`. The communicator must outlive the last call.
   ReducedReport(Communicator& comm, uint64_t fingerprint, const std::vector<int64_t>& numbers, const std::string& what);
-  // Waits for the exchange as Pending::wait() does. Before the others, which throw CommError if it was aborted; a
-  // second time it does nothing.
+  // Waits for the exchange as Pending::wait() does. Must precede the functions below, which throw CommError if the
+  // exchange was aborted. A second call is a no-op.
   void finish();
-  // Whether the next ones return at once.
+  // Whether the functions below return without blocking.
   bool has_arrived() const;
-  // The largest over ranks of each number; waits for it.
+  // The maximum of each number over ranks. Blocks.
   const int64_t* largest();
-  // Two ranks that have different fingerprints, if not all have one: the lower one first. Waits. 43 bits are compared.
+  // Returns two ranks whose fingerprints differ (lower first), or nullopt if all agree. Blocks. Compares 43 bits.
   std::optional<std::pair<int, int>> unlike_ranks();
-  // Waits, and throws std::invalid_argument if there are such ranks: "the ranks disagree about <subject>".
+  // Throws std::invalid_argument if fingerprints differ: "the ranks disagree about <subject>". Blocks.
   void require_alike(const std::string& subject);
 
  private:
@@ -40,18 +40,18 @@ class ReducedReport {
 
   Communicator* comm_;
   std::string what_;
-  int64_t numbers_ = 0;  // how many
+  int64_t numbers_ = 0;  // their count
   at::Tensor host_;      // [2 + numbers]
-  at::Tensor device_;    // the same, which travels; of a CPU group one and the same
+  at::Tensor device_;    // same shape, on the group's device; for a CPU group it is host_
   Pending exchange_;
   bool is_finished_ = false;
-  std::optional<c10::Event> arrived_;  // of a device
+  std::optional<c10::Event> arrived_;  // null for a CPU group
 };
 
-// Reports that nobody waits for: each is looked at once it has come, one after the other, at one of the next calls.
+// Reports that are read when they have arrived, without blocking: look() reads them in order.
 class LateReports {
  public:
-  // Throws what a report tells of.
+  // Throws if the report shows an error.
   using Look = std::function<void(ReducedReport&)>;
   void add(ReducedReport report, Look look) { waiting_.emplace_back(std::move(report), std::move(look)); }
   void look();

@@ -36,7 +36,7 @@ std::string describe(const DdpOptions& options) {
   return text.str();
 }
 
-// What torch::nn::utils::clip_grad_norm_ does, operator by operator, but that the host does not look at the norm.
+// torch::nn::utils::clip_grad_norm_, operator by operator, but the host does not read the norm.
 GradNorm clip_without_looking(const std::vector<at::Tensor>& gradients, double max_norm, double norm_type) {
   const bool is_largest = norm_type == std::numeric_limits<double>::infinity();
   std::vector<at::Tensor> norms;
@@ -69,8 +69,8 @@ std::optional<at::ScalarType> wire_dtype(GradientCompression compression) {
   return std::nullopt;
 }
 
-// A gradient that is reduced where autograd left it is a bucket by itself. Below this, one more message costs more than
-// the copy that it saves.
+// A gradient that is reduced in autograd's memory is a bucket by itself. Below this size, one more message costs more
+// than the copy that it saves.
 constexpr int64_t kLeastAdoptedBytes = int64_t{2} << 20;
 
 int64_t bytes_of_mb(double mb) { return static_cast<int64_t>(std::llround(mb * 1024 * 1024)); }
@@ -94,7 +94,7 @@ DdpModule::DdpModule(torch::nn::Module& module, std::shared_ptr<Communicator> co
   replicated.reducer.backend_all_reduce = options.backend_all_reduce;
   replicated.reducer.is_static = options.static_graph;
   replicated.reducer.zero_copy_bytes = options.zero_copy_bytes;
-  replicated.reducer.in_flight = 1;  // each holds room for what the peers send
+  replicated.reducer.in_flight = 1;  // each allocates a buffer for the peers' data
   reduce_gradients(nullptr, replicated);
 }
 

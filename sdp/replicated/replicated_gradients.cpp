@@ -17,7 +17,7 @@
 namespace tessera::internal {
 namespace {
 
-// For errors.
+// A name for errors.
 std::string label_of(const std::vector<PlannedParameter>& parameters, const std::vector<size_t>& members) {
   if (members.size() == 1) return "the gradient of '" + parameters[members[0]].fqn + "'";
   return "gradients of " + std::to_string(members.size()) + " parameters from '" + parameters[members.front()].fqn +
@@ -32,7 +32,7 @@ std::shared_ptr<ReplicatedGradients> ReplicatedGradients::make(std::shared_ptr<t
                                                                std::vector<PlannedParameter> parameters,
                                                                std::shared_ptr<Communicator> comm, std::string who,
                                                                OwnerOf owner_of, ReplicatedOptions options) {
-  // Parameters are there already. With owners a rank gets about its share of the gradients.
+  // Parameters are allocated already. With owners, a rank allocates about its share of the gradients.
   MemoryNeed need;
   for (const PlannedParameter& parameter : parameters) {
     const auto bytes = static_cast<int64_t>(parameter.tensor.nbytes());
@@ -58,7 +58,7 @@ ReplicatedGradients::ReplicatedGradients(std::shared_ptr<torch::nn::Module> modu
       states_(binding_.parameters().size()),
       comparison_(options.compare_replicas_every) {}
 
-// What refers to the shared object.
+// Sets up the callbacks that hold a weak pointer to this object.
 void ReplicatedGradients::install() {
   const std::weak_ptr self = std::static_pointer_cast<ReplicatedGradients>(shared_from_this());
   const auto lost = while_alive(
@@ -84,7 +84,7 @@ void ReplicatedGradients::refresh_trainable() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) throw std::logic_error("refresh_trainable inside a backward pass");
   bool changed = false;
-  std::vector<size_t> order;  // backward meets the last parameters first
+  std::vector<size_t> order;  // backward reaches the last parameters first
   for (size_t i = states_.size(); i-- > 0;) {
     const bool trainable = binding_.tensor(i).requires_grad() || states_[i].awaits_reduction;
     changed = changed || states_[i].trainable != trainable;
@@ -92,7 +92,7 @@ void ReplicatedGradients::refresh_trainable() {
   }
   binding_.hook_all();
   if (!changed) return;
-  plan(order);  // or throws, and what it is planned for stays as it was
+  plan(order);  // if it throws, the states stay unchanged
   for (ParameterState& state : states_) state.trainable = false;
   for (size_t i : order) states_[i].trainable = true;
   flags_.order_agreed = false;
@@ -162,7 +162,7 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
                            "call the wrapper's forward after requires_grad_(true), not the module's");
   if (!reduces()) {
     keep_own_sum(parameter, gradient.defined());
-    return gradient;  // which autograd adds to what is there
+    return gradient;  // autograd accumulates it
   }
   if (gradient.defined()) binding_.require_no_hook_after(parameter);
   enter();
@@ -170,7 +170,8 @@ at::Tensor ReplicatedGradients::take(size_t parameter, const at::Tensor& gradien
   return {};
 }
 
-// With one rank a divisor may be set later, between a backward under no_sync() and the last one.
+// On one rank autograd accumulates. The states are needed if a divisor is set between a backward under no_sync() and
+// the last backward.
 void ReplicatedGradients::note_passed_through(size_t parameter) {
   if (!reduces()) {
     states_[parameter].grad = GradState::kAccumulating;
@@ -183,8 +184,8 @@ void ReplicatedGradients::note_passed_through(size_t parameter) {
   states_[parameter].grad = GradState::kFinal;
 }
 
-// An average that is on one rank only counts in an average to come as often as that divides by; one that is on
-// every rank once, unless it is divided by something else.
+// Scales an average that becomes part of an own sum, so that the next reduction leaves its share unchanged: the
+// reduction divides by the divisor, and adds the averages of all ranks that hold one.
 void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
   const at::Tensor& tensor = binding_.tensor(parameter);
   ParameterState& state = states_[parameter];
@@ -202,7 +203,7 @@ void ReplicatedGradients::keep_own_sum(size_t parameter, bool adds) {
 
 void ReplicatedGradients::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return;  // a checkpointed part is computed again
+  if (inside_backward()) return;  // recomputes a checkpointed part
   const bool trains = c10::GradMode::is_enabled();
   NoGradNoInferenceGuard quiet;
   recover();
@@ -230,13 +231,13 @@ void ReplicatedGradients::require_all_used() {
           "as they were");
 }
 
-// The callback at the end must belong to the outermost pass: one that starts within it, to compute a checkpointed part
-// again, must not end it.
+// The end callback must belong to the outermost pass: a nested pass, which recomputes a checkpointed part, must not end
+// it.
 void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   if (mesh_.world->size() > 1) binding_.require_same_versions("forward");
   if (!inside_backward()) flags_.is_forward_open = false;
   if (passes_through() || inside_backward() || !c10::GradMode::is_enabled()) return;
-  refresh_trainable();  // once more: forward may have frozen or replaced parameters itself
+  refresh_trainable();  // again: forward may have frozen or replaced parameters
   for (size_t i = 0; i < states_.size(); ++i)
     states_[i].awaits_reduction = states_[i].awaits_reduction || binding_.tensor(i).requires_grad();
   if (!reduces()) return;
@@ -256,13 +257,13 @@ void ReplicatedGradients::end_forward(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-// Of a forward that threw, nobody says so.
+// A forward that throws does not call end_forward().
 void ReplicatedGradients::note_failed_forward() {
   if (std::exchange(flags_.is_forward_open, false)) log_.add_failed_forward();
 }
 
-// What one rank does not do alone: the ranks compare it with what they have exchanged. With owners each rank has other
-// gradients.
+// Logs the acts that all ranks must do alike; they compare their logs at the end of the pass. With owners the ranks
+// hold different gradients, which cannot be compared.
 void ReplicatedGradients::note_what_came_before() {
   if (owner_of_) return;
   for (size_t i = 0; i < states_.size(); ++i) {
@@ -276,7 +277,7 @@ void ReplicatedGradients::begin() {
   note_what_came_before();
   std::vector<size_t> order(reducer_.buckets().size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  reducer_.begin(order, /*frozen_too=*/true);  // of which sums may be here from before
+  reducer_.begin(order, /*frozen_too=*/true);  // own sums of frozen parameters may be pending
   for (size_t i = 0; i < states_.size(); ++i) {
     if (is_lost(i) || (states_[i].grad == GradState::kAccumulating && !states_[i].trainable)) continue;  // steps throw
     if (std::exchange(states_[i].grad, GradState::kEmpty) != GradState::kAccumulating) continue;
@@ -294,8 +295,8 @@ void ReplicatedGradients::end() {
     any_used = states_[i].used = true;
     if (binding_.tensor(i).grad().defined()) states_[i].grad = GradState::kFinal;
   }
-  flags_.any_backward =
-      flags_.any_backward || any_used;  // torch::autograd::grad() for inputs is none that has to use all
+  // torch::autograd::grad() for inputs uses no parameters, and need not use all.
+  flags_.any_backward = flags_.any_backward || any_used;
   if (!flags_.order_agreed && any_used) agree_on_order();
   if (std::exchange(flags_.first_backward, false) && mesh_.world->device().is_cpu()) release_freed_memory();
 }
@@ -308,19 +309,19 @@ void ReplicatedGradients::fail() {
   }
 }
 
-// zero_grad() takes the placeholder away.
+// zero_grad() removes the placeholder.
 bool ReplicatedGradients::is_lost(size_t parameter) const {
   return states_[parameter].grad == GradState::kLost && placeholder_->is_in(parameter, binding_.tensor(parameter));
 }
 
 void ReplicatedGradients::abandon() {
   reducer_.abandon();
-  if (failed_reducing()) log_.add("a failed backward");  // on one rank alone, it would be a step behind from then on
+  if (failed_reducing()) log_.add("a failed backward");  // a rank that fails alone would stay one step behind
   for (size_t i = 0; i < states_.size(); ++i)
     if (!is_lost(i)) states_[i].grad = GradState::kEmpty;
 }
 
-// From now on buckets are made for the order in which rank 0 saw the gradients come.
+// Plans buckets again, for the order in which gradients arrived on rank 0.
 void ReplicatedGradients::agree_on_order() {
   std::vector<size_t> order = reducer_.arrivals();
   std::vector<bool> came(states_.size(), false);
@@ -338,7 +339,7 @@ void ReplicatedGradients::agree_on_order() {
   flags_.order_agreed = true;
 }
 
-// ---- what wrappers ask for ----------------------------------------------------------------------
+// ---- calls of the wrappers ------------------------------------------------------------------------
 
 void ReplicatedGradients::set_divisor(double divisor) {
   std::lock_guard lock(mutex_);

@@ -182,7 +182,7 @@ auto make_ddp_oss(OssOptions oss) {
   };
 }
 
-// Nobody averages gradients: ranks have the same rows.
+// No wrapper averages gradients: the ranks have equal rows.
 std::unique_ptr<Trainer> make_oss_alone(Model model, Comm comm, Optim kind, const Play&) {
   auto optimizer = sharded_optimizer(kind, unique_parameters(*model), std::move(comm));
   return std::make_unique<OneProcess>(std::move(model), std::move(optimizer));
@@ -207,7 +207,7 @@ auto make_fsdp(FsdpOptions options) {
   };
 }
 
-// On a disk: in a folder that goes with the last of the ranks' wrappers.
+// On a disk: in a folder that is deleted with the last rank's wrapper.
 std::unique_ptr<Trainer> make_fsdp_on_disk(Model model, Comm comm, Optim kind, const Play& play) {
   FsdpOptions options{.auto_wrap = wrap_modules<torch::nn::LinearImpl>(), .offload = {.params = true, .grads = true}};
   auto folder = std::make_shared<TemporaryFolder>();
@@ -269,7 +269,7 @@ bool is_close(const at::Tensor& value, const at::Tensor& expected, double roundi
                          rounding * (fine ? 1e-9 : 1e-5));
 }
 
-// "" if the ranks have seen, as far as they came, what the one process did.
+// "" if the ranks' notes agree with those of the one process, as far as they ran.
 std::string difference(const Record& expected, const std::vector<Record>& ranks, double rounding) {
   std::ostringstream text;
   size_t notes = expected.notes.size();
@@ -304,7 +304,7 @@ std::string difference(const Record& expected, const std::vector<Record>& ranks,
   return "";
 }
 
-// Whether the text says what it is about: a parameter or a unit of the model.
+// Whether the text names its subject: a parameter or a unit of the model.
 bool has_name(const std::string& text, const Net& model) {
   // Autograd's own words, where the wrapper left autograd to find the fault.
   // An optimizer knows parameters by their place in its groups.
@@ -373,7 +373,7 @@ std::string judge_reason(const Play& play, const Record& expected, const std::st
   return "refused as docs/loops.md does not say: " + first_line(error);
 }
 
-// What is wrong with what the ranks did, "" if nothing is.
+// The first error in the ranks' results; "" if there is none.
 std::string judge(const Play& play, const Record& expected, const std::vector<Record>& ranks, const std::string& error,
                   const Net& model) {
   const std::string wrong = difference(expected, ranks, play.rounding);
@@ -554,8 +554,8 @@ static size_t place_among(const std::vector<Setup>& setups, const std::string& n
          setups.begin();
 }
 
-// Each sanitizer has one half of the loops in every setup, the other one the other half. They take ten times as long,
-// and setups share all that a loop does but for what they are there for.
+// Sanitizers take ten times as long. Each of the two plays one half of the loops in every setup, since setups differ in
+// few functions.
 static bool is_others_half([[maybe_unused]] size_t turn) {
 #if defined(__SANITIZE_ADDRESS__)
   return turn % 2 != 0;
