@@ -87,10 +87,10 @@ class FlatParameter {
   // host memory is copied to the device first.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
 
-  // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
+  // The encoded bytes of a shard; 0 if shards are sent as they are.
   int64_t encoded_bytes() const { return encoded_bytes_; }
-  // The same with `shard`, of any dtype on the device, in blocks. `wire`, [size() * encoded_bytes()] uint8, is decoded
-  // into `full` after the exchange: this rank's own part too, so that all ranks have the same.
+  // Starts gathering encoded shards into `wire`, [size() * encoded_bytes()] uint8. `shard` is on the device, of any
+  // dtype. After the exchange decode() must be called, which decodes this rank's shard too: all ranks get equal values.
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
@@ -128,6 +128,7 @@ class FlatParameter {
   const FlatLayout layout_;
   const int rank_;
   const bool is_on_host_;
+  const std::shared_ptr<const WireCodec> codec_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
   std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use

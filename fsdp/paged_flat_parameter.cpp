@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "core/layout/as_wrapped.h"
 #include "core/layout/deferred.h"
+#include "core/layout/tensor_signature.h"
 
 namespace tessera::internal {
 
@@ -40,8 +40,8 @@ bool PagedFlatParameter::is_at_home(size_t index) const {
 bool PagedFlatParameter::can_take(size_t index) const {
   const at::Tensor& given = flat.parameters()[index].tensor;
   const auto& sizes = flat.geometry(index).sizes;
-  return page_of(given) == nullptr &&
-         (WrappedKind{flat.dtype(), sizes}.is_of(given) || WrappedKind{flat.gather_dtype(), sizes}.is_of(given));
+  return page_of(given) == nullptr && (TensorSignature{flat.dtype(), sizes}.is_of(given) ||
+                                       TensorSignature{flat.gather_dtype(), sizes}.is_of(given));
 }
 
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.

@@ -35,8 +35,8 @@ struct PagedFlatParameter {
 
   // What the module's parameters are views of now.
   Page& page_in_use() const {
-    if (host_page && host_page->is_lent()) return *host_page;
-    return exact_page && exact_page->is_lent() ? *exact_page : *page;
+    if (host_page && host_page->is_attached()) return *host_page;
+    return exact_page && exact_page->is_attached() ? *exact_page : *page;
   }
   // Makes them views of another one. The module's members, ties and requires_grad stay.
   void point_parameters(const Page& to, at::ScalarType dtype) const;

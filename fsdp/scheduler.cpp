@@ -8,7 +8,7 @@
 
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
-#include "core/runtime/quiet.h"
+#include "core/runtime/no_grad_no_inference_guard.h"
 
 namespace tessera::internal {
 
@@ -36,7 +36,7 @@ Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> co
 void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   resident_.computing_ends();
   const std::vector<Unit*> needed = model_.units_of(pages);
   if (summoned_elsewhere_)
@@ -58,7 +58,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit);
   resident_.use(needed, mode, backward);
-  for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
+  for (const Page* page : pages) model_.units()[page->id()]->require_attached(*page, model_.rank_text());
 }
 
 // Before the whole module is looked at, for a forward or for who reads its values.
@@ -82,7 +82,7 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   if (c10::GradMode::is_enabled())
     throw std::logic_error("backward with create_graph=true reached " + gradients_.binding().label(parameter) +
                            ": gradients of sharded parameters cannot be differentiated again");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
@@ -93,21 +93,21 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   return {};                                              // nothing is left for the module's own parameter
 }
 
-Scope Scheduler::begin_forward() {
+ScopeExit Scheduler::begin_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
+  if (inside_backward()) return ScopeExit(nullptr);  // a checkpointed part is computed again
   require_use("forward()");
   if (summoned_to_host_)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   inspect_all();
   gradients_.begin_forward();
   resident_.begin_forward();
-  if (!trains) return Scope(nullptr);
-  return Scope([this, exceptions = std::uncaught_exceptions()] {
+  if (!trains) return ScopeExit(nullptr);
+  return ScopeExit([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
@@ -191,7 +191,7 @@ void Scheduler::summon(const SummonOptions& options) {
   if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   recover();
   inspect_all();
   resident_.release_all();
@@ -210,7 +210,7 @@ void Scheduler::summon(const SummonOptions& options) {
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units())
     if (unit->is_pinned()) unit->unpin(writeback);
   summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
@@ -221,7 +221,7 @@ void Scheduler::dismiss(bool writeback) {
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return;  // what the pass computes with
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
 }
@@ -229,7 +229,7 @@ void Scheduler::show_in_shards() {
 const std::vector<NamedShard>& Scheduler::named_shards() {
   std::lock_guard lock(mutex_);
   if (inside_backward() || is_running()) return model_.named_shards();
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   gradients_.follow_freezing();
   return model_.named_shards();
@@ -254,7 +254,7 @@ void Scheduler::before_write(int index) {
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   return clip_shards_by_norm(gradients_.ready(), max_norm, norm_type, error_if_nonfinite, *model_.mesh().shard);
 }
 
@@ -262,7 +262,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   std::lock_guard lock(mutex_);
   require_outside_backward("full_state_dict");
   require_use("full_state_dict");
-  Quiet quiet;
+  NoGradNoInferenceGuard quiet;
   begin_look();
   for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);

@@ -35,8 +35,8 @@ class Scheduler : public Pager, public BackwardPass {
   void before_write(int index) override;
   void set_divisor(double divisor) override;
 
-  Scope begin_forward();  // ends where forward does, within this object's life
-  void end_forward();     // of one that returns
+  ScopeExit begin_forward();  // ends where forward does, within this object's life
+  void end_forward();         // of one that returns
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
