@@ -28,7 +28,7 @@ GradientPart* part_of(const at::Tensor& tensor) {
   return dynamic_cast<GradientPart*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-// Calls the function with the first argument of an operator.
+// Calls the function with each part in an operator's first argument.
 template <class Function>
 void for_each_part(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const Function& function) {
   for_each_boxed_tensor(torch::jit::peek(stack, 0, op.schema().arguments().size()), [&](const at::Tensor& tensor) {
