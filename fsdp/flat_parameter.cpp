@@ -138,14 +138,14 @@ LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};
 }
 
-bool FlatParameter::is_shard_home(size_t parameter) const {
+bool FlatParameter::is_shard_attached(size_t parameter) const {
   const at::Tensor& own = parameter_shards_[parameter];
   const auto index = static_cast<int64_t>(parameter);
   return shard_page().holds(own) &&
          is_view_at(own, {layout_.owned(index, rank_).numel()}, {1}, layout_.offset_in_shard(index, rank_));
 }
 
-void FlatParameter::bring_shard_home(size_t parameter) {
+void FlatParameter::reattach_shard(size_t parameter) {
   at::NoGradGuard no_grad;
   at::Tensor& own = parameter_shards_[parameter];
   const at::Tensor given = own.detach();

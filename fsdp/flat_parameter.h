@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/comm/communicator.h"
+#include "core/gradients/gradient_buffer.h"
 #include "core/layout/flat_layout.h"
 #include "core/layout/geometry.h"
-#include "core/gradients/gradient_buffer.h"
 #include "core/layout/int8_blocks.h"
 #include "core/layout/shard_mark.h"
 #include "core/layout/unit_plan.h"
@@ -57,6 +57,7 @@ class FlatParameter {
   const std::vector<ParameterGeometry>& geometries() const { return geometries_; }
   const ParameterGeometry& geometry(size_t parameter) const { return geometries_[parameter]; }
   const FlatLayout& layout() const { return layout_; }
+  int rank() const { return rank_; }
   at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
   at::ScalarType gather_dtype() const { return gather_dtype_; }  // of the parameters in use
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
@@ -76,8 +77,8 @@ class FlatParameter {
   // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
   // Whether it still is that view; else it is made one again, of the values that it was given meanwhile (set_data()).
-  bool is_shard_home(size_t parameter) const;
-  void bring_shard_home(size_t parameter);
+  bool is_shard_attached(size_t parameter) const;
+  void reattach_shard(size_t parameter);
   // Whether a tensor that the user has kept, none of parameter_shards(), is a view of shard() (a detach(), say).
   bool is_shard_shared() const;
 

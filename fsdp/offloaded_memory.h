@@ -3,13 +3,13 @@
 #include <memory>
 #include <string>
 
-#include "fsdp/flat_parameter.h"
-#include "core/model/memory_report.h"
-#include "fsdp/options.h"
-#include "fsdp/unit.h"
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
+#include "core/model/memory_report.h"
 #include "core/runtime/copy_engine.h"
+#include "fsdp/flat_parameter.h"
+#include "fsdp/options.h"
+#include "fsdp/unit.h"
 #include "offload/disk/disk_pager.h"
 
 namespace tessera {

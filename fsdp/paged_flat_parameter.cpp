@@ -46,7 +46,7 @@ std::string PagedFlatParameter::parameter_at(const at::Tensor& view) const {
   return "";
 }
 
-bool PagedFlatParameter::is_at_home(size_t index) const {
+bool PagedFlatParameter::is_attached(size_t index) const {
   const at::Tensor& parameter = flat.parameters()[index].tensor;
   return page_in_use().holds(parameter) &&
          is_view_at(parameter, flat.geometry(index), flat.layout().offset(static_cast<int64_t>(index)));
@@ -60,14 +60,14 @@ bool PagedFlatParameter::can_take(size_t index) const {
 }
 
 // All ranks are expected to have given it the same values; each takes its part, as when the module was wrapped.
-void PagedFlatParameter::bring_home(size_t index, bool is_pinned, const std::string& unit, int rank) {
+void PagedFlatParameter::reattach(size_t index, bool is_summoned, const std::string& unit, int rank) {
   require_unheld(*this, index, unit, rank);
   at::NoGradGuard no_grad;
   const at::Tensor parameter = flat.parameters()[index].tensor;
   const int64_t offset = flat.layout().offset(static_cast<int64_t>(index));
   Page& in_use = page_in_use();
   const at::Tensor given = parameter.detach();
-  if (is_pinned) {
+  if (is_summoned) {
     flat.view_in(in_use.buffer(), index).copy_(given);
     in_use.note_write();
   } else {
@@ -78,12 +78,12 @@ void PagedFlatParameter::bring_home(size_t index, bool is_pinned, const std::str
   }
   const ParameterGeometry& geometry = flat.geometry(index);
   parameter.set_data(
-      in_use.view(is_pinned ? flat.dtype() : flat.gather_dtype(), geometry.sizes, geometry.strides, offset));
+      in_use.view(is_summoned ? flat.dtype() : flat.gather_dtype(), geometry.sizes, geometry.strides, offset));
 }
 
-void PagedFlatParameter::bring_shard_home(size_t index, bool is_pinned, bool may_change, const std::string& unit,
-                                          int rank) {
-  if (flat.is_shard_home(index)) return;
+void PagedFlatParameter::reattach_shard(size_t index, bool is_summoned, bool may_change, const std::string& unit,
+                                        int rank) {
+  if (flat.is_shard_attached(index)) return;
   const at::Tensor& given = flat.parameter_shards()[index];
   const std::string label = "parameter '" + flat.parameters()[index].fqn + "' on rank " + std::to_string(rank);
   if (flat.shard_page().holds(given))
@@ -92,17 +92,17 @@ void PagedFlatParameter::bring_shard_home(size_t index, bool is_pinned, bool may
         ", or another shape (by set_data(), a swap, on fsdp.parameters()): copy values with copy_()");
   const int64_t numel = flat.layout().owned(static_cast<int64_t>(index), rank).numel();
   const bool fits = WrappedKind{flat.dtype(), {numel}, flat.shard().device()}.is_of(given);
-  if (!fits || !may_change || is_pinned)
+  if (!fits || !may_change || is_summoned)
     throw std::logic_error(label + " was replaced after wrapping (by set_data() on fsdp.parameters())" +
-                           (!fits       ? ", by what is no shard of it"
-                            : is_pinned ? " inside summon_full_params()"
-                                        : " between a forward and its backward") +
+                           (!fits         ? ", by what is no shard of it"
+                            : is_summoned ? " inside summon_full_params()"
+                                          : " between a forward and its backward") +
                            ": change values between steps");
   if (flat.is_shard_shared())
     throw std::logic_error(label + " was given other data while another tensor still shares those of " + unit +
                            " (one that it was swapped with, a view or detach() that was kept), and would follow: copy "
                            "values with copy_(), or let go of that tensor");
-  flat.bring_shard_home(index);
+  flat.reattach_shard(index);
 }
 
 }  // namespace tessera

@@ -2,12 +2,13 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "core/comm/communicator.h"
-#include "fsdp/flat_parameter.h"
-#include "core/runtime/copy_engine.h"
-#include "offload/disk/disk_pager.h"
 #include "core/paging/residency.h"
+#include "core/runtime/copy_engine.h"
+#include "fsdp/flat_parameter.h"
+#include "offload/disk/disk_pager.h"
 
 namespace tessera {
 
@@ -17,7 +18,7 @@ struct PagedFlatParameter {
   FlatParameter flat;
   std::unique_ptr<Page> page;
   // Where parameters are cast for use: what the module's parameters are views of while the unit is
-  // pinned, in their own dtype. Else null.
+  // summoned, in their own dtype. Else null.
   std::unique_ptr<Page> exact_page;
   // In host memory, what the parameters are views of while a unit of a device is pinned there. Null until then.
   std::unique_ptr<Page> host_page;
@@ -29,9 +30,6 @@ struct PagedFlatParameter {
   DiskPager::Hold held;  // of a shard on the disk, while it is copied
   Pending gathering;
   at::Tensor wire;  // what is gathered of a flat parameter that travels in blocks; undefined else
-  // This rank's part of what was gathered last, for the ranks of a secondary copy. It is what the shards are unless
-  // `page` is stale.
-  at::Tensor secondary;
 
   // What the module's parameters are views of now.
   Page& page_in_use() const {
@@ -44,16 +42,18 @@ struct PagedFlatParameter {
   std::string parameter_at(const at::Tensor& view) const;
 
   // Whether a parameter is the view that it was made.
-  bool is_at_home(size_t parameter) const;
+  bool is_attached(size_t parameter) const;
   // Whether the data that it was given instead can be its values.
   bool can_take(size_t parameter) const;
-  // They become its values, this rank's part of them, or those of the page in use while the unit `is_pinned`; and it
+  // They become its values, this rank's part of them, or those of the page in use while the unit `is_summoned`; and it
   // the view that it was. Throws std::logic_error where somebody else still shares the data that it had, and would see
   // the new ones, too: a target network that swapped with it, a view. `unit` is for errors.
-  void bring_home(size_t parameter, bool is_pinned, const std::string& unit, int rank);
+  void reattach(size_t parameter, bool is_summoned, const std::string& unit, int rank);
   // The same for a parameter's shard, in which users and optimizers have it, outside of summon_full_params(): whether
   // or not it is the view that it was made. `may_change`: no backward is to come of a forward.
-  void bring_shard_home(size_t parameter, bool is_pinned, bool may_change, const std::string& unit, int rank);
+  void reattach_shard(size_t parameter, bool is_summoned, bool may_change, const std::string& unit, int rank);
 };
+
+using FlatParameters = std::vector<std::unique_ptr<PagedFlatParameter>>;  // of one unit
 
 }  // namespace tessera

@@ -6,9 +6,10 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/runtime/quiet.h"
 #include "core/gradients/shard_norm.h"
 #include "core/memory/memory_cache.h"
+#include "core/runtime/quiet.h"
+#include "fsdp/parameter_checks.h"
 
 namespace tessera {
 
@@ -29,7 +30,7 @@ std::shared_ptr<Scheduler> Scheduler::wrap(torch::nn::Module& module, std::share
 }
 
 Scheduler::Scheduler(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options)
-    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), resident_(model_) {
+    : model_(module, std::move(comm), options, this), gradients_(model_, mutex_), unsharded_(model_) {
   writes_.assign(model_.units().size(), Writes{.is_open = true});
 }
 
@@ -39,9 +40,9 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   std::lock_guard lock(mutex_);
   const Page::GradMode mode = current_grad_mode();
   Quiet quiet;
-  resident_.computing_ends();
+  unsharded_.end_compute_span();
   const std::vector<Unit*> needed = model_.units_of(pages);
-  if (summoned_elsewhere_)
+  if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
   // A thread that a custom backward has started is not the engine's, but works for the pass that is running.
@@ -60,8 +61,8 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   }
   if (mode == Page::GradMode::kRecording)
     for (Unit* unit : needed) gradients_.expect(*unit, backward);
-  resident_.use(needed, mode, backward);
-  for (const Page* page : pages) model_.units()[page->id()]->require_lent(*page, model_.rank_text());
+  unsharded_.use(needed, mode, backward);
+  for (const Page* page : pages) require_lent(*model_.units()[page->id()], *page, model_.rank_text());
 }
 
 // Before the whole module is looked at, for a forward or for who reads its values.
@@ -72,7 +73,7 @@ void Scheduler::begin_look() {
 }
 
 void Scheduler::inspect(Unit& unit) {
-  unit.bring_home(/*may_change=*/true);
+  reattach(unit, /*may_change=*/true);
   gradients_.inspect(unit);
 }
 
@@ -89,18 +90,18 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
-    if (reduces()) unit.drop_secondary();  // an optimizer's step comes next
-    resident_.release(unit);
+    if (reduces()) unit.secondary().drop();  // an optimizer's step comes next
+    unsharded_.reshard(unit);
   }
   if (reduces()) gradients_.reducer().start_full_ones();  // in what the unit's parameters had, maybe
   return {};                                              // nothing is left for the module's own parameter
 }
 
-Scope Scheduler::begin_forward() {
+Scope Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
   if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
   require_use("forward()");
-  if (summoned_to_host_)
+  if (summon_ == Summon::kOnHost)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
                            ": the parameters are in host memory, leave the scope first");
   const bool trains = reduces() && c10::GradMode::is_enabled();
@@ -108,14 +109,14 @@ Scope Scheduler::begin_forward() {
   begin_look();
   inspect_all();
   gradients_.begin_forward();
-  resident_.begin_forward();
+  unsharded_.pre_forward();
   if (!trains) return Scope(nullptr);
   return Scope([this, exceptions = std::uncaught_exceptions()] {
     std::uncaught_exceptions() == exceptions ? model_.log().add_forward() : model_.log().add_failed_forward();
   });
 }
 
-void Scheduler::end_forward() {
+void Scheduler::post_forward() {
   if (!c10::GradMode::is_enabled() && !inside_backward()) model_.mesh().world->settle("forward()");
 }
 
@@ -123,16 +124,16 @@ void Scheduler::end_forward() {
 
 void Scheduler::begin() {
   std::fill(writes_.begin(), writes_.end(), Writes{});
-  resident_.begin_backward();
-  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/false);
+  unsharded_.pre_backward();
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/false);
   gradients_.begin();
 }
 
 void Scheduler::end() {
-  resident_.computing_ends();
-  resident_.expect_forward(/*accumulates=*/!reduces());
+  unsharded_.end_compute_span();
+  unsharded_.post_backward(/*accumulates=*/!reduces());
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
-  release_all();
+  reshard_all();
   std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
   // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
@@ -140,14 +141,14 @@ void Scheduler::end() {
 }
 
 void Scheduler::abandon() {
-  resident_.expect_forward(/*accumulates=*/false);
+  unsharded_.post_backward(/*accumulates=*/false);
   gradients_.abandon();
   if (failed_reducing()) model_.log().add("a failed backward");
-  release_all();
+  reshard_all();
 }
 
-void Scheduler::release_all() {
-  resident_.release_all();
+void Scheduler::reshard_all() {
+  unsharded_.reshard_all();
   gradients_.forget_versions();
 }
 
@@ -198,34 +199,34 @@ void Scheduler::summon(const SummonOptions& options) {
   std::lock_guard lock(mutex_);
   require_outside_backward("summon_full_params");
   require_use("summon_full_params");
-  if (summoned_) throw std::logic_error("summon_full_params inside another summon_full_params");
+  if (summon_ != Summon::kNone) throw std::logic_error("summon_full_params inside another summon_full_params");
   Communicator& world = *model_.mesh().world;
   const std::vector<Unit*> chosen = model_.units_named(checked(options).units);
   Quiet quiet;
   recover();
   inspect_all();
-  resident_.release_all();
-  summoned_elsewhere_ = options.rank0_only && world.rank() != 0;
+  unsharded_.reshard_all();
+  summon_ = options.rank0_only && world.rank() != 0              ? Summon::kElsewhere
+            : options.offload_to_cpu && !world.device().is_cpu() ? Summon::kOnHost
+                                                                 : Summon::kOnDevice;
+  using Changes = SummonedParameters::Changes;
   try {
-    for (Unit* unit : chosen)
-      summoned_elsewhere_ ? unit->help_to_pin() : unit->pin(options.writeback, options.offload_to_cpu);
+    for (Unit* unit : chosen) unit->summon(summon_, options.writeback ? Changes::kWrittenBack : Changes::kLost);
     world.settle("summon_full_params");
   } catch (...) {
-    dismiss(/*writeback=*/false);  // nobody is to see these values
+    dismiss(/*writeback=*/false);
     throw;
   }
-  summoned_ = true;
-  summoned_to_host_ = options.offload_to_cpu && !world.device().is_cpu();
 }
 
 void Scheduler::dismiss(bool writeback) {
   std::lock_guard lock(mutex_);
   Quiet quiet;
   for (auto& unit : model_.units())
-    if (unit->is_pinned()) unit->unpin(writeback);
-  summoned_ = summoned_elsewhere_ = summoned_to_host_ = false;
+    if (unit->is_summoned()) unit->dismiss(writeback);
+  summon_ = Summon::kNone;
   inspect_all();
-  resident_.release_all();
+  unsharded_.reshard_all();
 }
 
 void Scheduler::show_in_shards() {
@@ -234,7 +235,7 @@ void Scheduler::show_in_shards() {
   Quiet quiet;
   begin_look();
   gradients_.require_none_by_hand();
-  for (auto& unit : model_.units()) unit->is_pinned() ? unit->write_back() : unit->bring_home(/*may_change=*/true);
+  for (auto& unit : model_.units()) unit->is_summoned() ? unit->write_back() : reattach(*unit, /*may_change=*/true);
 }
 
 const std::vector<NamedShard>& Scheduler::named_shards() {
@@ -244,11 +245,12 @@ const std::vector<NamedShard>& Scheduler::named_shards() {
 }
 
 bool Scheduler::shows_exact_values() const {
-  return summoned_ && std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_pinned(); });
+  return summon_ != Summon::kNone &&
+         std::ranges::all_of(model_.units(), [](const auto& unit) { return unit->is_summoned(); });
 }
 
 bool Scheduler::refuse(const Page& page, const at::Tensor& view, const std::string& operation) {
-  model_.units()[page.id()]->require_write(page, view, operation, model_.rank_text());
+  require_write(*model_.units()[page.id()], page, view, operation, model_.rank_text());
   return false;
 }
 
@@ -263,7 +265,7 @@ void Scheduler::before_write(int index, int64_t storage_offset) {
   if (!writes.is_open || !begins) return;
   Quiet quiet;
   gradients_.require_none_by_hand(unit);
-  bring_home(unit, writes);
+  reattach_before_access(unit, writes);
   writes.first = storage_offset;
 }
 
@@ -275,14 +277,14 @@ void Scheduler::before_read(int index) {
   if (!lock.owns_lock() || is_running() || writes_.empty()) return;
   Unit& unit = *model_.units()[index];
   Writes& writes = writes_[static_cast<size_t>(index)];
-  if (!writes.is_open || unit.is_pinned() || unit.holders() == writes.holders) return;
-  bring_home(unit, writes);
+  if (!writes.is_open || unit.is_summoned() || unit.holders() == writes.holders) return;
+  reattach_before_access(unit, writes);
 }
 
-void Scheduler::bring_home(Unit& unit, Writes& writes) {
-  writes.is_open = false;  // bringing home reads and writes, too
+void Scheduler::reattach_before_access(Unit& unit, Writes& writes) {
+  writes.is_open = false;  // reattach() reads and writes, too
   Quiet quiet;
-  unit.bring_home(/*may_change=*/true);
+  reattach(unit, /*may_change=*/true);
   writes.is_open = true;
   writes.holders = unit.holders();
 }
@@ -302,7 +304,7 @@ void Scheduler::visit_full_state(const VisitState& visit, const StateDictOptions
   Quiet quiet;
   begin_look();
   gradients_.require_none_by_hand();
-  for (auto& unit : model_.units()) unit->bring_home(/*may_change=*/true);
+  for (auto& unit : model_.units()) reattach(*unit, /*may_change=*/true);
   tessera::visit_full_state(model_, visit, options);
 }
 
@@ -324,7 +326,7 @@ std::string Scheduler::describe() const {
   std::lock_guard lock(mutex_);
   std::ostringstream text;
   model_.describe(text);
-  resident_.describe(text);
+  unsharded_.describe(text);
   return text.str();
 }
 

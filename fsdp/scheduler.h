@@ -10,20 +10,20 @@
 
 #include "core/gradients/backward_pass.h"
 #include "core/gradients/grad_norm.h"
+#include "core/paging/residency.h"
 #include "fsdp/full_state.h"
-#include "fsdp/resident_units.h"
 #include "fsdp/sharded_gradients.h"
 #include "fsdp/sharded_model.h"
-#include "core/paging/residency.h"
+#include "fsdp/unsharded_units.h"
 
 namespace tessera {
 
 // Decides what happens when, driven by events: an operator is about to use parameters (use()), a gradient has been
 // computed (take()), a backward has ended, or failed.
 //
-//   use(unit)   make it resident, which evicts and prefetches others (ResidentUnits)
-//   gradient    hand it to the reducer; when it was its unit's last, release the unit
-//   end         reduce what is left, release everything: the optimizer changes the shards next
+//   use(unit)   unshard it, evict and prefetch others (UnshardedUnits)
+//   gradient    hand it to the reducer; after the unit's last gradient, reshard the unit
+//   end         reduce the rest, reshard all units: the optimizer changes the shards next
 class Scheduler : public Pager, public BackwardPass {
  public:
   // Shards the module. Collective.
@@ -36,8 +36,8 @@ class Scheduler : public Pager, public BackwardPass {
   void before_read(int index) override;
   void set_divisor(double divisor) override;
 
-  Scope begin_forward();  // ends where forward does, within this object's life
-  void end_forward();     // of one that returns
+  Scope pre_forward();  // the scope ends with forward, and within this object's lifetime
+  void post_forward();  // of a forward that returns
   void observe_gradients(GradientReducer::Observer observer, std::function<void()> failed);
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
@@ -46,7 +46,7 @@ class Scheduler : public Pager, public BackwardPass {
   void show_in_shards();
   // The same of which parameters train, for who is given the shards; what a backward that goes on has seen stays.
   const std::vector<NamedShard>& named_shards();
-  // Whether parameters are in their own dtype now, whatever mixed precision computes in: all units are pinned.
+  // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
   bool shows_exact_values() const;
 
   const ShardedModel& model() const { return model_; }
@@ -70,7 +70,7 @@ class Scheduler : public Pager, public BackwardPass {
   void begin_look();
   void inspect(Unit& unit);
   void inspect_all();
-  void release_all();
+  void reshard_all();
   void require_outside_backward(const char* call) const;
   void require_use(const std::string& use) const;
 
@@ -80,17 +80,15 @@ class Scheduler : public Pager, public BackwardPass {
     std::optional<int64_t> first{};  // where a step began
     size_t holders = 0;              // Unit::holders() at the last look
   };
-  void bring_home(Unit& unit, Writes& writes);
+  void reattach_before_access(Unit& unit, Writes& writes);
   std::vector<Writes> writes_;  // empty until the model below is made, which reads and writes shards itself
   ShardedModel model_;
   ShardedGradients gradients_;
-  ResidentUnits resident_;
+  UnshardedUnits unsharded_;
   std::function<void()> observer_of_failures_;
   std::string refusal_;  // why nobody may use the parameters outside backward
   bool first_backward_ = true;
-  bool summoned_ = false;
-  bool summoned_to_host_ = false;
-  bool summoned_elsewhere_ = false;  // on rank 0 only, and this is another
+  Summon summon_ = Summon::kNone;
 };
 
 }  // namespace tessera

@@ -6,12 +6,12 @@
 
 #include "core/comm/agreement.h"
 #include "core/layout/deferred.h"
-#include "fsdp/former_memory.h"
+#include "core/layout/shardable.h"
+#include "core/memory/memory_cache.h"
 #include "core/model/memory_warning.h"
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
-#include "core/layout/shardable.h"
-#include "core/memory/memory_cache.h"
+#include "fsdp/former_memory.h"
 
 namespace tessera {
 namespace {
@@ -92,14 +92,14 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   flat_options.pager = pager;
   flat_options.grad_memory = offload_.gradients();
   flat_options.low_precision_memory = offload_.low_precision_shards();
+  const UnitContext context{*mesh_.shard, gathered_, log_, offload_.source(), {mesh_.secondary.get(), &secondary_}};
   units_.resize(plan.size());
   auto make = [&](size_t index) {
     FlatParameterOptions own_options = flat_options;
     own_options.shard_memory = offload_.shards(plan[index].name);
     own_options.page_id = static_cast<int>(index);
-    units_[index] = std::make_unique<Unit>(static_cast<int>(index), plan[index], *mesh_.shard, own_options, gathered_,
-                                           log_, options_.sync_module_states, offload_.source(),
-                                           SecondaryCopy{mesh_.secondary.get(), &secondary_});
+    units_[index] =
+        std::make_unique<Unit>(static_cast<int>(index), plan[index], context, own_options, options_.sync_module_states);
     plan[index].parameters.clear();
   };
   std::vector<std::vector<at::Tensor>> deferred;

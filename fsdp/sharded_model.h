@@ -9,14 +9,14 @@
 #include <vector>
 
 #include "core/comm/communicator.h"
-#include "core/model/memory_report.h"
-#include "core/layout/mesh.h"
-#include "core/model/model_shards.h"
 #include "core/gradients/order_log.h"
+#include "core/layout/mesh.h"
+#include "core/memory/counted_buffers.h"
+#include "core/model/memory_report.h"
+#include "core/model/model_shards.h"
 #include "fsdp/offloaded_memory.h"
 #include "fsdp/options.h"
 #include "fsdp/unit.h"
-#include "core/memory/counted_buffers.h"
 
 namespace tessera {
 

@@ -18,7 +18,7 @@ namespace tessera::accelerator {
 class CallStack {
  public:
   static CallStack here();
-  // Functions of ours from the innermost, without their arguments: "Unit::start_gather < Scheduler::use".
+  // Functions of ours from the innermost, without their arguments: "Unit::unshard < Scheduler::use".
   std::string text() const;
 
  private:

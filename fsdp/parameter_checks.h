@@ -1,0 +1,27 @@
+#pragma once
+
+#include <string>
+
+#include "fsdp/unit.h"
+
+namespace tessera {
+
+// Finds parameters of the unit, and shards of them, that were given other data since the last call (torch::load(),
+// set_data(), vector_to_parameters()): takes this rank's part of the values, and makes the tensors views again. Throws
+// std::logic_error, naming the parameter, for data of another shape or dtype (module.to()), or if `may_change` is
+// false.
+void reattach(Unit& unit, bool may_change);
+
+// Of a summoned unit: throws std::logic_error for a shard that was given other data.
+void require_shards_attached(Unit& unit);
+
+// Before `operation` writes to `view`, a view of a read-only page: throws std::logic_error, naming the parameter,
+// unless the operation leaves the page alone. `rank` is for errors.
+void require_write(const Unit& unit, const Page& page, const at::Tensor& view, const std::string& operation,
+                   const std::string& rank);
+
+// Of an unsharded unit: throws std::logic_error for a page that its parameters are not views of now: the user has kept
+// a view from before or after summon_full_params(). `rank` is for errors.
+void require_lent(const Unit& unit, const Page& page, const std::string& rank);
+
+}  // namespace tessera
