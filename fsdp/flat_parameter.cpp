@@ -12,7 +12,7 @@
 namespace tessera {
 namespace {
 
-// What of(tensor) is for each of the parameters.
+// of(tensor) for each of the parameters.
 template <class Of>
 auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   std::vector<decltype(of(parameters[0].tensor))> values;
@@ -20,7 +20,7 @@ auto each(const std::vector<PlannedParameter>& parameters, Of of) {
   return values;
 }
 
-// What `chosen` comes to for these parameters, whose own dtype it leaves alone where a cast makes no sense.
+// The dtype to cast to if `chosen` is set; the parameter's own if it is not cast.
 at::ScalarType cast_of(const PlannedParameter& parameter, std::optional<at::ScalarType> chosen) {
   const at::ScalarType own = parameter.tensor.scalar_type();
   return parameter.full_precision || !at::isFloatingType(own) ? own : chosen.value_or(own);
@@ -95,7 +95,7 @@ void FlatParameter::make_shard(Communicator& comm, bool sync_module_states, cons
   shard_ = shard_page_->view(dtype_, {layout_.shard_numel()}, {1}, 0);
 }
 
-// Of parameters that are read from somewhere, this rank's part and no more.
+// Reads this rank's part of deferred parameters that have a reader: a checkpoint, say.
 void FlatParameter::read_own_parts(const at::Tensor& shard) const {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ReadElements* read = reader_of(parameters_[i].tensor);
@@ -118,7 +118,7 @@ void FlatParameter::make_parameter_shards(at::Device device, const FlatParameter
     members.push_back({shard, {{shard.numel()}, {1}}, layout_.offset_in_shard(static_cast<int64_t>(i), rank_)});
     if (layout_.world_size() > 1) members.back().part_label = shard_label(i);
   }
-  // The shard may be in host memory and its gradient not, or the other way round.
+  // Shard and gradient may be in different memories.
   auto memory = [device, grad_memory](int64_t numel, at::ScalarType dtype) {
     const MemoryKindScope kind(MemoryKind::kGradients);
     return grad_memory ? grad_memory(numel, dtype)
@@ -132,7 +132,7 @@ std::string FlatParameter::shard_label(size_t parameter) const {
   return c10::str("parameter '", parameters_[parameter].fqn, "' on rank ", rank_);
 }
 
-// Only fp32 shards have optimizers that write the copy, which holds 16 bit then.
+// Optimizers update the copy only beside fp32 shards, and only in 16 bit.
 LowPrecisionPart FlatParameter::low_precision_part(size_t parameter) const {
   const bool is_written = low_precision_ && dtype_ == at::kFloat && c10::elementSize(gather_dtype_) == 2;
   return is_written ? LowPrecisionPart{part_of(low_precision_->values, parameter), low_precision_} : LowPrecisionPart{};
@@ -151,7 +151,7 @@ void FlatParameter::reattach_shard(size_t parameter) {
   const at::Tensor given = own.detach();
   own.set_data(part_of(shard_, parameter));
   mark_as_shard(own, shard_label(parameter), low_precision_part(parameter));
-  own.copy_(given);  // last: who hears of the write may look again
+  own.copy_(given);  // last: Pager::before_write() may inspect the shard
 }
 
 bool FlatParameter::is_shard_shared() const {

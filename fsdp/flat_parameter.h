@@ -19,36 +19,36 @@
 
 namespace tessera {
 
-// In what floating-point parameters differ from plain sharding over all ranks.
+// How a flat parameter is stored, gathered and reduced. The dtypes apply to floating-point parameters.
 struct FlatParameterOptions {
-  // Gathered parameters, and so what is computed with them and their gradients, are of this type; the shards stay in
-  // the parameters' own. Ignored for full_precision parameters and integers.
+  // The dtype of unsharded parameters, and so of computation and gradients. Shards keep the parameters' own dtype.
+  // Ignored for full_precision parameters.
   std::optional<at::ScalarType> gather_dtype;
-  // Gradients are reduced in this type. Empty: gather_dtype.
+  // The dtype of reductions. Empty: gather_dtype.
   std::optional<at::ScalarType> reduce_dtype;
-  // How parameters travel in gathers for use: in blocks where they would be cast, and there are other ranks.
+  // The format of all-gathers for use. Ignored for full_precision parameters, and if there are no other ranks.
   WireFormat wire = WireFormat::kDtype;
-  // The ranks that hold the same part in the other copies of the model, this one among them. With
-  // `sync_module_states`, values come from the first rank of the first copy. Outlives the constructor only.
+  // The ranks that hold the same shard in the other copies of the model, and this rank. With `sync_module_states`
+  // values are those of the first rank of the first copy. Used in the constructor only.
   Communicator* replicas = nullptr;
-  // Where the shard and its gradient lie, if not on the communicator's device: called for a tensor
-  // [numel] in host memory. Empty: on the device.
+  // Allocates [numel] in host memory for the shard and its gradient. Empty: they are on the communicator's device.
   using Memory = std::function<at::Tensor(int64_t numel, at::ScalarType dtype)>;
   Memory shard_memory;
   Memory grad_memory;
-  // Hears of writes to the shard, and is asked about those that are not allowed (set_shard_writable) unless it is on a
-  // disk. Outlives the flat parameter.
+  // Is called before writes to the shard, and for writes that set_shard_writable(false) forbids. Not for a shard on a
+  // disk. Must outlive the flat parameter.
   Pager* pager = nullptr;
   int page_id = 0;
-  Memory low_precision_memory;  // for the copy of a shard in host memory that is cast; empty: shard_memory
+  Memory low_precision_memory;  // of the copy of a shard in host memory in gather_dtype; empty: shard_memory
 };
 
-// The parameters of a unit that have one dtype and are all trainable or all frozen, as one: a flat buffer, of which
-// this rank keeps an even part, and the same of gradients. Used by one thread at a time, under no autograd.
+// Parameters of one unit in one flat buffer, of which each rank keeps an even part, the shard, and the gradient of the
+// shard. The parameters have one dtype, and all are trainable or all frozen. Used by one thread at a time, without
+// autograd.
 class FlatParameter {
  public:
-  // Takes this rank's part of the parameters' values: rank 0's if `sync_module_states`, else its own. Collective
-  // if `sync_module_states`. The parameters themselves stay as they are. `name` is for errors ("unit 'blocks.3'").
+  // Copies this rank's part of the parameters' values: rank 0's if `sync_module_states`, which is collective, else its
+  // own. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
   FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
                 const FlatParameterOptions& options = {});
 
@@ -59,7 +59,7 @@ class FlatParameter {
   const FlatLayout& layout() const { return layout_; }
   int rank() const { return rank_; }
   at::ScalarType dtype() const { return dtype_; }                // of the shard and its gradient
-  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of the parameters in use
+  at::ScalarType gather_dtype() const { return gather_dtype_; }  // of unsharded parameters
   at::ScalarType reduce_dtype() const { return reduce_dtype_; }
   bool is_cast() const { return gather_dtype_ != dtype_; }
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
@@ -68,27 +68,28 @@ class FlatParameter {
   bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
 
-  // This rank's part of the flat buffer, [layout().shard_numel()].
+  // [layout().shard_numel()]
   const at::Tensor& shard() const { return shard_; }
-  // The page that the shard is a view of, which counts writes to it. set_shard_writable(false) has operators that
-  // write to it refused.
+  // The page of which the shard is a view. It counts writes. After set_shard_writable(false) operators that write to
+  // the shard throw.
   const Page& shard_page() const { return *page_of(shard_); }
   void set_shard_writable(bool writable) { page_of(shard_)->set_writable(writable); }
-  // The same by parameter: 1-D leaves, views of shard(), what users and optimizers hold.
+  // The part of each parameter in the shard: 1-D leaves, views of shard(), for users and optimizers.
   std::vector<at::Tensor>& parameter_shards() { return parameter_shards_; }
-  // Whether it still is that view; else it is made one again, of the values that it was given meanwhile (set_data()).
+  // Whether a parameter's shard is still that view. If not (set_data()), reattach_shard() copies its values into
+  // shard() and makes it a view again.
   bool is_shard_attached(size_t parameter) const;
   void reattach_shard(size_t parameter);
-  // Whether a tensor that the user has kept, none of parameter_shards(), is a view of shard() (a detach(), say).
+  // Whether a tensor other than parameter_shards() is a view of shard(): a detach() that the user kept, say.
   bool is_shard_shared() const;
 
-  // The view of a parameter in a flat buffer of layout().full_numel() elements, in its own shape.
+  // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
   at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
     return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
   }
 
-  // Starts filling `full`, of any dtype, with every rank's shard, cast before it travels. A shard in
-  // host memory is copied to the device first.
+  // Starts an all-gather of the shards into `full`, [layout().full_numel()] of any dtype on the device. Casts this
+  // rank's shard, and copies it to the device, before it is sent.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
 
   // Bytes that this rank sends to each other one in place of its shard: with kInt8Blocks, else 0.
@@ -98,14 +99,14 @@ class FlatParameter {
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
-  // What travels of a shard in host memory, in gather_dtype(): the shard itself, or its copy in 16
-  // bit, brought up to date if the shard was written by someone who did not write the copy.
+  // Of a shard in host memory: the tensor in gather_dtype() to copy to the device. It is the shard, or the low
+  // precision copy, which is refreshed if the shard was written to without it.
   const at::Tensor& link_source();
 
-  // That copy as it is; undefined without one.
+  // That copy without a refresh; undefined without a copy.
   at::Tensor low_precision_values() const { return low_precision_ ? low_precision_->values : at::Tensor(); }
 
-  // Where reduced gradients become those of parameter_shards().
+  // Makes reduced gradients the `.grad` of parameter_shards().
   GradientBuffer& gradient() { return *gradient_; }
   const GradientBuffer& gradient() const { return *gradient_; }
 
@@ -134,15 +135,15 @@ class FlatParameter {
   const bool is_on_host_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;
-  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory that is cast for use
+  std::shared_ptr<LowPrecisionCopy> low_precision_;  // of a shard in host memory, if gather_dtype() is another
   std::vector<at::Tensor> parameter_shards_;
-  size_t own_uses_of_shard_ = 0;      // of its storage, beside parameter_shards_
-  std::unique_ptr<Page> shard_page_;  // that counts writes to the shard; null on a disk, which has pages of its own
+  size_t own_uses_of_shard_ = 0;      // references to its storage, without parameter_shards_
+  std::unique_ptr<Page> shard_page_;  // of the shard; null on a disk, since the DiskPager has the page
   std::unique_ptr<GradientBuffer> gradient_;
 };
 
-// Splits a unit's parameters into those of each flat parameter: by dtype, those of full precision from those that are
-// cast, and frozen from trainable, so that frozen parameters cost no gradient memory. In order of first appearance.
+// Splits a unit's parameters into flat parameters: by dtype, by full precision, and into frozen and trainable, so that
+// frozen parameters cost no gradient memory. In order of first appearance.
 std::vector<std::vector<PlannedParameter>> split_into_flat_parameters(const PlannedUnit& unit);
 
 }  // namespace tessera

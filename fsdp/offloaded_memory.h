@@ -14,27 +14,26 @@
 
 namespace tessera {
 
-// Where shards and gradients lie with FsdpOptions::offload, in host memory or on a disk, and what brings them to the
-// device and back. Without offload: nothing of it.
+// The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to the
+// device and back. Empty without offload.
 class OffloadedMemory {
  public:
-  // Throws std::invalid_argument where an optimizer would have parameters and gradients in two places.
+  // Throws std::invalid_argument if parameters and gradients would be on different devices.
   OffloadedMemory(const CpuOffload& options, const Communicator& world);
 
-  // Memory of a unit's shards and gradients; null: on the device.
+  // Allocators of a unit's shards and gradients; null: on the device.
   FlatParameterOptions::Memory shards(const std::string& unit);
   FlatParameterOptions::Memory low_precision_shards() {
     return options_.params ? on_host("the shards in 16 bit") : nullptr;
   }
   FlatParameterOptions::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
-  // Where units get their shards from.
   ShardSource source() { return options_.params ? ShardSource{copies_.get(), &staging_} : ShardSource{}; }
 
   CopyEngine* copies() const { return copies_.get(); }  // null without offload
-  CountedBuffers& staging() { return staging_; }        // shards and reduced gradients on their way
+  CountedBuffers& staging() { return staging_; }        // of shards and reduced gradients in flight
   bool has_disk() const { return disk_ != nullptr; }
 
-  // Fills in what is staged now, in host memory and on the disk.
+  // Sets the bytes of staging, host memory and disk.
   void report(MemoryReport& report) const;
 
  private:

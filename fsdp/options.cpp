@@ -23,9 +23,9 @@ void check_least(const char* field, int64_t value, int64_t least) {
                                 std::to_string(least) + " or more");
 }
 
-// A batch norm, of whatever class: libtorch's, SyncBatchNorm, one that Python exported; not a user's module that keeps
-// such buffers above layers of its own. Its operators want parameters and statistics in one dtype, and running averages
-// in 16 bit stop moving.
+// Whether the module is a batch norm of any class: libtorch's, SyncBatchNorm, or exported. Batch norms need parameters
+// and statistics in one dtype, and 16-bit running averages stop changing. A module with children is none, even if it
+// has such buffers.
 bool keeps_running_statistics(const torch::nn::Module& module) {
   if (!module.children().empty()) return false;
   const auto buffers = module.named_buffers(/*recurse=*/false);

@@ -16,7 +16,7 @@
 namespace tessera {
 namespace {
 
-// The groups are made before the plan is known, and differ where the ranks do not agree on them.
+// The groups are made before check_agreement(), so their options are compared first.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -25,7 +25,7 @@ std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const F
   return comm;
 }
 
-// Those of the module that are in no unit.
+// Parameters of the module that are in no unit.
 torch::OrderedDict<std::string, at::Tensor> parameters_beside(const std::vector<PlannedParameter>& planned,
                                                               const torch::nn::Module& module) {
   std::unordered_set<const at::TensorImpl*> known;
@@ -47,7 +47,7 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
       mesh_(make_mesh(agreed(std::move(comm), options), options.hybrid.ranks_per_copy,
                       options.hybrid.ranks_per_secondary_copy)),
       module_(module.shared_from_this()),
-      // By the group that gathers into it. It outlives the buffers.
+      // The group that gathers into the buffers allocates them. It outlives them.
       gathered_(
           mesh_.world->device(), MemoryKind::kGathered,
           [shard = mesh_.shard.get()](int64_t numel, at::ScalarType dtype) { return shard->buffer(numel, dtype); }),
@@ -75,13 +75,14 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
   if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
   name_shards();
-  // The module's own parameters were freed unit by unit.
+  // Return the memory of the module's own parameters, freed unit by unit.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
 }
 
-// A unit with deferred parameters is made as soon as its values are there, and frees them; the tape is
-// the same on all ranks, and so the order. Deferred tensors that are in no unit (buffers, ignored
-// parameters) are filled as they come.
+// [Note: Sharding a deferred model]
+// The tape of a deferred model is replayed batch by batch. A unit is made as soon as its values are computed, and frees
+// them, so memory never holds the whole model. All ranks have the same tape, so collective constructors run in one
+// order. Deferred tensors in no unit (buffers, ignored parameters) are batches of their own.
 void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
   const MixedPrecision& precision = options_.mixed_precision;
   FlatParameterOptions flat_options;
@@ -111,7 +112,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
     for (PlannedParameter& parameter : unit.parameters) {
       if (!is_deferred(parameter.tensor)) continue;
       planned.insert(parameter.tensor.unsafeGetTensorImpl());
-      if (reader_of(parameter.tensor) != nullptr) continue;  // each rank reads its own part
+      if (reader_of(parameter.tensor) != nullptr) continue;  // FlatParameter reads this rank's part
       deferred.back().push_back(parameter.tensor);
       receivers.back().push_back(&parameter);
     }
@@ -122,7 +123,7 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
       if (is_deferred(tensor) && planned.insert(tensor.unsafeGetTensorImpl()).second) others.push_back(tensor);
   for (const at::Tensor& tensor : others) deferred.push_back({tensor});
 
-  // Without deferred parameters in it, a batch is ready at once: the loop over the plan, in order.
+  // A batch without deferred parameters needs no replay: an ordinary model is a loop over the plan.
   replay_deferred(deferred, [&](size_t batch, const std::vector<at::Tensor>& values) {
     if (batch >= plan.size()) return fill_deferred(deferred[batch][0], values[0].to(mesh_.world->device()));
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];
@@ -139,7 +140,7 @@ void ShardedModel::check_agreement(const std::vector<PlannedUnit>& plan) const {
   require_agreement(*mesh_.world, "the module to shard", lines);
 }
 
-// What is on a disk does not count, nor on an accelerator what is in host memory.
+// Disk does not count, and host memory counts only if it is the device.
 void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const {
   const CpuOffload& offload = options_.offload;
   const bool is_in_memory = mesh_.world->device().is_cpu() && offload.directory.empty();
@@ -167,7 +168,7 @@ void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan)
   tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
 }
 
-// A policy that names another class than the model's has no effect, and the model may well train.
+// A policy for a class that the model does not have is probably a mistake, but the model would train.
 void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const {
   const bool has_parts = !module_->children().empty();
   if (mesh_.world->rank() != 0 || !has_parts) return;
@@ -186,7 +187,7 @@ void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) c
   warn(claims_none(options_.ignored_modules), "ignored_modules names no module");
 }
 
-// In place: the module's members are these very tensors.
+// In place: the module's members refer to these tensors.
 void ShardedModel::cast_buffers(at::ScalarType dtype) {
   const auto exempt = modules_below(*module_, exempt_modules(options_.mixed_precision));
   const auto ignored = modules_below(*module_, options_.ignored_modules);
@@ -202,7 +203,7 @@ void ShardedModel::cast_buffers(at::ScalarType dtype) {
   }
 }
 
-// torch::load() sets the storage of a tensor without a look at its dtype: what is read then is noise.
+// torch::load() replaces the storage of a tensor and keeps its dtype: a cast buffer would be garbage.
 void ShardedModel::require_cast_buffers() const {
   for (const auto& [name, cast] : cast_buffers_) {
     const at::ScalarType dtype = cast.tensor.scalar_type();
@@ -234,13 +235,13 @@ void ShardedModel::name_shards() {
   }
   for (const auto& parameter : module_->named_parameters()) {
     const auto found = by_name.find(parameter.key());
-    if (found == by_name.end()) continue;  // a further name, or in no unit
+    if (found == by_name.end()) continue;  // an alias, or a parameter of an ignored module
     named_shards_.push_back(found->second.first);
     in_layouts_.push_back(found->second.second);
   }
 }
 
-// Ranks of a copy are consecutive, as make_mesh() has them.
+// The ranks of a copy are consecutive: see make_mesh().
 std::vector<HeldPart> ShardedModel::held_by(int rank) const {
   const int ranks = mesh_.shard->size();
   std::vector<HeldPart> held;

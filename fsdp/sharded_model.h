@@ -20,11 +20,12 @@
 
 namespace tessera {
 
-// A module in shards: its units, the names that their parts go by, and what it takes. What is resident when
-// is the Scheduler's business, gradients are ShardedGradients'.
+// The sharded module: its units, the names of the shards, and memory reports. UnshardedUnits decides which units are
+// unsharded, and ShardedGradients owns the gradients.
 class ShardedModel {
  public:
-  // Plans units, checks that all ranks agree, and shards the module. Collective. `pager` is told of uses of parameters.
+  // Plans units, checks that all ranks agree, and shards the module. Collective. `pager` is called before uses of
+  // parameters.
   ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicator> comm, const FsdpOptions& options, Pager* pager);
 
   const FsdpOptions& options() const { return options_; }
@@ -32,31 +33,31 @@ class ShardedModel {
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   std::vector<std::unique_ptr<Unit>>& units() { return units_; }
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
-  std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // empty: all
-  std::vector<Unit*> units_of(const std::vector<Page*>& pages) const;           // each once
+  std::vector<Unit*> units_named(const std::vector<std::string>& names) const;  // no names: all
+  std::vector<Unit*> units_of(const std::vector<Page*>& pages) const;           // without duplicates
   OrderLog& log() { return log_; }
   OffloadedMemory& offload() { return offload_; }
   std::string rank_text() const { return std::to_string(mesh_.world->rank()); }  // for errors
 
-  // All parameters, flat parameter by flat parameter, unit by unit: the order in which gradients know them.
+  // All parameters, by unit, then by flat parameter. Gradients are numbered in this order.
   std::vector<PlannedParameter> parameters() const;
 
   const std::vector<NamedShard>& named_shards() const { return named_shards_; }
   std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
-  // Parameters of ignored modules, whole on every rank, under each of their names.
+  // Parameters of ignored modules, unsharded, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
-  // Buffers that were cast, and the dtypes that they had before, by name.
+  // Cast buffers by name, with their dtypes before.
   struct CastBuffer {
     at::Tensor tensor;
     at::ScalarType own;
   };
   const std::map<std::string, CastBuffer>& cast_buffers() const { return cast_buffers_; }
-  // Throws std::logic_error, naming it, for one that torch::load() has given the bytes of its own dtype.
+  // Throws std::logic_error, naming the buffer, if torch::load() gave one the bytes of its own dtype.
   void require_cast_buffers() const;
 
-  MemoryReport memory() const;  // without buckets of gradients
+  MemoryReport memory() const;  // without gradient buckets
   void reset_peak_memory();
-  void describe(std::ostream& text) const;  // a line for each flat parameter of each unit
+  void describe(std::ostream& text) const;  // a line for each flat parameter
 
  private:
   void check_agreement(const std::vector<PlannedUnit>& plan) const;
