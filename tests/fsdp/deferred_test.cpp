@@ -1,4 +1,4 @@
-// Models built without memory: the values, and the bytes.
+// Models that are built without memory: values and bytes.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -20,7 +20,7 @@ torch::nn::Sequential everything() {
                                torch::nn::PReLU());
 }
 
-// Draws by operators that take no generator, and values computed from values.
+// Operators that draw without a generator argument, and values that depend on earlier values.
 struct PeculiarImpl : torch::nn::Module {
   PeculiarImpl() {
     a = register_parameter("a", torch::randn({4, 4}) * 0.02 + torch::rand({4}));
@@ -40,7 +40,7 @@ struct PeculiarImpl : torch::nn::Module {
 };
 TORCH_MODULE(Peculiar);
 
-// Tensors in lists, and among indices, whose lists may have gaps; with ordinary ones beside them.
+// Deferred and ordinary tensors in lists of tensors and of indices, some of which are undefined.
 struct IndexedImpl : torch::nn::Module {
   explicit IndexedImpl(const at::Tensor& table) {
     const at::Tensor order = torch::arange(3).mul(2);
@@ -69,7 +69,7 @@ void expect_same_values(Build build) {
     materialize(*model);
     after = torch::rand({2});
   }
-  EXPECT_TRUE(torch::equal(between, after));  // the generator was not disturbed
+  EXPECT_TRUE(torch::equal(between, after));  // the generator is as before
   for (const auto& entry : expected->named_parameters()) {
     const at::Tensor got = model->named_parameters()[entry.key()];
     EXPECT_TRUE(torch::equal(got, entry.value())) << entry.key();
@@ -117,7 +117,7 @@ TEST(Deferred, FsdpFillsUnitByUnitWithTheSameValues) {
   }
 }
 
-// Bytes that libtorch's CPU allocator has given out.
+// Counts the bytes in use of libtorch's CPU allocator.
 class Counting : public c10::Allocator {
  public:
   explicit Counting(c10::Allocator* below) : below_(below) {}
@@ -149,7 +149,7 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
   c10::Allocator* const before_test = c10::GetCPUAllocator();
   static Counting counting(before_test);  // blocks may outlive the test
   c10::SetCPUAllocator(&counting, /*priority=*/1);
-  // Kernels of oneDNN want one that can raw_allocate().
+  // oneDNN's kernels need raw_allocate().
   const Scope restores([&] { c10::SetCPUAllocator(before_test, /*priority=*/1); });
   constexpr int64_t kUnitBytes = (256 * 256 + 256) * 4, kUnits = 16;
   auto build = [] {
@@ -167,8 +167,8 @@ TEST(Deferred, TakesTheShardsAndOneUnit) {
       EXPECT_LT(counting.live - before, is_deferred_build ? 100'000 : kUnits * kUnitBytes * 3);  // generator states
       FullyShardedDataParallel fsdp(model, comm, {.auto_wrap = wrap_modules<torch::nn::LinearImpl>()});
       comm->barrier();
-      // Both ranks' shards are one model; and each rank has a unit's values and its flat copy, and
-      // what is in transit.
+      // The shards of both ranks are one model. Each rank also has the values of a unit, their flat copy, and buffers
+      // of the exchange.
       const int64_t peak = counting.peak - before;
       if (is_deferred_build) {
         EXPECT_LT(peak, kUnits * kUnitBytes + 2 * 3 * kUnitBytes);
