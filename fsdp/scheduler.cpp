@@ -45,7 +45,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   if (summon_ == Summon::kElsewhere)
     throw std::logic_error("a parameter of " + needed[0]->name() + " is used on rank " + model_.rank_text() +
                            " while full parameters are summoned on rank 0 only");
-  // A thread that a custom backward has started is not the engine's, but works for the pass that is running.
+  // A thread that a custom backward started is not the engine's, but works for the running pass.
   const bool backward = inside_backward() || is_running();
   if (backward) {
     if (inside_backward()) enter();
@@ -53,7 +53,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   } else {
     require_use("a parameter of " + needed[0]->name() + " is used");
     recover();
-    // Also within a forward through the wrapper: it may have frozen or replaced parameters itself since it began.
+    // Also inside forward(), which may freeze or replace parameters itself.
     for (Unit* unit : needed) {
       inspect(*unit);
       gradients_.begin_use(*unit);
@@ -65,7 +65,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
   for (const Page* page : pages) require_lent(*model_.units()[page->id()], *page, model_.rank_text());
 }
 
-// Before the whole module is looked at, for a forward or for who reads its values.
+// Before a forward or a read of all values.
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
@@ -90,16 +90,16 @@ at::Tensor Scheduler::take(size_t parameter, const at::Tensor& gradient) {
   enter();
   if (gradients_.add(parameter, gradient)) {
     Unit& unit = gradients_.unit_of(parameter);
-    if (reduces()) unit.secondary().drop();  // an optimizer's step comes next
+    if (reduces()) unit.secondary().drop();  // the step that follows changes the shards
     unsharded_.reshard(unit);
   }
-  if (reduces()) gradients_.reducer().start_full_ones();  // in what the unit's parameters had, maybe
-  return {};                                              // nothing is left for the module's own parameter
+  if (reduces()) gradients_.reducer().start_full_ones();  // after reshard(): buckets may reuse its memory
+  return {};                                              // the module's own parameter gets no gradient
 }
 
 Scope Scheduler::pre_forward() {
   std::lock_guard lock(mutex_);
-  if (inside_backward()) return Scope(nullptr);  // a checkpointed part is computed again
+  if (inside_backward()) return Scope(nullptr);  // a recomputation of a checkpointed part
   require_use("forward()");
   if (summon_ == Summon::kOnHost)
     throw std::logic_error("forward() inside summon_full_params() with offload_to_cpu on rank " + model_.rank_text() +
@@ -135,7 +135,7 @@ void Scheduler::end() {
   reduces() ? gradients_.finish() : gradients_.end_without_reducing();
   reshard_all();
   std::fill(writes_.begin(), writes_.end(), Writes{.is_open = true});
-  // The optimizer makes its state after the first backward: until then idle memory held what its first step needs.
+  // The first step allocates the optimizer's state: return idle memory to the process before it.
   if (reduces() && std::exchange(first_backward_, false) && model_.mesh().world->device().is_cpu())
     release_freed_memory();
 }
@@ -231,7 +231,7 @@ void Scheduler::dismiss(bool writeback) {
 
 void Scheduler::show_in_shards() {
   std::lock_guard lock(mutex_);
-  if (inside_backward() || is_running()) return;  // what the pass computes with
+  if (inside_backward() || is_running()) return;  // the running pass computes with the shards
   Quiet quiet;
   begin_look();
   gradients_.require_none_by_hand();
@@ -289,7 +289,7 @@ void Scheduler::reattach_before_access(Unit& unit, Writes& writes) {
   writes.holders = unit.holders();
 }
 
-// ---- what users ask for -------------------------------------------------------------------------
+// ---- requests of users --------------------------------------------------------------------------
 
 GradNorm Scheduler::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
   require_outside_backward("clip_grad_norm_");

@@ -18,8 +18,8 @@
 
 namespace tessera {
 
-// Decides what happens when, driven by events: an operator is about to use parameters (use()), a gradient has been
-// computed (take()), a backward has ended, or failed.
+// Runs the phases of training on events: an operator is about to use parameters, autograd has computed a gradient, a
+// backward ends or fails.
 //
 //   use(unit)   unshard it, evict and prefetch others (UnshardedUnits)
 //   gradient    hand it to the reducer; after the unit's last gradient, reshard the unit
@@ -42,9 +42,9 @@ class Scheduler : public Pager, public BackwardPass {
   void refuse_use(std::string reason);  // empty: no longer
   void summon(const SummonOptions& options);
   void dismiss(bool writeback);
-  // The shards become what the module's parameters show, for who reads them. Not collective.
+  // Before a save reads the shards: copies into them what the module's parameters show. Not collective.
   void show_in_shards();
-  // The same of which parameters train, for who is given the shards; what a backward that goes on has seen stays.
+  // After shards and module's parameters agree in requires_grad, except during a backward.
   const std::vector<NamedShard>& named_shards();
   // Whether parameters are in their own dtype now, despite mixed precision: all units are summoned.
   bool shows_exact_values() const;
@@ -86,7 +86,7 @@ class Scheduler : public Pager, public BackwardPass {
   ShardedGradients gradients_;
   UnshardedUnits unsharded_;
   std::function<void()> observer_of_failures_;
-  std::string refusal_;  // why nobody may use the parameters outside backward
+  std::string refusal_;  // the reason for refusing uses outside backward; empty: none are refused
   bool first_backward_ = true;
   Summon summon_ = Summon::kNone;
 };
