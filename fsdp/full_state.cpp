@@ -32,9 +32,7 @@ void visit_full_state(ShardedModel& model, const VisitState& visit, const StateD
   for (const auto& parameter : model.module()->named_parameters())
     if (!sharded.contains(parameter.key())) show(parameter.key(), parameter.value().detach());  // of ignored modules
   for (const auto& buffer : defined_buffers(*model.module())) {
-    const at::Tensor value = buffer.value().detach();
-    const auto cast = model.cast_buffers().find(buffer.key());
-    show(buffer.key(), cast == model.cast_buffers().end() ? value : value.to(cast->second.own));
+    show(buffer.key(), model.cast_buffers().own_value(buffer.key(), buffer.value().detach()));
   }
 }
 

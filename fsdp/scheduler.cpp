@@ -69,7 +69,7 @@ void Scheduler::use(const std::vector<Page*>& pages) {
 void Scheduler::begin_look() {
   recover();
   gradients_.binding().require_nothing_new();
-  model_.require_cast_buffers();
+  model_.cast_buffers().require_no_foreign_bytes(model_.rank_text());
 }
 
 void Scheduler::inspect(Unit& unit) {

@@ -1,6 +1,7 @@
 #include "fsdp/sharded_model.h"
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -12,11 +13,12 @@
 #include "core/model/module_state.h"
 #include "core/runtime/quiet.h"
 #include "fsdp/former_memory.h"
+#include "fsdp/plan_checks.h"
 
 namespace tessera {
 namespace {
 
-// The groups are made before check_agreement(), so their options are compared first.
+// The groups are made before require_same_plan(), so their options are compared first.
 std::shared_ptr<Communicator> agreed(std::shared_ptr<Communicator> comm, const FsdpOptions& options) {
   const HybridSharding& hybrid = options.hybrid;
   require_agreement(*comm, "FsdpOptions::hybrid",
@@ -67,13 +69,13 @@ ShardedModel::ShardedModel(torch::nn::Module& module, std::shared_ptr<Communicat
                 mesh_.world->rank());
   const FormerMemory former_memory(planned);
   planned.clear();
-  check_agreement(plan);
-  warn_if_short_of_memory(plan);
-  warn_of_idle_policies(plan);
+  require_same_plan(plan, options_, *module_, *mesh_.world);
+  warn_if_short_of_memory("FullyShardedDataParallel", memory_need(plan, options_, mesh_), *mesh_.world);
+  warn_of_idle_policies(plan, options_, *module_, *mesh_.world);
   make_units(plan, pager);
   former_memory.refuse_use("FullyShardedDataParallel", mesh_.world->rank());
   if (options_.sync_module_states) broadcast_tensors(module_->buffers(), *mesh_.world, "the module's buffers");
-  if (precision.buffer_dtype) cast_buffers(*precision.buffer_dtype);
+  if (precision.buffer_dtype) cast_buffers_.cast(*module_, options_);
   name_shards();
   // Return the memory of the module's own parameters, freed unit by unit.
   if (mesh_.world->device().is_cpu()) release_freed_memory();
@@ -129,93 +131,6 @@ void ShardedModel::make_units(std::vector<PlannedUnit>& plan, Pager* pager) {
     for (size_t i = 0; i < values.size(); ++i) receivers[batch][i]->values = values[i];
     make(batch);
   });
-}
-
-void ShardedModel::check_agreement(const std::vector<PlannedUnit>& plan) const {
-  std::vector<std::string> lines{"options: " + tessera::describe(options_)};
-  for (const PlannedUnit& unit : plan)
-    for (const std::string& line : describe_parameters(unit.parameters))
-      lines.push_back("unit '" + unit.name + "': " + line);
-  for (std::string& line : describe_buffers(*module_)) lines.push_back(std::move(line));
-  require_agreement(*mesh_.world, "the module to shard", lines);
-}
-
-// Disk does not count, and host memory counts only if it is the device.
-void ShardedModel::warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const {
-  const CpuOffload& offload = options_.offload;
-  const bool is_in_memory = mesh_.world->device().is_cpu() && offload.directory.empty();
-  const int64_t ranks = mesh_.shard->size();
-  MemoryNeed need;
-  int64_t full_bytes = 0, largest_bytes = 0;
-  for (const PlannedUnit& unit : plan) {
-    int64_t gathered_bytes = 0;
-    for (const PlannedParameter& parameter : unit.parameters) {
-      const at::Tensor& tensor = parameter.tensor;
-      const auto own_bytes = static_cast<int64_t>(tensor.nbytes());
-      if (is_in_memory || !offload.params) need.parameter_bytes += own_bytes / ranks;
-      if (tensor.requires_grad() && (is_in_memory || !offload.grads)) need.gradient_bytes += own_bytes / ranks;
-      if (tensor.device() == mesh_.world->device()) need.freed_bytes += own_bytes;
-      const bool is_cast = options_.mixed_precision.param_dtype && at::isFloatingType(tensor.scalar_type());
-      gathered_bytes += tensor.numel() * static_cast<int64_t>(c10::elementSize(
-                                             is_cast ? *options_.mixed_precision.param_dtype : tensor.scalar_type()));
-    }
-    full_bytes += gathered_bytes;
-    largest_bytes = std::max(largest_bytes, gathered_bytes);
-  }
-  const int64_t most_units = options_.keep_recent + options_.prefetch;
-  if (ranks > 1)
-    need.in_use_bytes = options_.reshard_after_forward ? std::min(full_bytes, most_units * largest_bytes) : full_bytes;
-  tessera::warn_if_short_of_memory("FullyShardedDataParallel", need, *mesh_.world);
-}
-
-// A policy for a class that the model does not have is probably a mistake, but the model would train.
-void ShardedModel::warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const {
-  const bool has_parts = !module_->children().empty();
-  if (mesh_.world->rank() != 0 || !has_parts) return;
-  const auto claims_none = [&](const WrapPolicy& policy) { return policy && modules_below(*module_, policy).empty(); };
-  const auto is_of_root = [&](const PlannedUnit& unit) { return unit.name == "(root)"; };
-  constexpr char kHint[] =
-      "; wrap_modules() takes the class of a module, BlockImpl, wrap_classes() that of an exported one";
-  const auto warn = [&](bool is_idle, const char* what) {
-    if (is_idle) {
-      TORCH_WARN("FullyShardedDataParallel: ", what, kHint);
-    }
-  };
-  warn(options_.auto_wrap && !plan.empty() && std::all_of(plan.begin(), plan.end(), is_of_root),
-       "auto_wrap names no module, so the model is one unit, gathered as a whole");
-  warn(claims_none(options_.mixed_precision.full_precision), "mixed_precision.full_precision names no module");
-  warn(claims_none(options_.ignored_modules), "ignored_modules names no module");
-}
-
-// In place: the module's members refer to these tensors.
-void ShardedModel::cast_buffers(at::ScalarType dtype) {
-  const auto exempt = modules_below(*module_, exempt_modules(options_.mixed_precision));
-  const auto ignored = modules_below(*module_, options_.ignored_modules);
-  for (const auto& module : module_->named_modules()) {
-    if (exempt.contains(module.value().get()) || ignored.contains(module.value().get())) continue;
-    for (const auto& entry : module.value()->named_buffers(/*recurse=*/false)) {
-      at::Tensor buffer = entry.value();
-      if (!buffer.defined() || !at::isFloatingType(buffer.scalar_type())) continue;
-      const std::string name = module.key().empty() ? entry.key() : module.key() + "." + entry.key();
-      cast_buffers_.emplace(name, CastBuffer{buffer, buffer.scalar_type()});
-      buffer.set_data(buffer.to(dtype));
-    }
-  }
-}
-
-// torch::load() replaces the storage of a tensor and keeps its dtype: a cast buffer would be garbage.
-void ShardedModel::require_cast_buffers() const {
-  for (const auto& [name, cast] : cast_buffers_) {
-    const at::ScalarType dtype = cast.tensor.scalar_type();
-    if (c10::elementSize(dtype) == c10::elementSize(cast.own) || cast.tensor.numel() == 0) continue;
-    if (!cast.tensor.has_storage() ||
-        cast.tensor.storage().nbytes() != static_cast<size_t>(cast.tensor.numel()) * c10::elementSize(cast.own))
-      continue;
-    throw std::logic_error("buffer '" + name + "' on rank " + rank_text() + " was given the bytes of " +
-                           c10::toString(cast.own) + " values (by torch::load()), expected " + c10::toString(dtype) +
-                           ", which FsdpOptions::mixed_precision.buffer_dtype has cast it to: load before wrapping, or "
-                           "with load_checkpoint()");
-  }
 }
 
 void ShardedModel::name_shards() {

@@ -3,7 +3,6 @@
 #include <torch/nn/module.h>
 #include <torch/ordered_dict.h>
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "core/memory/counted_buffers.h"
 #include "core/model/memory_report.h"
 #include "core/model/model_shards.h"
+#include "fsdp/cast_buffers.h"
 #include "fsdp/offloaded_memory.h"
 #include "fsdp/options.h"
 #include "fsdp/unit.h"
@@ -46,25 +46,14 @@ class ShardedModel {
   std::vector<HeldPart> held_by(int rank) const;  // of named_shards()
   // Parameters of ignored modules, unsharded, under each of their names.
   const torch::OrderedDict<std::string, at::Tensor>& ignored_parameters() const { return ignored_parameters_; }
-  // Cast buffers by name, with their dtypes before.
-  struct CastBuffer {
-    at::Tensor tensor;
-    at::ScalarType own;
-  };
-  const std::map<std::string, CastBuffer>& cast_buffers() const { return cast_buffers_; }
-  // Throws std::logic_error, naming the buffer, if torch::load() gave one the bytes of its own dtype.
-  void require_cast_buffers() const;
+  const CastBuffers& cast_buffers() const { return cast_buffers_; }
 
   MemoryReport memory() const;  // without gradient buckets
   void reset_peak_memory();
   void describe(std::ostream& text) const;  // a line for each flat parameter
 
  private:
-  void check_agreement(const std::vector<PlannedUnit>& plan) const;
-  void warn_if_short_of_memory(const std::vector<PlannedUnit>& plan) const;
-  void warn_of_idle_policies(const std::vector<PlannedUnit>& plan) const;
   void make_units(std::vector<PlannedUnit>& plan, Pager* pager);
-  void cast_buffers(at::ScalarType dtype);
   void name_shards();
 
   const FsdpOptions options_;
@@ -82,7 +71,7 @@ class ShardedModel {
   };
   std::vector<InLayout> in_layouts_;  // of named_shards_
   torch::OrderedDict<std::string, at::Tensor> ignored_parameters_;
-  std::map<std::string, CastBuffer> cast_buffers_;
+  CastBuffers cast_buffers_;
 };
 
 }  // namespace tessera
