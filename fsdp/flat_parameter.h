@@ -42,15 +42,12 @@ struct FlatParameterOptions {
   Memory low_precision_memory;  // of the copy of a shard in host memory in gather_dtype; empty: shard_memory
 };
 
-// Parameters of one unit in one flat buffer, of which each rank keeps an even part, the shard, and the gradient of the
-// shard. The parameters have one dtype, and all are trainable or all frozen. Used by one thread at a time, without
-// autograd.
-class FlatParameter {
+// The names, shapes and dtypes of the parameters that share one flat buffer, and the rank's part of it. A value: needs
+// no other ranks. The parameters have one dtype, and all are trainable or all frozen.
+class FlatSpec {
  public:
-  // Copies this rank's part of the parameters' values: rank 0's if `sync_module_states`, which is collective, else its
-  // own. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
-  FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
-                const FlatParameterOptions& options = {});
+  FlatSpec(std::string name, std::vector<PlannedParameter> parameters, int rank, int world_size,
+           std::optional<at::ScalarType> gather_dtype, std::optional<at::ScalarType> reduce_dtype);
 
   const std::string& name() const { return name_; }
   const std::vector<PlannedParameter>& parameters() const { return parameters_; }
@@ -65,8 +62,44 @@ class FlatParameter {
   int64_t full_bytes() const { return bytes(layout_.full_numel(), gather_dtype_); }
   int64_t bucket_bytes() const { return bytes(layout_.full_numel(), reduce_dtype_); }
   int64_t shard_bytes() const { return bytes(layout_.shard_numel(), dtype_); }
-  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   int64_t unsharded_bytes() const { return bytes(layout_.parameters_numel(), dtype_); }
+
+  // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
+  at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
+    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
+  }
+  // This rank's shard in such a buffer.
+  at::Tensor own_part_of(const at::Tensor& full) const {
+    return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
+  }
+  // The part of a parameter in a shard of this rank, [layout().shard_numel()].
+  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
+  std::string shard_label(size_t parameter) const;  // "parameter 'fc.weight' on rank 1"
+
+ protected:
+  static int64_t bytes(int64_t numel, at::ScalarType dtype) {
+    return numel * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+  std::vector<PlannedParameter> parameters_;
+
+ private:
+  const std::string name_;
+  const std::vector<ParameterGeometry> geometries_;
+  const at::ScalarType dtype_;
+  const at::ScalarType gather_dtype_;
+  const at::ScalarType reduce_dtype_;
+  const int rank_;
+  const FlatLayout layout_;
+};
+
+// Parameters of one unit in one flat buffer, of which each rank keeps an even part, the shard, and the gradient of the
+// shard. Used by one thread at a time, without autograd.
+class FlatParameter : public FlatSpec {
+ public:
+  // Copies this rank's part of the parameters' values: rank 0's if `sync_module_states`, which is collective, else its
+  // own. Does not change the parameters. `name` is for errors ("unit 'blocks.3'").
+  FlatParameter(std::string name, std::vector<PlannedParameter> parameters, Communicator& comm, bool sync_module_states,
+                const FlatParameterOptions& options = {});
 
   // [layout().shard_numel()]
   const at::Tensor& shard() const { return shard_; }
@@ -83,11 +116,6 @@ class FlatParameter {
   // Whether a tensor other than parameter_shards() is a view of shard(): a detach() that the user kept, say.
   bool is_shard_shared() const;
 
-  // The view of a parameter, in its own shape, in a buffer [layout().full_numel()].
-  at::Tensor view_in(const at::Tensor& full, size_t parameter) const {
-    return tessera::view_in(full, geometries_[parameter], layout_.offset(static_cast<int64_t>(parameter)));
-  }
-
   // Starts an all-gather of the shards into `full`, [layout().full_numel()] of any dtype on the device. Casts this
   // rank's shard, and copies it to the device, before it is sent.
   Pending gather(const at::Tensor& full, Communicator& comm) const;
@@ -99,6 +127,7 @@ class FlatParameter {
   Pending gather_encoded(const at::Tensor& wire, const at::Tensor& shard, Communicator& comm) const;
   void decode(const at::Tensor& wire, const at::Tensor& full) const;
 
+  bool has_low_precision_copy() const { return low_precision_ != nullptr; }
   // Of a shard in host memory: the tensor in gather_dtype() to copy to the device. It is the shard, or the low
   // precision copy, which is refreshed if the shard was written to without it.
   const at::Tensor& link_source();
@@ -111,27 +140,11 @@ class FlatParameter {
   const GradientBuffer& gradient() const { return *gradient_; }
 
  private:
-  static int64_t bytes(int64_t numel, at::ScalarType dtype) {
-    return numel * static_cast<int64_t>(c10::elementSize(dtype));
-  }
   void make_shard(Communicator& comm, bool sync_module_states, const FlatParameterOptions& options);
   void read_own_parts(const at::Tensor& shard) const;
   void make_parameter_shards(at::Device device, const FlatParameterOptions::Memory& grad_memory);
-  at::Tensor own_part_of(const at::Tensor& full) const {
-    return full.narrow(0, layout_.shard(rank_).begin, layout_.shard_numel());
-  }
-  at::Tensor part_of(const at::Tensor& shard, size_t parameter) const;
-  std::string shard_label(size_t parameter) const;
   LowPrecisionPart low_precision_part(size_t parameter) const;
 
-  const std::string name_;
-  std::vector<PlannedParameter> parameters_;
-  const std::vector<ParameterGeometry> geometries_;
-  const at::ScalarType dtype_;
-  const at::ScalarType gather_dtype_;
-  const at::ScalarType reduce_dtype_;
-  const FlatLayout layout_;
-  const int rank_;
   const bool is_on_host_;
   const int64_t encoded_bytes_;
   at::Tensor shard_;

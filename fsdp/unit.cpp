@@ -20,13 +20,15 @@ std::string traits_of(const PlannedParameter& parameter) {
          (parameter.tensor.requires_grad() ? ", trainable)" : ", frozen)");
 }
 
-std::unique_ptr<PagedFlatParameter> make_paged(FlatParameter flat, int index, at::Device device,
+std::unique_ptr<PagedFlatParameter> make_paged(std::string name, std::vector<PlannedParameter> parameters, int index,
+                                               Communicator& comm, bool sync_module_states,
                                                const FlatParameterOptions& options) {
-  auto paged = std::make_unique<PagedFlatParameter>(PagedFlatParameter{std::move(flat)});
+  auto paged = std::make_unique<PagedFlatParameter>(
+      PagedFlatParameter{FlatParameter(std::move(name), std::move(parameters), comm, sync_module_states, options)});
   const FlatParameter& own = paged->flat;
   const bool is_exempt = own.parameters()[0].full_precision;
-  paged->page = std::make_unique<Page>(options.pager, index, own.name(), device);
-  if (own.is_cast()) paged->exact_page = std::make_unique<Page>(options.pager, index, own.name(), device);
+  paged->page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
+  if (own.is_cast()) paged->exact_page = std::make_unique<Page>(options.pager, index, own.name(), comm.device());
   if (is_exempt && options.gather_dtype && *options.gather_dtype != own.dtype() && at::isFloatingType(own.dtype()))
     paged->page->convert_activations(*options.gather_dtype);
   for (const PlannedParameter& parameter : own.parameters()) parameter.tensor.mutable_grad() = at::Tensor();
@@ -49,8 +51,7 @@ Unit::Unit(int index, const PlannedUnit& plan, const UnitContext& context, const
   for (auto& parameters : parts) {
     const std::string name = parts.size() > 1 ? name_ + traits_of(parameters[0]) : name_;
     flat_parameters_.push_back(
-        make_paged(FlatParameter(name, std::move(parameters), context.comm, sync_module_states, options), index,
-                   context.comm.device(), options));
+        make_paged(name, std::move(parameters), index, context.comm, sync_module_states, options));
   }
   const bool is_whole = context.comm.size() == 1 && context.source.engine == nullptr &&
                         std::ranges::none_of(flat_parameters_, [](auto& paged) { return paged->flat.is_cast(); });
