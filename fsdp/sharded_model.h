@@ -14,9 +14,9 @@
 #include "core/model/memory_report.h"
 #include "core/model/model_shards.h"
 #include "fsdp/cast_buffers.h"
-#include "fsdp/offloaded_memory.h"
 #include "fsdp/options.h"
 #include "fsdp/unit.h"
+#include "offload/offloaded_memory.h"
 
 namespace tessera {
 

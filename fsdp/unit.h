@@ -14,14 +14,9 @@
 #include "fsdp/paged_flat_parameter.h"
 #include "fsdp/secondary_shard.h"
 #include "fsdp/summoned_parameters.h"
+#include "offload/offloaded_memory.h"
 
 namespace tessera {
-
-// Where the shards of a unit are if they are in host memory.
-struct ShardSource {
-  CopyEngine* engine = nullptr;  // null: shards are on the device
-  CountedBuffers* staging = nullptr;
-};
 
 // What the units of a model share. It outlives them.
 struct UnitContext {

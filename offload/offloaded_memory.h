@@ -1,18 +1,25 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <string>
 
+#include "core/comm/communicator.h"
 #include "core/memory/counted_buffers.h"
 #include "core/memory/pinned_pool.h"
 #include "core/model/memory_report.h"
 #include "core/runtime/copy_engine.h"
-#include "fsdp/flat_parameter.h"
-#include "fsdp/options.h"
-#include "fsdp/unit.h"
+#include "offload/cpu_offload.h"
 #include "offload/disk/disk_pager.h"
 
 namespace tessera {
+
+// How shards in host memory are copied to the device.
+struct ShardSource {
+  CopyEngine* engine = nullptr;  // null: shards are on the device
+  CountedBuffers* staging = nullptr;
+};
 
 // The host and disk memory of shards and gradients with FsdpOptions::offload, and the engine that copies them to the
 // device and back. Empty without offload.
@@ -22,11 +29,9 @@ class OffloadedMemory {
   OffloadedMemory(const CpuOffload& options, const Communicator& world);
 
   // Allocators of a unit's shards and gradients; null: on the device.
-  FlatParameterOptions::Memory shards(const std::string& unit);
-  FlatParameterOptions::Memory low_precision_shards() {
-    return options_.params ? on_host("the shards in 16 bit") : nullptr;
-  }
-  FlatParameterOptions::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
+  CountedBuffers::Memory shards(const std::string& unit);
+  CountedBuffers::Memory low_precision_shards() { return options_.params ? on_host("the shards in 16 bit") : nullptr; }
+  CountedBuffers::Memory gradients() { return options_.grads ? on_host("gradients") : nullptr; }
   ShardSource source() { return options_.params ? ShardSource{copies_.get(), &staging_} : ShardSource{}; }
 
   CopyEngine* copies() const { return copies_.get(); }  // null without offload
@@ -37,7 +42,7 @@ class OffloadedMemory {
   void report(MemoryReport& report) const;
 
  private:
-  FlatParameterOptions::Memory on_host(const char* purpose);
+  CountedBuffers::Memory on_host(const char* purpose);
 
   const CpuOffload options_;
   const std::string rank_;
