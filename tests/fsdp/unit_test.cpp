@@ -75,6 +75,29 @@ struct OneUnit {
   std::optional<Unit> unit;
 };
 
+TEST(FlatSpecTest, SaysDtypesAndPartsWithoutRanks) {
+  const std::vector<PlannedParameter> parameters{{"p", {}, torch::zeros({3, 5})}, {"q", {}, torch::zeros({7})}};
+  constexpr int kWorld = 3;
+  std::vector<at::Tensor> parts[2];
+  for (int rank = 0; rank < kWorld; ++rank) {
+    const FlatSpec spec("a group", parameters, rank, kWorld, at::kBFloat16, std::nullopt);
+    EXPECT_EQ(spec.dtype(), at::kFloat);
+    EXPECT_EQ(spec.gather_dtype(), at::kBFloat16);
+    EXPECT_EQ(spec.reduce_dtype(), at::kBFloat16);
+    EXPECT_EQ(spec.full_bytes(), spec.layout().full_numel() * 2);
+    EXPECT_EQ(spec.unsharded_bytes(), 22 * 4);
+    const at::Tensor full = torch::arange(spec.layout().full_numel());
+    for (size_t i : {0, 1}) parts[i].push_back(spec.part_of(spec.own_part_of(full), i));
+    if (rank + 1 < kWorld) continue;
+    for (size_t i : {0, 1}) EXPECT_TRUE(torch::equal(torch::cat(parts[i]), spec.view_in(full, i).flatten()));
+  }
+  auto exempt = parameters;
+  exempt[0].full_precision = true;
+  EXPECT_FALSE(FlatSpec("exempt", exempt, 0, kWorld, at::kBFloat16, at::kHalf).is_cast());
+  const FlatSpec integers("integers", {{"n", {}, torch::zeros({4}, at::kLong)}}, 0, kWorld, at::kBFloat16, {});
+  EXPECT_EQ(integers.gather_dtype(), at::kLong);
+}
+
 TEST(Unit, IsUnshardedAndResharded) {
   OneUnit one(4);
   Unit& unit = *one.unit;
